@@ -1,0 +1,30 @@
+"""LLM agent rollouts at scale on Slurm.
+
+>>> from megaflow_hpc import Campaign, open_trajectories            # doctest: +SKIP
+>>> run = Campaign.from_yaml("campaign.yaml").submit()              # doctest: +SKIP
+
+The two names are imported on first use, so that ``import megaflow_hpc`` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Campaign", "__version__", "open_trajectories"]
+
+if TYPE_CHECKING:
+    from megaflow_hpc.campaign import Campaign as Campaign
+    from megaflow_hpc.trajectories import open_trajectories as open_trajectories
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Campaign":
+        from megaflow_hpc.campaign import Campaign
+
+        return Campaign
+    if name == "open_trajectories":
+        from megaflow_hpc.trajectories import open_trajectories
+
+        return open_trajectories
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,8 @@
+"""``python -m megaflow_hpc``: the same as the ``megaflow-hpc`` command."""
+
+import sys
+
+from megaflow_hpc.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

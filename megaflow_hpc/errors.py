@@ -1,0 +1,33 @@
+"""The errors a user can meet. Each message says which value, what was expected and what to do about it."""
+
+from __future__ import annotations
+
+
+class MegaflowError(Exception):
+    """Base of everything raised on purpose. ``exit_status`` is what the command line returns for it."""
+
+    exit_status = 1
+
+
+class ConfigError(MegaflowError):
+    """A file or argument is wrong: names file, line, value and remedy."""
+
+    exit_status = 2
+
+
+class SiteError(MegaflowError):
+    """The cluster refused or lacks something (partition, account, Apptainer, MPI)."""
+
+    exit_status = 3
+
+
+class SandboxError(MegaflowError):
+    """A sandbox could not be started, or was lost. A command that fails in one is a result, not an error."""
+
+
+class ModelServiceError(MegaflowError):
+    """No engine could answer, or an engine could not be started."""
+
+
+class LedgerError(MegaflowError):
+    """The run directory's claims are not what this pod believes: it must not commit any more."""

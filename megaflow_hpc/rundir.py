@@ -1,0 +1,122 @@
+"""Every path of a run directory, in one class.
+
+::
+
+    RUN/
+      campaign.yaml       what the user wrote (a copy)
+      run.json            format, package version, resolved campaign
+      env.sh              what every job sources first
+      tasks/              <block>.json: immutable blocks of rollouts; specs.json: the tasks
+      ledger/             claims/, leases/, gone/, done/: who works on which block
+      endpoints/          <server>.json: engines that answer now
+      weights/            <version>/
+      journal/            <pod>.<start>.journal: acknowledged trajectories
+      shards/             <pod>.<start>.h5
+      trajectories.h5     the result
+      events/             <pod>.<start>.jsonl: counters and life-cycle events
+      logs/               one file per job element
+      report/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+
+FORMAT = "megaflow-hpc/run"
+FORMAT_VERSION = 1
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o600) -> None:
+    """Publishes ``data`` at ``path``: whole or not at all, durable before it is visible (write, fsync, rename)."""
+    raw = data.encode() if isinstance(data, str) else data
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, default=str) + "\n", mode)
+
+
+class RunDir:
+    """Paths under one run directory. Building one touches nothing."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.campaign_yaml = self.path / "campaign.yaml"
+        self.run_json = self.path / "run.json"
+        self.env_sh = self.path / "env.sh"
+        self.tasks = self.path / "tasks"
+        self.task_specs = self.tasks / "specs.json"
+        self.ledger = self.path / "ledger"
+        self.endpoints = self.path / "endpoints"
+        self.weights = self.path / "weights"
+        self.journal = self.path / "journal"
+        self.shards = self.path / "shards"
+        self.trajectories = self.path / "trajectories.h5"
+        self.events = self.path / "events"
+        self.logs = self.path / "logs"
+        self.report = self.path / "report"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def create(self) -> None:
+        """Makes the directory and its rooms, mode 0700."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        for room in ("tasks", "ledger", "endpoints", "weights", "journal", "shards", "events", "logs", "report"):
+            (self.path / room).mkdir(mode=0o700, exist_ok=True)
+
+    def block(self, number: int) -> Path:
+        return self.tasks / f"{number:06d}.json"
+
+    def endpoint(self, server: str) -> Path:
+        return self.endpoints / f"{server}.json"
+
+    def journal_file(self, pod: str, start: str) -> Path:
+        return self.journal / f"{pod}.{start}.journal"
+
+    def event_file(self, pod: str, start: str) -> Path:
+        return self.events / f"{pod}.{start}.jsonl"
+
+    def log(self, role: str) -> str:
+        """Slurm's pattern for the log of an array element: ``%A`` array job, ``%a`` element."""
+        return str(self.logs / f"{role}-%A_%a.log")
+
+    def write_run(self, content: Mapping[str, Any]) -> None:
+        write_json(self.run_json, {"format": FORMAT, "format_version": FORMAT_VERSION, **content})
+
+    def read_run(self) -> dict[str, Any]:
+        """``run.json``, checked to be one of ours and readable by this version."""
+        try:
+            content = json.loads(self.run_json.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{self.path}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.run_json}: cannot be read ({error}); the run directory is damaged") from error
+        if content.get("format") != FORMAT or content.get("format_version", 0) > FORMAT_VERSION:
+            found = f"{content.get('format')} version {content.get('format_version')}"
+            raise ConfigError(f"{self.run_json}: {found}, expected {FORMAT} up to version {FORMAT_VERSION}; use a newer megaflow-hpc")
+        return content
+
+
+def new_run_name(campaign: str) -> str:
+    """``<campaign>-<UTC stamp>-<4 hex>``."""
+    return f"{campaign}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"

@@ -1,0 +1,305 @@
+"""What crosses rooms: plain dataclasses and Protocols.
+
+Every room (``environments``, ``model``, ``agents``, ``trajectories``, ``pod``) meets the others only through the names
+in this module, so each can be replaced alone. Nothing here imports anything of the package or anything heavy.
+
+Token columns are :class:`array.array` so that they cross process borders as bytes and become numpy without a copy:
+token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float32), loss masks ``'B'`` (uint8).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+Status = Literal["completed", "truncated", "failed", "cancelled"]
+"""``completed`` and ``truncated`` (a limit of the agent) are verified and rewarded; ``failed`` is infrastructure."""
+
+ErrorKind = Literal["", "agent", "model", "sandbox", "verifier", "node", "walltime", "user"]
+Network = Literal["none", "gateway", "host"]
+SandboxMode = Literal["ephemeral", "persistent"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one sandbox may use. ``None`` is unlimited; sizes in MB (10^6 bytes), times in seconds."""
+
+    memory_mb: int | None = None
+    cpus: float | None = None
+    disk_mb: int | None = None
+    processes: int | None = 512
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem for an agent, as a task format's reader yields it. ``kind`` names the format (``harbor``, …)."""
+
+    id: str
+    instruction: str
+    image: str
+    """Name as written in the task; ``environment.images`` maps it to a SIF, a definition file or ``docker://``."""
+    path: str
+    """The task's directory (or file) on the shared file system."""
+    kind: str = "harbor"
+    workdir: str | None = None
+    user: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    agent_timeout_s: float = 900.0
+    verifier_timeout_s: float = 600.0
+    limits: Limits = field(default_factory=Limits)
+    network: Network | None = None
+    """What the task demands; ``None`` leaves it to the campaign."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Task:
+        known = {f.name for f in fields(cls)}
+        kept = {k: v for k, v in data.items() if k in known}
+        return cls(**{**kept, "limits": Limits(**data.get("limits", {}))})
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample of one task under one policy: the unit that is scheduled, stored once and named by ``id``."""
+
+    task_id: str
+    policy: str
+    sample_index: int
+    agent: str
+    """Key into the campaign's resolved agents."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.task_id}/{self.policy}/{self.sample_index}"
+
+    @property
+    def group_id(self) -> str:
+        """Samples that are compared with one another: same task, same policy."""
+        return f"{self.task_id}/{self.policy}"
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """A finished command. ``exit_code`` is 128+n on signal n, 124 with ``timed_out``; streams are capped, head and tail kept."""
+
+    exit_code: int
+    stdout_bytes: bytes = b""
+    stderr_bytes: bytes = b""
+    truncated: bool = False
+    timed_out: bool = False
+    duration_s: float = 0.0
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode("utf-8", "surrogateescape")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode("utf-8", "surrogateescape")
+
+
+class Sandbox(Protocol):
+    """A running container. Raises :class:`~megaflow_hpc.errors.SandboxError` for infrastructure only."""
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user_input: bytes | str | None = None,
+    ) -> ExecResult: ...
+
+    async def upload(self, source: str, target: str) -> None: ...
+
+    async def download(self, source: str, target: str) -> None: ...
+
+    async def kill_processes(self) -> None:
+        """Ends every process of the sandbox but its runner: nothing of the agent is left to watch the verifier."""
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelEndpoint:
+    """What an agent is told of its model: an address of its own, so every call is attributed without its help."""
+
+    base_url: str
+    """OpenAI-style root, ending in ``/v1``."""
+    api_key: str
+    model_name: str
+
+
+@dataclass
+class AgentResult:
+    """What an agent says of its own end. ``status`` is ``completed`` or ``truncated`` (a turn or time limit)."""
+
+    status: Status = "completed"
+    exit_code: int = 0
+    error: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """OpenAI message form; empty for agents whose conversation only the gateway sees."""
+    sandbox_s: list[float] = field(default_factory=list)
+    """Seconds spent in the sandbox after each model call, where the agent knows."""
+
+
+class Agent(Protocol):
+    """A scaffold. An instance serves one rollout."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult: ...
+
+
+# --- what a rollout leaves behind -----------------------------------------------------------------------------------
+
+
+@dataclass
+class TokenSequence:
+    """Consecutive calls whose prompts extend one another. All four columns have one entry per token."""
+
+    policy: str = ""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """NaN where not sampled."""
+    loss_mask: array[int] = field(default_factory=lambda: array("B"))
+    """1 exactly where sampled."""
+    weight_versions: array[int] = field(default_factory=lambda: array("i"))
+    """-1 where not sampled."""
+
+
+@dataclass
+class Turn:
+    """One model call: its sampled tokens are ``[token_start, token_end)`` of sequence number ``sequence`` (within the rollout)."""
+
+    sequence: int
+    token_start: int
+    token_end: int
+    finish_reason: str = ""
+    model_s: float = 0.0
+    sandbox_s: float = 0.0
+    agent_s: float = 0.0
+    wait_s: float = 0.0
+    server: str = ""
+
+
+@dataclass
+class Attempt:
+    """One try at a rollout, kept whatever became of it. Times in seconds UTC."""
+
+    attempt: int
+    status: str
+    error_kind: str = ""
+    error: str = ""
+    node: str = ""
+    job_id: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+@dataclass
+class Artifact:
+    name: str
+    data: bytes
+    """Bounded by the one who collects it."""
+
+
+@dataclass
+class Trajectory:
+    """Everything that is kept of one rollout; one journal record, one row of ``trajectories.h5``."""
+
+    id: str
+    task_id: str
+    group_id: str
+    policy: str
+    agent: str
+    status: str
+    sample_index: int = 0
+    attempt: int = 0
+    epoch: int = 0
+    error_kind: str = ""
+    error: str = ""
+    node: str = ""
+    job_id: str = ""
+    reward: float | None = None
+    """``None`` unless verified."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list)
+
+    def to_record(self) -> dict[str, Any]:
+        """A dict that msgpack takes: token columns as native-endian bytes."""
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        record["sequences"] = [
+            {
+                "policy": s.policy,
+                "tokens": s.tokens.tobytes(),
+                "logprobs": s.logprobs.tobytes(),
+                "loss_mask": s.loss_mask.tobytes(),
+                "weight_versions": s.weight_versions.tobytes(),
+            }
+            for s in self.sequences
+        ]
+        for name in ("turns", "attempts", "artifacts"):
+            record[name] = [asdict(item) for item in getattr(self, name)]
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
+        """Inverse of :meth:`to_record`; unknown keys of a later version are ignored, missing ones take their default."""
+
+        def column(code: str, data: bytes) -> array[Any]:
+            values: array[Any] = array(code)
+            values.frombytes(data)
+            return values
+
+        known = {f.name for f in fields(cls)}
+        kept = {k: v for k, v in record.items() if k in known}
+        kept["sequences"] = [
+            TokenSequence(
+                policy=s["policy"],
+                tokens=column("i", s["tokens"]),
+                logprobs=column("f", s["logprobs"]),
+                loss_mask=column("B", s["loss_mask"]),
+                weight_versions=column("i", s["weight_versions"]),
+            )
+            for s in record.get("sequences", ())
+        ]
+        kept["turns"] = [Turn(**t) for t in record.get("turns", ())]
+        kept["attempts"] = [Attempt(**a) for a in record.get("attempts", ())]
+        kept["artifacts"] = [Artifact(**a) for a in record.get("artifacts", ())]
+        return cls(**kept)
+
+
+@dataclass
+class Recording:
+    """What the gateway recorded of one rollout, handed over when the agent is done."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The longest conversation seen, in OpenAI message form, the last answer included."""
+    raw: list[dict[str, Any]] = field(default_factory=list)
+    """Per call the engine's answer in brief (token ids, log-probabilities, text), for audit; bounded."""
+
+
+class Gateway(Protocol):
+    """One per worker rank: gives every rollout an address and key of its own, routes, records."""
+
+    async def open(self, rollout_id: str, policy: str) -> ModelEndpoint:
+        """Registers a rollout."""
+
+    async def close(self, rollout_id: str) -> Recording:
+        """Ends it and returns what was recorded; later calls on its key are refused."""
+
+    def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
+        """The engines there are now, as the decoded ``RUN/endpoints/*.json``; may be called at any time."""
