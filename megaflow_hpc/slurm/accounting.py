@@ -1,0 +1,81 @@
+"""States of jobs, by one squeue query for all of a campaign's jobs, and sacct for those it has forgotten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.slurm.site import ask
+
+LIVE = frozenset(
+    "PENDING RUNNING REQUEUED REQUEUE_FED REQUEUE_HOLD CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split()
+)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One array element (``<job>_<element>``) or plain job."""
+
+    id: str
+    state: str
+    reason: str = ""
+    node: str = ""
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+
+def expand(job_id: str) -> list[str]:
+    """``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``; other ids as they are."""
+    match = re.fullmatch(r"(\d+)_\[([\d,\-:]+)(?:%\d+)?\]", job_id)
+    if not match:
+        return [job_id]
+    elements: list[str] = []
+    for part in match[2].split(","):
+        first, _, last = part.partition("-")
+        last, _, step = last.partition(":")
+        elements += [f"{match[1]}_{i}" for i in range(int(first), int(last or first) + 1, int(step or 1))]
+    return elements
+
+
+def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
+    """What squeue still knows of these jobs, by element.
+
+    Raises:
+        SiteError: the controller cannot be asked; the caller must not conclude that the jobs are gone.
+    """
+    wanted = ",".join(job_ids)
+    if not wanted:
+        return {}
+    try:
+        output = ask("squeue", "-h", "-j", wanted, "-t", "all", "-o", "%i|%T|%r|%N")
+    except SiteError as error:
+        if "Invalid job id" in str(error):  # every one of them is forgotten
+            return {}
+        raise
+    found = {}
+    for line in output.splitlines():
+        job_id, state, reason, node = line.split("|", 3)
+        for element in expand(job_id):
+            found[element] = JobState(element, state, reason, node)
+    return found
+
+
+def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
+    """What accounting says of these jobs, by element; empty where a site keeps no accounting."""
+    wanted = ",".join(job_ids)
+    if not wanted:
+        return {}
+    try:
+        output = ask("sacct", "-n", "-X", "-P", "-j", wanted, "-o", "JobID,State,NodeList")
+    except SiteError:
+        return {}
+    found = {}
+    for line in output.splitlines():
+        job_id, state, node = line.split("|", 2)
+        for element in expand(job_id):
+            found[element] = JobState(element, state.split(" ")[0], "", node)
+    return found

@@ -1,0 +1,38 @@
+# The batch shell is the supervisor outside the MPI world: it alone is signalled, it asks rank 0 to drain, and it
+# requeues the element when the pod ended without being done.
+set -u
+RUN=@RUN@
+. "$RUN/env.sh"
+
+MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.XXXXXXXX") || exit 1
+export MEGAFLOW_POD_DIR
+export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}"
+export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
+trap 'rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
+
+# USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
+ours=yes
+trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2
+trap 'ours=no; : > "$MEGAFLOW_POD_DIR/drain"' TERM
+
+# One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task.
+srun --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" &
+step=$!
+while :; do
+    wait "$step"
+    status=$?
+    kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
+done
+
+state=$(cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost)
+echo "pod $MEGAFLOW_POD start $MEGAFLOW_START: $state (srun exit status $status)"
+[ "$state" = done ] && exit 0
+[ "$state" = lost ] && "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
+[ -e "$RUN/ledger/cancelled" ] && exit 1
+if [ "$ours" = yes ] && [ "$MEGAFLOW_START" -lt "$MEGAFLOW_REQUEUES" ]; then
+    echo "requeueing element ($((MEGAFLOW_START + 1)) of $MEGAFLOW_REQUEUES)"
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 30 # until Slurm ends this shell
+fi
+exit 1

@@ -1,0 +1,153 @@
+"""The text of every batch script, by one pure function.
+
+``--dry-run`` prints exactly what is submitted, and the scripts under ``sbatch/`` are this function's output for no
+campaign at all, so that the by-hand way and the automatic one run the same lines. The bodies are ``pods.sh``,
+``servers.sh`` and ``gather.sh`` beside this module.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.rundir import RunDir
+
+Role = Literal["pods", "servers", "gather"]
+
+WARN_S = 60
+"""Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
+
+RANKS_PER_NODE = 2
+CPUS_PER_RANK = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission: its role, its sbatch options and what it is an array of (``None``: a single job)."""
+
+    role: Role
+    options: Mapping[str, Any]
+    elements: int | None = None
+    run: str | None = None
+    """Run directory written into the script; ``None`` takes it from the command line."""
+    header: Sequence[str] = field(default_factory=tuple)
+
+
+def script(job: Job) -> str:
+    """The whole batch script."""
+    lines = ["#!/bin/bash", *(f"# {line}".rstrip() for line in job.header)]
+    options = dict(job.options)
+    if job.elements is not None:
+        options.setdefault("array", f"0-{job.elements - 1}")
+    lines += [f"#SBATCH {option(name, value)}" for name, value in options.items() if value is not None and value is not False]
+    body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
+    given = '${1:?the run directory that "megaflow-hpc plan" printed}'
+    return "\n".join(lines) + "\n\n" + body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
+
+
+def option(name: str, value: Any) -> str:
+    """One sbatch option as it stands behind ``#SBATCH`` or on a command line."""
+    name = name.strip("-").replace("_", "-")
+    return f"--{name}" if value is True or value == "" else f"--{name}={shlex.quote(str(value))}"
+
+
+def command(job: Job, path: str) -> str:
+    """The sbatch line that submits ``path`` by hand with this job's options."""
+    options = {**({} if job.elements is None else {"array": f"0-{job.elements - 1}"}), **job.options}
+    given = [option(name, value) for name, value in options.items() if value is not None and value is not False]
+    return " ".join(["sbatch", *given, path, shlex.quote(job.run or "$RUN")])
+
+
+def _walltime(value: str | int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
+    return {
+        "job-name": config.name,
+        "comment": run.path.name,
+        "account": config.slurm.account,
+        "output": run.log(role),
+        "open-mode": "append",
+    }
+
+
+def pod_job(config: CampaignConfig, run: RunDir, count: int | None = None, dependency: str | None = None) -> Job:
+    """The pod array: each element one MPI world on ``pods.nodes`` nodes."""
+    pods = config.slurm.pods
+    options = {
+        **_common(config, run, "pod"),
+        "partition": pods.partition,
+        "nodes": pods.nodes,
+        "ntasks-per-node": pods.ranks_per_node or RANKS_PER_NODE,
+        "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
+        "mem": None if pods.mem_gb is None else f"{round(pods.mem_gb * 1000)}M",
+        "time": _walltime(pods.time),
+        "signal": f"B:USR2@{WARN_S}",
+        "requeue": True,
+        "dependency": dependency,
+        **config.slurm.extra,
+        **pods.extra,
+    }
+    return Job("pods", options, count or pods.count, str(run))
+
+
+def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int) -> Job:
+    """The engine array: each element one engine server."""
+    servers = config.slurm.servers
+    options = {
+        **_common(config, run, "server"),
+        "partition": servers.partition,
+        "nodes": 1,
+        "ntasks": 1,
+        "gres": f"gpu:{gpus}" if gpus else None,
+        "time": _walltime(servers.time),
+        "signal": f"B:USR2@{WARN_S}",
+        "requeue": True,
+        **config.slurm.extra,
+        **servers.extra,
+    }
+    return Job("servers", options, elements, str(run))
+
+
+def gather_job(config: CampaignConfig, run: RunDir, dependency: str) -> Job:
+    """The follow-up: writes trajectories.h5 and ends what is left of the campaign."""
+    options = {
+        **_common(config, run, "gather"),
+        "output": str(run.logs / "gather-%j.log"),
+        "partition": config.slurm.pods.partition,
+        "ntasks": 1,
+        "cpus-per-task": 1,
+        "time": 60,
+        "dependency": dependency,
+        **config.slurm.extra,
+    }
+    return Job("gather", options, None, str(run))
+
+
+def by_hand(role: Role) -> str:
+    """The script under ``sbatch/`` for a role: no campaign in it, the run directory is its argument."""
+    common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
+    if role == "pods":
+        header = [
+            "A pod array: each element is one MPI world whose rank 0 schedules rollouts and whose other ranks run them",
+            "in Apptainer sandboxes. Elements may start late, be preempted, requeued or added while the campaign runs.",
+            "",
+            "  RUN=$(megaflow-hpc plan campaign.yaml)",
+            '  sbatch --array=0-7 sbatch/sandbox_pods.sbatch "$RUN"',
+        ]
+        shape = {"nodes": 1, "ntasks-per-node": RANKS_PER_NODE, "cpus-per-task": CPUS_PER_RANK}
+    else:
+        header = [
+            "An engine array: each element starts one model server, registers it under RUN/endpoints and serves until",
+            "the campaign is finished.",
+            "",
+            "  RUN=$(megaflow-hpc plan campaign.yaml)",
+            '  sbatch --array=0-3 --gres=gpu:1 sbatch/model_servers.sbatch "$RUN"',
+        ]
+        shape = {"nodes": 1, "ntasks": 1}
+    return script(Job(role, {**common, **shape}, header=header))

@@ -1,0 +1,91 @@
+"""What this site has: partitions, MPI plug-ins, limits. Each question is asked once, with one command."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from megaflow_hpc.errors import SiteError
+
+ASK_S = 60.0
+"""A busy slurmctld may take this long to answer."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    default: bool
+    up: bool
+    nodes: int
+    cpus: int
+    memory_mb: int
+    gpus: bool
+    time: str
+
+
+def ask(*command: str) -> str:
+    """Runs a Slurm command and returns its output.
+
+    Raises:
+        SiteError: the command is missing, fails, or does not answer.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+    except FileNotFoundError:
+        raise SiteError(f"{command[0]}: not found; load the site's Slurm module, or use --launcher local") from None
+    except subprocess.TimeoutExpired:
+        raise SiteError(f"{command[0]}: no answer in {ASK_S:.0f} s; the Slurm controller is busy or away, try again") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise SiteError(f"{' '.join(command[:3])}: {said}")
+    return done.stdout
+
+
+def has_slurm() -> bool:
+    return all(shutil.which(tool) for tool in ("sbatch", "squeue", "srun"))
+
+
+@functools.cache
+def partitions() -> dict[str, Partition]:
+    """The partitions this user can see, by name."""
+    found: dict[str, Partition] = {}
+    for line in ask("sinfo", "-h", "-o", "%R|%P|%a|%D|%c|%m|%G|%l").splitlines():
+        name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
+        before = found.get(name)
+        found[name] = Partition(
+            name=name,
+            default=marked.endswith("*"),
+            up=available == "up",
+            nodes=int(nodes) + (before.nodes if before else 0),
+            cpus=int(re.sub(r"\D.*", "", cpus)),
+            memory_mb=int(re.sub(r"\D.*", "", memory)),
+            gpus="gpu" in gres or bool(before and before.gpus),
+            time=limit,
+        )
+    return found
+
+
+@functools.cache
+def mpi_plugin() -> str:
+    """The ``srun --mpi`` type for the MPI that mpi4py loads: ``MEGAFLOW_MPI``, else the first of pmix and pmi2 offered."""
+    chosen = os.environ.get("MEGAFLOW_MPI")
+    if chosen:
+        return chosen
+    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
+    offered = set(re.split(r"[\s,:]+", done.stdout + done.stderr))
+    # MPICH, which the mpi extra installs, speaks pmi2 without further libraries.
+    for plugin in ("pmi2", "pmix", "cray_shasta"):
+        if plugin in offered:
+            return plugin
+    raise SiteError(f"srun --mpi=list offers none of pmi2, pmix: {sorted(offered)}; name one with MEGAFLOW_MPI")
+
+
+@functools.cache
+def max_array_size() -> int:
+    """Largest array index + 1 that the site allows."""
+    match = re.search(r"MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"))
+    return int(match[1]) if match else 1001

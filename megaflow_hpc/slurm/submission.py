@@ -1,0 +1,61 @@
+"""Submission: submitit's executor, array and job handles around our own scripts.
+
+submitit's runner unpickles functions in a shared folder; ours runs ``python -m megaflow_hpc.pod``, so only its
+submission and its handles are used. Handles know state and cancel; ``result()`` has no meaning here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
+
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.slurm.script import Job, script
+
+
+class ArrayJob(submitit.SlurmJob):  # type: ignore[misc]
+    """Handle of one element: ``job_id``, ``state``, ``cancel()``."""
+
+    def result(self) -> Any:
+        raise RuntimeError("array elements return nothing; wait for the campaign with run.wait() and read run.path")
+
+
+class ScriptExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
+    """Submits the text of a :class:`~megaflow_hpc.slurm.script.Job`."""
+
+    job_class = ArrayJob
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        super().__init__(folder)
+        self._job = job
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return script(self._job)
+
+    def _num_tasks(self) -> int:
+        return 1
+
+    def submit_job(self) -> list[ArrayJob]:
+        """Queues it and returns a handle per element (one for a plain job)."""
+        first = self._submit_command("")
+        if self._job.elements is None:
+            return [first]
+        return [ArrayJob(folder=self.folder, job_id=f"{first.job_id}_{i}", tasks=[0]) for i in range(self._job.elements)]
+
+
+def submit(run: RunDir, job: Job) -> list[ArrayJob]:
+    """Queues one job or array.
+
+    Raises:
+        SiteError: sbatch refused; carries its message.
+    """
+    JobPaths.get_first_id_independent_folder(run.logs).mkdir(parents=True, exist_ok=True)
+    try:
+        return ScriptExecutor(run.logs, job).submit_job()
+    except (FailedSubmissionError, FailedJobError, RuntimeError) as error:
+        said = [line for line in str(error).splitlines() if "sbatch: " in line] or str(error).splitlines()[-1:]
+        raise SiteError(f"sbatch refused the {job.role} job: {said[-1].strip()}") from None
