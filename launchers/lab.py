@@ -1,0 +1,602 @@
+#!/usr/bin/env python3
+"""A Slurm cluster of one's own on one machine, for an ordinary user: launchers/lab is its front.
+
+A lab is a directory; nothing outside it is touched, so several live side by side::
+
+    DIR/
+      lab.json            unique id, ports, and pid + start time of every daemon
+      slurm.conf …        written anew at every start from nothing
+      munge/ db/ state/   key and socket, MariaDB, slurmctld's state
+      spool/<node>/       one slurmd each
+      gpu/                empty files that stand for GPUs
+      logs/
+
+Nodes cpu1-4 and gpu1-2 (two "GPUs" each) claim more cores than the machine has; memory is bookkeeping. Partitions: cpu
+(default), gpu, and preempt over the same nodes as cpu, whose jobs are requeued when a job in cpu needs the room.
+Accounting, associations and QOS limits are real. What a lab of one user cannot show: jobs of several users.
+
+Only the standard library, Python 3.9: it must run where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import pwd
+import random
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Optional
+
+CPU_NODES = [f"cpu{i}" for i in range(1, 5)]
+GPU_NODES = [f"gpu{i}" for i in range(1, 3)]
+NODES = CPU_NODES + GPU_NODES
+GPUS = 2
+SOCKET_PATH_MAX = 107  # sun_path, without its final zero
+DAEMONS = ["munged", "mariadbd", "slurmdbd", "slurmctld", *(f"slurmd-{node}" for node in NODES)]  # in starting order
+STOP_S = 20.0
+USER = pwd.getpwuid(os.getuid()).pw_name
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def die(text: str) -> NoReturn:
+    print(f"error: {text}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, interval_s: float = 0.2) -> Any:
+    """The condition's first true value, or its last false one when time is up."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value or time.monotonic() > deadline:
+            return value
+        time.sleep(interval_s)
+
+
+# --- processes: a pid alone names nobody, pid and start time do -------------------------------------------------------
+
+
+def start_time(pid: int) -> Optional[str]:
+    """Boot and clock tick at which ``pid`` started (proc(5), field 22); None where it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else f"{boot}/{fields[19]}"
+
+
+def alive(daemon: Optional[dict[str, Any]]) -> bool:
+    return bool(daemon) and start_time(daemon["pid"]) == daemon["start"]  # type: ignore[index]
+
+
+def send(pid: int, start: str, signum: int) -> None:
+    """Signals exactly the process that started then: the descriptor pins it before the check."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (ProcessLookupError, PermissionError):
+        return
+    try:
+        if start_time(pid) == start:
+            with suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(descriptor, signum)
+    finally:
+        os.close(descriptor)
+
+
+def end(processes: list[tuple[int, str]], timeout_s: float = STOP_S) -> None:
+    """SIGTERM, then SIGKILL to those that stay."""
+    for signum, patience in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 5.0)):
+        for pid, start in processes:
+            send(pid, start, signum)
+        if wait_for(lambda: all(start_time(pid) != start for pid, start in processes), patience, 0.05):
+            return
+
+
+def marked(*marks: str) -> list[tuple[int, str]]:
+    """Our processes with one of ``marks`` in their environment, except this one and those it was started from."""
+    ours, pid = set(), os.getpid()
+    while pid > 1:
+        ours.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            start = start_time(int(entry))
+            with suppress(OSError):
+                variables = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+                if start and any(mark.encode() in variables for mark in marks):
+                    found.append((int(entry), start))
+    return found
+
+
+def program(name: str, *others: str) -> str:
+    for candidate in (name, *others):
+        path = shutil.which(candidate)
+        if path:
+            return path
+    die(f"{name} is not on PATH: run launchers/setup, or install Slurm, munge and MariaDB")
+
+
+class Lab:
+    """One lab directory and what runs in it."""
+
+    def __init__(self, directory: str) -> None:
+        self.dir = Path(directory).absolute()
+        self.conf = self.dir / "slurm.conf"
+        self.record = self.dir / "lab.json"
+        try:
+            self.state: dict[str, Any] = json.loads(self.record.read_text())
+        except (OSError, ValueError):
+            self.state = {}
+        self.state.setdefault("id", secrets.token_hex(4))
+        self.state.setdefault("ports", {})
+        self.state.setdefault("daemons", {})
+        self.daemons: dict[str, dict[str, Any]] = self.state["daemons"]
+        self.cluster = f"lab{self.state['id']}"
+        # A deep directory leaves no room for socket names: then they live in /tmp, under the lab's unguessable id.
+        deepest = str(self.dir / "db" / "mariadb.sock.lock")
+        self.sockets = self.dir / "sockets" if len(deepest) <= SOCKET_PATH_MAX else Path(f"/tmp/{self.cluster}")
+        self.slurmd_program = Path(shutil.which("slurmd") or "/usr/sbin/slurmd").resolve()
+
+    def save(self) -> None:
+        temporary = self.record.with_suffix(".new")
+        temporary.write_text(json.dumps(self.state, indent=1) + "\n")
+        os.replace(temporary, self.record)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        self.dir.mkdir(parents=True, exist_ok=True)
+        os.chmod(self.dir, 0o700)
+        with open(self.dir / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.__init__(str(self.dir))  # type: ignore[misc]  # what another lab command has changed meanwhile
+            yield
+
+    def command(self, *words: str, timeout_s: float = 20.0) -> tuple[int, str]:
+        """A Slurm command against this lab: status and what it printed."""
+        try:
+            done = subprocess.run(
+                [program(words[0]), *words[1:]],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            return 124, f"{words[0]} gave no answer in {timeout_s:.0f} s"
+        return done.returncode, (done.stdout + done.stderr).strip()
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ")}
+        return {**kept, "SLURM_CONF": str(self.conf)}
+
+    # --- configuration ------------------------------------------------------------------------------------------------
+
+    def configure(self) -> None:
+        """Free ports and all files. Only while no daemon runs."""
+        for name in ("munge", "db", "state", "gpu", "logs", *(f"spool/{node}" for node in NODES)):
+            (self.dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.sockets.mkdir(mode=0o700, exist_ok=True)
+        if self.sockets.stat().st_uid != os.getuid():
+            die(f"{self.sockets} belongs to someone else: use a lab directory with a shorter path")
+        key = self.dir / "munge" / "key"
+        if not key.exists():
+            self.write("munge/key.new", secrets.token_bytes(128))
+            os.replace(self.dir / "munge" / "key.new", key)
+        for number in range(GPUS):
+            (self.dir / "gpu" / f"nvidia{number}").touch()
+        self.state["ports"] = dict(zip(["slurmctld", "slurmdbd", "mariadbd", *NODES], free_ports(3 + len(NODES))))
+        password = secrets.token_hex(16)
+        self.write("slurm.conf", self.slurm_conf())
+        self.write("gres.conf", f"NodeName=gpu[1-{len(GPU_NODES)}] Name=gpu File={self.dir}/gpu/nvidia[0-{GPUS - 1}] "
+                   "Flags=nvidia_gpu_env\n")  # fmt: skip
+        if self.version() >= (23, 2):
+            self.write("cgroup.conf", "CgroupPlugin=disabled\n")  # earlier versions ask for none, and know no such word
+        self.write("slurmdbd.conf", self.slurmdbd_conf(password))
+        # Run by MariaDB itself at every start, so that no client and no root password are needed.
+        self.write(
+            "db.sql",
+            "CREATE DATABASE IF NOT EXISTS slurm_acct_db;\n"
+            f"CREATE OR REPLACE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\n"
+            "GRANT ALL ON slurm_acct_db.* TO 'slurm'@'127.0.0.1';\n",
+        )
+        self.save()
+
+    def write(self, name: str, content: str | bytes) -> None:
+        path = self.dir / name
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+    def version(self) -> tuple[int, int]:
+        """``slurm-wlm 22.05.8`` → (22, 5)."""
+        output = subprocess.run([self.slurmd_program, "-V"], capture_output=True, text=True).stdout
+        numbers = output.split()[-1].split(".") if output else ["0", "0"]
+        return int(numbers[0]), int(numbers[1])
+
+    def prefix(self) -> Optional[Path]:
+        """Where the packages lie when they were unpacked and not installed; None for the system's own."""
+        usr = self.slurmd_program.parents[1]
+        return None if usr == Path("/usr") else usr
+
+    def slurm_conf(self) -> str:
+        ports, host = self.state["ports"], socket.gethostname().split(".")[0]
+        usr, plugins = self.prefix(), ""
+        if usr:
+            plugins = f"PluginDir={next(usr.glob('lib/*/slurm-wlm'))}\n"
+        nodes = ""
+        for node in NODES:
+            size = f"RealMemory=8000 Gres=gpu:{GPUS}" if node in GPU_NODES else "RealMemory=4000"
+            nodes += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node]} CPUs=8 {size}\n"
+        return f"""# Written by launchers/lab; a change here is lost when the lab starts from nothing.
+ClusterName={self.cluster}
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={USER}
+SlurmdUser={USER}
+SlurmctldPort={ports["slurmctld"]}
+AuthType=auth/munge
+CredType=cred/munge
+# cred_expire is how long a requeued job waits before it starts again: 120 s by default, an age in a test.
+AuthInfo=socket={self.sockets}/munge,cred_expire=5
+{plugins}StateSaveLocation={self.dir}/state
+SlurmdSpoolDir={self.dir}/spool/%n
+SlurmctldLogFile={self.dir}/logs/slurmctld.log
+SlurmdLogFile={self.dir}/logs/slurmd-%n.log
+SlurmctldPidFile={self.dir}/state/slurmctld.pid
+SlurmdPidFile={self.dir}/spool/%n/slurmd.pid
+# No cgroups, no prolog, no root: what an ordinary user may have anywhere.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=5
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=60
+KillWait=10
+UnkillableStepTimeout=30
+MaxArraySize=201
+MaxJobCount=2000
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=450
+SchedulerParameters=bf_interval=5,sched_interval=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={ports["slurmdbd"]}
+# What the page calls a password is, under munge, the socket.
+AccountingStoragePass={self.sockets}/munge
+AccountingStorageEnforce=associations,limits,qos
+AccountingStorageTRES=gres/gpu
+AccountingStoreFlags=job_comment
+GresTypes=gpu
+{nodes}PartitionName=DEFAULT MaxTime=08:00:00 DefaultTime=01:00:00 State=UP
+PartitionName=cpu Nodes={",".join(CPU_NODES)} Default=YES PriorityTier=10 PreemptMode=OFF
+PartitionName=gpu Nodes={",".join(GPU_NODES)} PriorityTier=10 PreemptMode=OFF
+PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+"""
+
+    def slurmdbd_conf(self, password: str) -> str:
+        ports, usr = self.state["ports"], self.prefix()
+        plugins = f"PluginDir={next(usr.glob('lib/*/slurm-wlm'))}\n" if usr else ""
+        return f"""AuthType=auth/munge
+AuthInfo=socket={self.sockets}/munge
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={ports["slurmdbd"]}
+SlurmUser={USER}
+LogFile={self.dir}/logs/slurmdbd.log
+PidFile={self.dir}/state/slurmdbd.pid
+{plugins}StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={ports["mariadbd"]}
+StorageUser=slurm
+StoragePass={password}
+StorageLoc=slurm_acct_db
+"""
+
+    # --- daemons ------------------------------------------------------------------------------------------------------
+
+    def command_line(self, name: str) -> list[str]:
+        munge, usr = self.dir / "munge", self.prefix()
+        if name == "munged":
+            # --force: a socket directory closed to others is what we want, and munged's reason to refuse.
+            return [
+                program("munged"), "--foreground", "--force", f"--key-file={munge}/key", f"--socket={self.sockets}/munge",
+                f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=2",
+            ]  # fmt: skip
+        if name == "mariadbd":
+            return [
+                program("mariadbd", "mysqld"), *self.mariadb_options(), f"--socket={self.sockets}/mariadb.sock",
+                "--bind-address=127.0.0.1", f"--port={self.state['ports']['mariadbd']}", "--skip-name-resolve",
+                f"--pid-file={self.dir}/db/mariadb.pid", f"--init-file={self.dir}/db.sql", "--skip-log-bin",
+                "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900", "--max-allowed-packet=16M",
+                "--performance-schema=OFF", "--max-connections=40",
+            ]  # fmt: skip
+        if name == "slurmdbd":
+            return [program("slurmdbd"), "-D"]
+        if name == "slurmctld":
+            return [program("slurmctld"), "-D"]
+        stepd = ["-d", str(usr / "sbin/slurmstepd")] if usr else []
+        return [program("slurmd"), "-D", "-N", name.partition("-")[2], *stepd]
+
+    def mariadb_options(self) -> list[str]:
+        usr = self.prefix()
+        options = ["--no-defaults", f"--datadir={self.dir}/db/data"]
+        return [*options, f"--basedir={usr}", f"--lc-messages-dir={usr}/share/mysql"] if usr else options
+
+    def launch(self, name: str) -> None:
+        """Starts one daemon, in its own session, with nothing inherited but its log, and writes down who it is."""
+        with open(self.dir / "logs" / f"{name}.out", "ab") as output:
+            process = subprocess.Popen(
+                self.command_line(name),
+                # The mark finds a daemon, or a job step's slurmstepd, whose pid was never written down.
+                env={**self.environment(), "MEGAFLOW_LAB_ID": self.state["id"]},
+                cwd=self.dir,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.daemons[name] = {"pid": process.pid, "start": start_time(process.pid)}
+        self.save()
+
+    def missing(self) -> list[str]:
+        return [name for name in DAEMONS if not alive(self.daemons.get(name))]
+
+    def ready(self, name: str) -> bool:
+        """Does a freshly launched daemon do its work?"""
+        if name == "munged":
+            return (self.sockets / "munge").is_socket() and self.munge_answers()
+        if name in ("mariadbd", "slurmdbd"):
+            return answers(self.state["ports"][name])
+        if name == "slurmctld":
+            return self.command("scontrol", "ping")[1].find("is UP") >= 0
+        return answers(self.state["ports"][name.partition("-")[2]])
+
+    def munge_answers(self) -> bool:
+        return self.command("munge", "-n", "-S", str(self.sockets / "munge"))[0] == 0
+
+    def bring_up(self) -> None:
+        """Starts what does not run, in order. Raises RuntimeError when a daemon will not come up."""
+        missing = self.missing()
+        strays = [p for p in marked(f"MEGAFLOW_LAB_ID={self.state['id']}") if p[0] not in self.pids()]
+        if len(missing) == len(DAEMONS):
+            end(strays)
+            self.daemons.clear()
+            self.configure()
+            self.create_database()
+        else:
+            # A slurmstepd outlives its slurmd, which finds it again; a daemon nobody wrote down would hold its port.
+            end([(pid, start) for pid, start in strays if not is_stepd(pid)])
+        for group in (["munged", "mariadbd"], ["slurmdbd"], ["slurmctld"], [f"slurmd-{node}" for node in NODES]):
+            launched = [name for name in group if name in missing]
+            if group == ["slurmctld"]:
+                self.register()  # before slurmctld: it makes its job table only in a cluster that is known
+            for name in launched:
+                say(f"starting {name}")
+                self.launch(name)
+            for name in launched:
+                wait_for(lambda name=name: self.ready(name) or not alive(self.daemons[name]), 60)  # type: ignore[misc]
+                if not (alive(self.daemons[name]) and self.ready(name)):
+                    raise RuntimeError(f"{name} did not start:\n{self.log_tail(name)}")
+        if not wait_for(self.healthy, 45, 0.3):
+            raise RuntimeError(f"the nodes do not come up:\n{self.command('sinfo', '-lN')[1]}")
+
+    def pids(self) -> set[int]:
+        return {daemon["pid"] for daemon in self.daemons.values()}
+
+    def create_database(self) -> None:
+        data = self.dir / "db" / "data"
+        if data.exists():
+            return
+        say("creating the accounting database")
+        temporary, usr = self.dir / "db" / "data.new", self.prefix()
+        shutil.rmtree(temporary, ignore_errors=True)
+        words = [
+            program("mariadb-install-db", "mysql_install_db"), "--no-defaults", f"--datadir={temporary}", "--skip-test-db",
+            "--auth-root-authentication-method=socket", f"--auth-root-socket-user={USER}",
+        ]  # fmt: skip
+        if usr:
+            words += [f"--basedir={usr}", f"--lc-messages-dir={usr}/share/mysql"]
+        with open(self.dir / "logs" / "mariadb-install-db.out", "wb") as output:
+            status = subprocess.call(
+                words, env=self.environment(), cwd=self.dir, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        if status:
+            raise RuntimeError(f"MariaDB could not be set up:\n{self.log_tail('mariadb-install-db')}")
+        os.replace(temporary, data)
+        self.state["registered"] = False
+
+    def register(self) -> None:
+        """Cluster, account, user and QOS; a repetition changes nothing."""
+        if self.state.get("registered"):
+            return
+        for words in (
+            f"add cluster {self.cluster}",
+            "add account lab Description=lab Organization=lab",
+            # A QOS as sites have them: short jobs, few of them. Nothing is limited by default.
+            "add qos short MaxWall=00:30:00 MaxJobsPerUser=4 MaxSubmitJobsPerUser=12",
+            f"add user {USER} Account=lab AdminLevel=Admin QOS=normal,short DefaultQOS=normal",
+        ):
+            status, output = self.command("sacctmgr", "-i", *words.split())
+            if status and "Nothing new added" not in output and "already exist" not in output:
+                raise RuntimeError(f"sacctmgr {words}: {output}\n{self.log_tail('slurmdbd')}")
+        self.state["registered"] = True
+        self.save()
+
+    def log_tail(self, name: str) -> str:
+        lines: list[str] = []
+        for path in (self.dir / "logs" / f"{name}.log", self.dir / "logs" / f"{name}.out"):
+            with suppress(OSError):
+                lines += path.read_text(errors="replace").splitlines()[-12:]
+        return "\n".join(lines) + f"\n(logs in {self.dir}/logs)"
+
+    def nodes(self) -> dict[str, str]:
+        status, output = self.command("sinfo", "-h", "-N", "-o", "%N %T")
+        return {} if status else dict(line.split() for line in output.splitlines() if len(line.split()) == 2)
+
+    def healthy(self) -> bool:
+        """All daemons are those we started, slurmctld and slurmdbd answer, every node can run jobs."""
+        if self.missing():
+            return False
+        nodes = self.nodes()
+        # An asterisk is a node that does not answer; a drained one is somebody's will and none of our business.
+        bad = [n for n in NODES if nodes.get(n, "down").endswith("*") or nodes.get(n, "down").startswith(("down", "unk"))]
+        return not bad and self.command("sacctmgr", "-n", "show", "cluster")[0] == 0
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        with self.locked():
+            if self.healthy():
+                say(f"the lab in {self.dir} is up")
+                return
+            running = len(DAEMONS) - len(self.missing())
+            say(f"{'repairing' if running else 'starting'} the lab in {self.dir}")
+            problem = None
+            # First mend what is broken; then from nothing, on other ports: another process may have taken ours.
+            for _ in range(3):
+                try:
+                    with ports_lock():
+                        self.bring_up()
+                    say("the lab is up: 4 CPU nodes, 2 GPU nodes; partitions cpu, gpu, preempt")
+                    return
+                except RuntimeError as error:
+                    problem = error
+                    say(f"starting over: {str(error).splitlines()[0]}")
+                    self.halt()
+            die(f"the lab in {self.dir} does not start: {problem}")
+
+    def stop(self) -> None:
+        if not self.record.exists():
+            say(f"no lab in {self.dir}")
+            return
+        with self.locked():
+            self.halt()
+            if not str(self.sockets).startswith(str(self.dir)):
+                shutil.rmtree(self.sockets, ignore_errors=True)
+        say(f"the lab in {self.dir} is stopped")
+
+    def halt(self) -> None:
+        """Jobs first, then the daemons in the reverse of their order, then what escaped from a job."""
+        if alive(self.daemons.get("slurmctld")):
+            self.command("scancel", f"--user={USER}")
+            wait_for(lambda: self.command("squeue", "-h", "-o", "%A")[1] == "", 15, 0.5)
+        mine = {name: (d["pid"], d["start"]) for name, d in self.daemons.items()}
+        for group in (("slurmd-",), ("slurmctld",), ("slurmdbd",), ("mariadbd",), ("munged",)):
+            end([mine[name] for name in mine if name.startswith(group)])
+        end(marked(f"MEGAFLOW_LAB_ID={self.state['id']}", f"SLURM_CLUSTER_NAME={self.cluster}"), 5)
+        self.daemons.clear()
+        self.save()
+
+    def status(self) -> dict[str, Any]:
+        missing = self.missing()
+        if len(missing) == len(DAEMONS):
+            state = "stopped"
+        else:
+            state = "running" if self.healthy() else "broken"
+        return {
+            "dir": str(self.dir),
+            "state": state,
+            "slurm_conf": str(self.conf),
+            "daemons": {n: {**self.daemons.get(n, {"pid": None, "start": None}), "alive": n not in missing} for n in DAEMONS},
+            "nodes": self.nodes() if state != "stopped" else {},
+            "ports": self.state["ports"],
+        }
+
+
+def is_stepd(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "slurmstepd"
+    except OSError:
+        return False
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_ports(count: int) -> list[int]:
+    """Below the ephemeral range, so that no outgoing connection takes one between now and the daemon's start."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 2000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    die(f"no {count} free ports between 20000 and 32000")
+
+
+@contextmanager
+def ports_lock() -> Iterator[None]:
+    """One lab of a user starts at a time, so that two do not choose the same ports."""
+    path = Path.home() / ".cache" / "megaflow-lab.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="launchers/lab", description="A single-machine Slurm cluster of one's own.")
+    parser.add_argument("verb", choices=["start", "stop", "status", "env"])
+    parser.add_argument("--dir", default=os.environ.get("MEGAFLOW_LAB_DIR"), help="the lab's directory")
+    parser.add_argument("--json", action="store_true", help="status as JSON")
+    arguments = parser.parse_args()
+    if not arguments.dir:
+        die("no lab directory: give --dir or set MEGAFLOW_LAB_DIR")
+    if os.getuid() == 0:
+        die("the lab runs as an ordinary user: use launchers/lab, which changes to one")
+    os.umask(0o077)
+    lab = Lab(arguments.dir)
+    if arguments.verb == "start":
+        lab.start()
+    elif arguments.verb == "stop":
+        lab.stop()
+    elif arguments.verb == "env":
+        print(f"export SLURM_CONF={shlex.quote(str(lab.conf))}")
+        print(f"export MEGAFLOW_LAB_DIR={shlex.quote(str(lab.dir))}")
+        print(f"export PATH={shlex.quote(os.environ['PATH'])}")
+    else:
+        report = lab.status()
+        if arguments.json:
+            print(json.dumps(report))
+        else:
+            print(f"{report['dir']}: {report['state']}")
+            for name, daemon in report["daemons"].items():
+                print(f"  {name:14} {'pid ' + str(daemon['pid']) if daemon['alive'] else 'not running'}")
+            for name, condition in report["nodes"].items():
+                print(f"  node {name:9} {condition}")
+        raise SystemExit({"running": 0, "broken": 1, "stopped": 3}[report["state"]])
+
+
+if __name__ == "__main__":
+    main()
