@@ -1,0 +1,21 @@
+"""Model service: engines and their proxy, registration, and the gateway that records every sampled token.
+
+===============  =====================================================================================
+``engines``      how to start each engine (vLLM, SGLang, Transformers, scripted) and reach it
+``lifeline``     the parent of an engine's processes: they end when it does
+``proxy``        the only TCP listener before an engine: TLS, keys, an allow-list of paths
+``server``       one element of the engine array: start, health, register, heartbeat, drain
+``gateway``      one per worker rank: an address and key per rollout, recording
+``backend``      what the gateway asks of an engine: the plain endpoints, or render / generate / derender
+``router``       which server answers a call
+``recorder``     calls become token sequences
+``scripted``     an engine that answers from a file
+``tiny``         makes a small random model for tests; ``gemma`` joins a small real one
+===============  =====================================================================================
+
+Nothing here imports an inference engine or torch: engines live in virtual environments of their own.
+"""
+
+from megaflow_hpc.model.gateway import ModelGateway
+
+__all__ = ["ModelGateway"]

@@ -1,0 +1,252 @@
+"""The gateway: one per worker rank, on loopback; every rollout has an address and a key of its own there.
+
+::
+
+    agent ── http://127.0.0.1:PORT/r/<token>/v1 ──► gateway ── https, fingerprint checked ──► proxy ──► engine
+                                                     │
+                                                     └── Recorder of the rollout: ids, log-probabilities, weight version
+
+So a call is attributed without the agent's help, and an agent needs to know nothing but an OpenAI address. The answer
+is taken from the engine whole and, where the agent asked for a stream, streamed from here: until the last token is
+there, a call whose server dies can be made again elsewhere.
+
+Errors have the OpenAI shape. 503 with type ``model_service_error`` means that no engine could answer within ``wait_s``;
+429 with type ``rollout_budget_exceeded`` that this rollout may call no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from megaflow_hpc.errors import MegaflowError, ModelServiceError
+from megaflow_hpc.model import backend, stream
+from megaflow_hpc.model.recorder import Recorder
+from megaflow_hpc.model.router import Router, Server
+from megaflow_hpc.types import ModelEndpoint, Recording
+
+MODEL_SERVICE_ERROR = "model_service_error"
+BUDGET_EXCEEDED = "rollout_budget_exceeded"
+MAX_BODY = 256 * 2**20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class _Rollout:
+    id: str
+    policy: str
+    token: str
+    key: str
+    recorder: Recorder
+    server: str = ""
+    trouble: str = ""
+
+
+class ModelGateway:
+    """The :class:`~megaflow_hpc.types.Gateway` of a worker rank; an async context manager, or start and stop it.
+
+    Args:
+        wait_s: Seconds a call waits for a server that answers before it fails with 503.
+        request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
+        max_calls: Model calls a rollout may make; ``None`` is unlimited.
+        max_tokens: Tokens a rollout may sample; ``None`` is unlimited.
+        host: Address to listen on; the port is chosen by the kernel.
+    """
+
+    def __init__(
+        self,
+        *,
+        wait_s: float = 300.0,
+        request_timeout_s: float = 1800.0,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.wait_s, self.request_timeout_s = wait_s, request_timeout_s
+        self.max_calls, self.max_tokens = max_calls, max_tokens
+        self.host, self.port = host, 0
+        self._router = Router()
+        self._by_id: dict[str, _Rollout] = {}
+        self._by_token: dict[str, _Rollout] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> ModelGateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        self._runner = web.AppRunner(self._application(), access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, 0, backlog=1024)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+        self._runner = self._session = self._loop = None
+
+    async def open(self, rollout_id: str, policy: str) -> ModelEndpoint:
+        if self._runner is None:
+            raise MegaflowError("the gateway is not started; call start() first")
+        if rollout_id in self._by_id:
+            raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
+        rollout = _Rollout(
+            rollout_id, policy, secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
+        )
+        self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
+        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy)
+
+    async def close(self, rollout_id: str) -> Recording:
+        rollout = self._by_id.pop(rollout_id, None)
+        if rollout is None:
+            raise MegaflowError(f"rollout {rollout_id} is not open at this gateway")
+        del self._by_token[rollout.token]
+        return rollout.recorder.finish()
+
+    def trouble(self, rollout_id: str) -> str:
+        """Why the latest call of an open rollout got no answer from any engine; empty where it got one.
+
+        For agents whose client swallows the 503: the rollout failed by the model service, whatever the agent says.
+        """
+        return self._by_id[rollout_id].trouble
+
+    def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the list; from the gateway's own event loop at once, from another thread as soon as it can."""
+        if self._loop is None or self._loop is _running_loop():
+            self._router.update(endpoints)
+        else:
+            self._loop.call_soon_threadsafe(self._router.update, endpoints)
+
+    # --- HTTP --------------------------------------------------------------------------------------------------------
+
+    def _application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app.router.add_post("/r/{token}/v1/chat/completions", self._complete)
+        app.router.add_post("/r/{token}/v1/completions", self._complete)
+        app.router.add_get("/r/{token}/v1/models", self._models)
+        for path in ("messages", "responses"):
+            app.router.add_post(f"/r/{{token}}/v1/{path}", self._later)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets through who has the key of the rollout in the path, and gives every error the API's shape."""
+        try:
+            parts = request.path.split("/", 3)
+            rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
+            if rollout is None or not hmac.compare_digest(_key(request).encode(), rollout.key.encode()):
+                return error_response(401, "no such rollout, or not its key", "authentication_error")
+            request["rollout"] = rollout
+            return await handler(request)
+        except web.HTTPException as refusal:
+            return error_response(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": request["rollout"].policy, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _later(self, request: web.Request) -> web.Response:
+        return error_response(501, f"{request.path.rpartition('/')[2]}: not served yet; use chat/completions")
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        rollout: _Rollout = request["rollout"]
+        try:
+            body = json.loads(await request.read())
+            if not isinstance(body, dict):
+                raise ValueError("expected a JSON object")
+        except ValueError as error:
+            return error_response(400, f"the request's body: {error}")
+        recorder = rollout.recorder
+        if over := self._over_budget(recorder):
+            return error_response(429, over, BUDGET_EXCEEDED)
+        recorder.request_arrived()
+        path = "/v1" + request.path.partition("/v1")[2]
+        try:
+            answer, server, model_s, wait_s = await self._ask(rollout, path, body)
+        except backend.Refused as refusal:
+            return web.Response(status=refusal.status, body=refusal.body, content_type="application/json")
+        except ModelServiceError as error:
+            rollout.trouble = str(error)
+            return error_response(503, str(error), MODEL_SERVICE_ERROR)
+        if rollout.id not in self._by_id:
+            return error_response(401, "the rollout has ended", "authentication_error")
+        rollout.server, rollout.trouble = server.name, ""
+        messages = body.get("messages") or ()
+        for number, sample in enumerate(answer.samples):
+            recorder.add(sample, messages, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
+        if body.get("stream"):
+            return await stream.send(request, answer.body, body)
+        return web.json_response(answer.body)
+
+    async def _ask(
+        self, rollout: _Rollout, path: str, body: Mapping[str, Any]
+    ) -> tuple[backend.Answer, Server, float, float]:
+        """One call, at as many servers as it takes; with the seconds the last one needed, and those before it."""
+        assert self._session is not None
+        arrived = time.monotonic()
+        deadline = arrived + self.wait_s
+        cause = ""
+        while True:
+            try:
+                server = await self._router.acquire(rollout.policy, deadline, rollout.server)
+            except ModelServiceError as error:
+                raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
+            server.outstanding += 1
+            began = time.monotonic()
+            try:
+                answer = await backend.plain(self._session, server, path, body, self.request_timeout_s)
+            except backend.Unavailable as error:
+                server.failed()
+                cause = str(error)
+                if time.monotonic() >= deadline:
+                    raise ModelServiceError(f"policy {rollout.policy!r}: {cause}") from error
+                continue
+            finally:
+                server.outstanding -= 1
+            server.succeeded()
+            return answer, server, time.monotonic() - began, began - arrived
+
+    def _over_budget(self, recorder: Recorder) -> str:
+        if self.max_calls is not None and recorder.calls >= self.max_calls:
+            return f"this rollout has made its {self.max_calls} model calls"
+        if self.max_tokens is not None and recorder.sampled >= self.max_tokens:
+            return f"this rollout has sampled its {self.max_tokens} tokens"
+        return ""
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _key(request: web.Request) -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def error_response(status: int, message: str, kind: str = "invalid_request_error") -> web.Response:
+    """An error in OpenAI's shape."""
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return web.json_response(body, status=status)

@@ -1,0 +1,146 @@
+"""Model calls become token sequences.
+
+A call is a prompt (token ids) and what was sampled after it. Where the prompt extends a sequence that is there
+already, that sequence grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Else a new
+sequence starts: another conversation of the same rollout, or one whose history was edited.
+
+::
+
+    call 1   [ prompt 1 ][ sampled 1 ]                             sequence 0, turn 0
+    call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
+    call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
+
+Invariants: ``loss_mask`` is 1, ``logprobs`` a number and ``weight_versions`` the engine's exactly where a token was
+sampled; elsewhere 0, NaN and -1. What is stored is what the engine reported; nothing is tokenised again.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaflow_hpc.types import Recording, TokenSequence, Turn
+
+RAW_TOKENS = 1_000_000
+"""Sampled tokens of a rollout whose raw answers are kept; a token is about 25 bytes of JSON."""
+
+
+@dataclass
+class Sample:
+    """One answer of an engine: the ids as sampled (stop token included), a log-probability for each."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    text: str = ""
+    finish_reason: str = ""
+    weight_version: int = 0
+    server: str = ""
+    message: Mapping[str, Any] | None = None
+    """The answer as an OpenAI message; ``None`` for plain completions."""
+    request_id: str = ""
+
+
+@dataclass
+class Recorder:
+    """What one rollout says to its models. Not thread-safe: lives in the gateway's event loop."""
+
+    policy: str
+    raw_tokens: int = RAW_TOKENS
+    recording: Recording = field(default_factory=Recording)
+    sampled: int = 0
+    calls: int = 0
+    _last_answer: float = field(default=0.0, repr=False)
+
+    def request_arrived(self) -> None:
+        """Ends the agent's time after the latest turn."""
+        if self.recording.turns and self._last_answer:
+            self.recording.turns[-1].agent_s += time.monotonic() - self._last_answer
+            self._last_answer = 0.0
+
+    def find(self, prompt: Sequence[int]) -> int | None:
+        """The longest sequence that ``prompt`` extends."""
+        candidate = array("i", prompt)
+        best, best_length = None, -1
+        for number, sequence in enumerate(self.recording.sequences):
+            length = len(sequence.tokens)
+            if best_length < length <= len(candidate) and candidate[:length] == sequence.tokens:
+                best, best_length = number, length
+        return best
+
+    def add(
+        self, sample: Sample, messages: Sequence[Mapping[str, Any]] = (), *, model_s: float = 0.0, wait_s: float = 0.0
+    ) -> Turn:
+        """Stores one answer and returns its turn.
+
+        Args:
+            sample: What the engine reported.
+            messages: The conversation that was sent, in OpenAI form, without the answer.
+            model_s: Seconds from the request to its answer, at the engine.
+            wait_s: Seconds spent waiting for a server, and on tries that failed.
+        """
+        if len(sample.tokens) != len(sample.logprobs):
+            raise ValueError(f"{len(sample.tokens)} sampled tokens, {len(sample.logprobs)} log-probabilities")
+        number = self.find(sample.prompt)
+        if number is None:
+            number = len(self.recording.sequences)
+            self.recording.sequences.append(TokenSequence(policy=self.policy))
+        sequence = self.recording.sequences[number]
+        known = len(sequence.tokens)
+        _extend(sequence, sample.prompt[known:], None, -1)
+        start = len(sequence.tokens)
+        _extend(sequence, sample.tokens, sample.logprobs, sample.weight_version)
+        turn = Turn(
+            sequence=number,
+            token_start=start,
+            token_end=len(sequence.tokens),
+            finish_reason=sample.finish_reason,
+            model_s=model_s,
+            wait_s=wait_s,
+            server=sample.server,
+        )
+        self.recording.turns.append(turn)
+        self.calls += 1
+        self.sampled += len(sample.tokens)
+        self._keep_messages(messages, sample.message)
+        self._keep_raw(sample)
+        self._last_answer = time.monotonic()
+        return turn
+
+    def finish(self) -> Recording:
+        self.request_arrived()
+        return self.recording
+
+    def _keep_messages(self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> None:
+        conversation = [dict(m) for m in messages]
+        if answer is not None:
+            conversation.append(dict(answer))
+        if len(conversation) >= len(self.recording.messages):
+            self.recording.messages = conversation
+
+    def _keep_raw(self, sample: Sample) -> None:
+        if self.sampled > self.raw_tokens:
+            return
+        self.recording.raw.append(
+            {
+                "id": sample.request_id,
+                "server": sample.server,
+                "prompt_tokens": len(sample.prompt),
+                "token_ids": list(sample.tokens),
+                "logprobs": list(sample.logprobs),
+                "text": sample.text,
+                "finish_reason": sample.finish_reason,
+            }
+        )
+
+
+def _extend(sequence: TokenSequence, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
+    """Appends to all four columns; ``logprobs`` is ``None`` for tokens that were not sampled."""
+    count = len(tokens)
+    sequence.tokens.extend(array("i", tokens))
+    sequence.logprobs.extend(array("f", [float("nan")]) * count if logprobs is None else array("f", logprobs))
+    sequence.loss_mask.extend(array("B", [0 if logprobs is None else 1]) * count)
+    sequence.weight_versions.extend(array("i", [version]) * count)
