@@ -225,7 +225,9 @@ class CampaignConfig(Section):
     @classmethod
     def _name(cls, value: str) -> str:
         if not NAME.match(value):
-            raise ValueError(f"{value!r} must be letters, digits, dot, dash or underscore, starting with a letter or digit")
+            raise ValueError(
+                f"{value!r} must be letters, digits, dot, dash or underscore, starting with a letter or digit"
+            )
         return value
 
     @field_validator("tasks", mode="before")
@@ -369,7 +371,8 @@ def explain(error: ValidationError, path: str, node: yaml.Node | None, model: ty
     if problem["type"] == "missing":
         return f"{where}: {key!r} is missing; add it"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {key}{':' if key else ''}{shown}{': ' if shown else ' ' if key else ''}{message[0].lower() + message[1:]}"
+    parts = [where, key + shown if key else "", message[0].lower() + message[1:]]
+    return ": ".join(part for part in parts if part)
 
 
 def _keys(model: type[BaseModel], location: Sequence[Any]) -> set[str]:
@@ -395,7 +398,9 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds {type(value).__name__}, expected a mapping; start with: megaflow-hpc init {path}")
+        raise ConfigError(
+            f"{path}: holds {type(value).__name__}, expected a mapping; start with: megaflow-hpc init {path}"
+        )
     return parse(value, str(path), node)
 
 

@@ -108,12 +108,16 @@ class RunDir:
         try:
             content = json.loads(self.run_json.read_text())
         except FileNotFoundError:
-            raise ConfigError(f"{self.path}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN") from None
+            raise ConfigError(
+                f"{self.path}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+            ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.run_json}: cannot be read ({error}); the run directory is damaged") from error
         if content.get("format") != FORMAT or content.get("format_version", 0) > FORMAT_VERSION:
             found = f"{content.get('format')} version {content.get('format_version')}"
-            raise ConfigError(f"{self.run_json}: {found}, expected {FORMAT} up to version {FORMAT_VERSION}; use a newer megaflow-hpc")
+            raise ConfigError(
+                f"{self.run_json}: {found}, expected {FORMAT} up to version {FORMAT_VERSION}; use a newer megaflow-hpc"
+            )
         return content
 
 

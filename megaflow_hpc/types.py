@@ -85,7 +85,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ExecResult:
-    """A finished command. ``exit_code`` is 128+n on signal n, 124 with ``timed_out``; streams are capped, head and tail kept."""
+    """A finished command. ``exit_code``: 128+n on signal n, 124 with ``timed_out``. Streams keep head and tail."""
 
     exit_code: int
     stdout_bytes: bytes = b""
@@ -174,7 +174,7 @@ class TokenSequence:
 
 @dataclass
 class Turn:
-    """One model call: its sampled tokens are ``[token_start, token_end)`` of sequence number ``sequence`` (within the rollout)."""
+    """One model call: its sampled tokens are ``[token_start, token_end)`` of the rollout's sequence ``sequence``."""
 
     sequence: int
     token_start: int
@@ -255,7 +255,7 @@ class Trajectory:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Inverse of :meth:`to_record`; unknown keys of a later version are ignored, missing ones take their default."""
+        """Inverse of :meth:`to_record`; unknown keys are ignored, missing ones take their default."""
 
         def column(code: str, data: bytes) -> array[Any]:
             values: array[Any] = array(code)

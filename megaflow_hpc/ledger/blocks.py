@@ -76,7 +76,9 @@ def read_block(run: RunDir, number: int) -> Block:
         content = json.loads(run.block(number).read_text())
         return Block(number, tuple(Rollout(**rollout) for rollout in content["rollouts"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise LedgerError(f"{run.block(number)}: cannot be read as a block: {error!r}; make the run again with plan") from error
+        raise LedgerError(
+            f"{run.block(number)}: cannot be read as a block: {error!r}; make the run again with plan"
+        ) from error
 
 
 def read_blocks(run: RunDir, which: Iterable[int] | None = None) -> list[Block]:

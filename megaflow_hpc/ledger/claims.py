@@ -75,7 +75,9 @@ class _View:
 class Ledger:
     """The ledger as one pod (or, without identity, a reader) sees it."""
 
-    def __init__(self, run: RunDir, identity: PodIdentity | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: RunDir, identity: PodIdentity | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.run = run
         self.identity = identity
         self._clock = clock
@@ -261,7 +263,7 @@ class Ledger:
         self.finished_mark.unlink(missing_ok=True)
 
     def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
-        """(block, epoch) → (``<pod>.<start>`` of that epoch, how many bytes of its journal count), for superseded epochs."""
+        """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs."""
         found = {}
         for path in self._room("claims").iterdir():
             if path.name.startswith("."):

@@ -27,7 +27,7 @@ done
 
 state=$(cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost)
 echo "pod $MEGAFLOW_POD start $MEGAFLOW_START: $state (srun exit status $status)"
-[ "$state" = done ] && exit 0
+case $state in done | paused) exit 0 ;; esac
 [ "$state" = lost ] && "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
 [ -e "$RUN/ledger/cancelled" ] && exit 1
 if [ "$ours" = yes ] && [ "$MEGAFLOW_START" -lt "$MEGAFLOW_REQUEUES" ]; then

@@ -32,9 +32,16 @@ class Job:
     role: Role
     options: Mapping[str, Any]
     elements: int | None = None
+    first: int = 0
+    """Index of the first element."""
     run: str | None = None
     """Run directory written into the script; ``None`` takes it from the command line."""
     header: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def indices(self) -> str:
+        """As ``--array`` takes it."""
+        return f"{self.first}-{self.first + (self.elements or 1) - 1}"
 
 
 def script(job: Job) -> str:
@@ -42,8 +49,10 @@ def script(job: Job) -> str:
     lines = ["#!/bin/bash", *(f"# {line}".rstrip() for line in job.header)]
     options = dict(job.options)
     if job.elements is not None:
-        options.setdefault("array", f"0-{job.elements - 1}")
-    lines += [f"#SBATCH {option(name, value)}" for name, value in options.items() if value is not None and value is not False]
+        options.setdefault("array", job.indices)
+    lines += [
+        f"#SBATCH {option(name, value)}" for name, value in options.items() if value is not None and value is not False
+    ]
     body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
     return "\n".join(lines) + "\n\n" + body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
@@ -57,7 +66,7 @@ def option(name: str, value: Any) -> str:
 
 def command(job: Job, path: str) -> str:
     """The sbatch line that submits ``path`` by hand with this job's options."""
-    options = {**({} if job.elements is None else {"array": f"0-{job.elements - 1}"}), **job.options}
+    options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
     given = [option(name, value) for name, value in options.items() if value is not None and value is not False]
     return " ".join(["sbatch", *given, path, shlex.quote(job.run or "$RUN")])
 
@@ -93,11 +102,11 @@ def pod_job(config: CampaignConfig, run: RunDir, count: int | None = None, depen
         **config.slurm.extra,
         **pods.extra,
     }
-    return Job("pods", options, count or pods.count, str(run))
+    return Job("pods", options, count or pods.count, run=str(run))
 
 
-def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int) -> Job:
-    """The engine array: each element one engine server."""
+def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int, first: int = 0) -> Job:
+    """The engine array: each element one engine server; its index is the server's in ``run.json``."""
     servers = config.slurm.servers
     options = {
         **_common(config, run, "server"),
@@ -111,7 +120,7 @@ def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int) ->
         **config.slurm.extra,
         **servers.extra,
     }
-    return Job("servers", options, elements, str(run))
+    return Job("servers", options, elements, first, str(run))
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str) -> Job:
@@ -126,7 +135,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str) -> Job:
         "dependency": dependency,
         **config.slurm.extra,
     }
-    return Job("gather", options, None, str(run))
+    return Job("gather", options, run=str(run))
 
 
 def by_hand(role: Role) -> str:

@@ -38,7 +38,9 @@ def ask(*command: str) -> str:
     except FileNotFoundError:
         raise SiteError(f"{command[0]}: not found; load the site's Slurm module, or use --launcher local") from None
     except subprocess.TimeoutExpired:
-        raise SiteError(f"{command[0]}: no answer in {ASK_S:.0f} s; the Slurm controller is busy or away, try again") from None
+        raise SiteError(
+            f"{command[0]}: no answer in {ASK_S:.0f} s; the Slurm controller is busy or away, try again"
+        ) from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise SiteError(f"{' '.join(command[:3])}: {said}")
@@ -71,7 +73,7 @@ def partitions() -> dict[str, Partition]:
 
 @functools.cache
 def mpi_plugin() -> str:
-    """The ``srun --mpi`` type for the MPI that mpi4py loads: ``MEGAFLOW_MPI``, else the first of pmix and pmi2 offered."""
+    """The ``srun --mpi`` type for mpi4py's MPI: ``MEGAFLOW_MPI``, else the first that fits of those offered."""
     chosen = os.environ.get("MEGAFLOW_MPI")
     if chosen:
         return chosen

@@ -44,7 +44,8 @@ class ScriptExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
         first = self._submit_command("")
         if self._job.elements is None:
             return [first]
-        return [ArrayJob(folder=self.folder, job_id=f"{first.job_id}_{i}", tasks=[0]) for i in range(self._job.elements)]
+        indices = range(self._job.first, self._job.first + self._job.elements)
+        return [ArrayJob(folder=self.folder, job_id=f"{first.job_id}_{i}", tasks=[0]) for i in indices]
 
 
 def submit(run: RunDir, job: Job) -> list[ArrayJob]:

@@ -1,0 +1,62 @@
+"""The command line ``megaflow-hpc``: one file per group of verbs, each with ``register(subparsers)``.
+
+Exit status: 0 every rollout was carried out, whatever its reward; 1 some could not be; 2 a bad file or argument; 3 the
+site refused; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import megaflow_hpc
+from megaflow_hpc.errors import MegaflowError
+
+GROUPS = ("campaign", "doctor", "show", "tasks", "images", "janitor")
+
+EPILOG = """\
+first steps:
+  megaflow-hpc doctor                     what this site has and lacks
+  megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
+  megaflow-hpc status RUN                 how far it is
+
+exit status: 0 every rollout was carried out, 1 some could not be, 2 bad file or argument, 3 the site refused,
+130 interrupted
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megaflow-hpc",
+        description="LLM agent rollouts at scale on Slurm: model servers, sandboxes and MPI pods from one YAML file.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megaflow-hpc {megaflow_hpc.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for group in GROUPS:
+        importlib.import_module(f"megaflow_hpc.cli.{group}").register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit status."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except MegaflowError as error:
+        if arguments.debug:
+            raise
+        print(f"megaflow-hpc: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("megaflow-hpc: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left; nothing to complain about
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,247 @@
+"""Verbs about a campaign as a whole: plan, run, submit, status, resume, cancel, gather."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, seconds, summary, table
+from megaflow_hpc.errors import ConfigError
+
+Parsers = Any
+"""What ``ArgumentParser.add_subparsers`` returns; argparse does not name its type in public."""
+
+
+def register(subparsers: Parsers) -> None:
+    def verb(name: str, help_: str, function: Any, example: str) -> argparse.ArgumentParser:
+        parser = subparsers.add_parser(
+            name,
+            help=help_,
+            description=help_[0].upper() + help_[1:] + ".",
+            epilog=f"example:\n  megaflow-hpc {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(run=function)
+        return parser
+
+    def campaign(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("campaign", help="campaign file (YAML)")
+        parser.add_argument(
+            "--run-dir", metavar="RUN", help="run directory; default: a new one under the campaign's run_dir"
+        )
+        parser.add_argument(
+            "--only", nargs="+", default=[], metavar="ID", help="tasks, groups or rollouts (shell patterns)"
+        )
+
+    def launcher(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--launcher", choices=("auto", "local", "slurm"), default="auto", help="auto: Slurm where there is one"
+        )
+        parser.add_argument(
+            "--ranks", type=int, default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
+        )
+
+    plan = verb("plan", "make the run directory and queue nothing", _plan, "plan campaign.yaml")
+    campaign(plan)
+    add_json(plan)
+
+    run = verb("run", "submit, follow, gather and print the summary", _run, "run campaign.yaml --launcher slurm")
+    campaign(run)
+    launcher(run)
+    add_json(run)
+
+    submit = verb("submit", "queue the campaign and return", _submit, "submit campaign.yaml --dry-run")
+    campaign(submit)
+    submit.add_argument("--dry-run", action="store_true", help="print every script and touch nothing")
+    add_json(submit)
+
+    status = verb(
+        "status", "counts by state, pods, servers, failures by cause", _status, "status runs/fix-bugs-… --json"
+    )
+    status.add_argument("run_dir", metavar="RUN")
+    status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
+    add_json(status)
+
+    resume = verb("resume", "continue a run; nothing that is stored is run again", _resume, "resume RUN --failed")
+    resume.add_argument("run_dir", metavar="RUN")
+    resume.add_argument("--failed", action="store_true", help="also run again what failed")
+    resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="run again these, where they failed")
+    resume.add_argument("--no-wait", action="store_true", help="queue and return")
+    launcher(resume)
+    add_json(resume)
+
+    cancel = verb("cancel", "cancel a run's jobs; what is stored stays", _cancel, "cancel RUN")
+    cancel.add_argument("run_dir", metavar="RUN")
+    add_json(cancel)
+
+    gather = verb("gather", "write trajectories.h5 from the journals", _gather, "gather RUN")
+    gather.add_argument("run_dir", metavar="RUN")
+    gather.add_argument("--rebuild", action="store_true", help="from the journals alone (today the only way)")
+    gather.add_argument("--end-servers", action="store_true", help="also cancel engines that are still there")
+    add_json(gather)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Campaign, jobs_of
+    from megaflow_hpc.slurm import script
+
+    campaign = Campaign.from_yaml(arguments.campaign)
+    run = campaign.plan(arguments.run_dir, arguments.only)
+    paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
+    jobs = jobs_of(run.config, run.dir, run.dir.read_run()["server_groups"])
+    commands = [script.command(job, paths[job.role]) for job in jobs]
+    if arguments.json:
+        print_json({"run": str(run.path), "commands": commands})
+        return 0
+    for command in commands:
+        note(command)
+    print(run.path)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Campaign
+
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks}: at least 1")
+    campaign = Campaign.from_yaml(arguments.campaign)
+    run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher)
+    note(f"run directory: {run.path}")
+    return _start_and_follow(run, arguments)
+
+
+def _start_and_follow(run: Any, arguments: argparse.Namespace, started: bool = False) -> int:
+    """Submits, follows and ends with the summary; Ctrl-C cancels, keeps what is done and says how to go on."""
+    progress = Progress(run.config.name)
+    try:
+        if not started:
+            run.start(arguments.launcher, arguments.ranks)
+            note(f"jobs: {' '.join(run.job_ids()) or 'local'}")
+        result = run.wait(progress=progress)
+    except KeyboardInterrupt:
+        progress.close()
+        note("interrupted: cancelling the jobs; what is stored stays")
+        run.cancel()
+        run.gather()
+        note(f"continue with: megaflow-hpc resume {run.path}")
+        return 130
+    finally:
+        progress.close()
+    return _conclude(result, arguments.json)
+
+
+def _conclude(result: dict[str, Any], as_json: bool) -> int:
+    counts = result["rollouts"]
+    missing = counts["total"] - sum(counts[state] for state in FINAL)
+    if as_json:
+        print_json(result)
+    else:
+        print(summary(result))
+        if result["failures"]:
+            print("failures: " + ", ".join(f"{kind} {n}" for kind, n in result["failures"].items()))
+        for server in result["servers"]:
+            if server["state"] == "failed":
+                print(f"server {server['server']}: {server.get('cause', 'failed')}")
+        if missing:
+            print(
+                f"{missing} of {counts['total']} rollouts are missing; "
+                f"continue with: megaflow-hpc resume {result['run']}"
+            )
+        elif counts["failed"]:
+            print(f"run the failed again with: megaflow-hpc resume {result['run']} --failed")
+        print(f"results: {result['run']}")
+    return 1 if missing or counts["failed"] or counts["cancelled"] else 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Campaign
+    from megaflow_hpc.slurm import script
+
+    campaign = Campaign.from_yaml(arguments.campaign)
+    if arguments.dry_run:
+        jobs = campaign.dry_run(arguments.run_dir)
+        texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
+        if arguments.json:
+            print_json({"scripts": texts})
+        else:
+            print("\n".join(texts.values()), end="")
+        return 0
+    run = campaign.submit("slurm", arguments.run_dir, arguments.only)
+    if arguments.json:
+        print_json({"run": str(run.path), "jobs": run.job_ids()})
+        return 0
+    print(run.path)
+    for job in run.job_ids():
+        print(job)
+    note(f"follow with: megaflow-hpc status {run.path}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Run
+
+    run = Run(arguments.run_dir)
+    status = run.status()
+    if arguments.rollouts:
+        status["rollout_list"] = sorted(run.monitor.rollouts.values(), key=lambda event: event["id"])
+    if arguments.json:
+        print_json(status)
+        return 0
+    counts = status["rollouts"]
+    print(f"{run.config.name}: {status['state']}    {run.path}")
+    print("  ".join(f"{name} {counts[name]}" for name in ("total", "pending", "running", *FINAL)))
+    if status["rate_per_s"]:
+        print(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
+    if status["failures"]:
+        print("failures by cause: " + ", ".join(f"{kind} {n}" for kind, n in status["failures"].items()))
+    if status["pods"]:
+        columns = ("pod", "state", "node", "workers", "slots", "running", "stored")
+        print("\n" + table(columns, [[pod[c] for c in columns] for pod in status["pods"]]))
+    if status["servers"]:
+        columns = ("server", "state", "policy", "node", "cause")
+        print("\n" + table(columns, [[server.get(c) for c in columns] for server in status["servers"]]))
+    if arguments.rollouts:
+        columns = ("id", "status", "reward", "turns", "seconds", "kind", "error")
+        print("\n" + table(columns, [[event.get(c) for c in columns] for event in status["rollout_list"]]))
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Run
+
+    run = Run(arguments.run_dir)
+    if not run.resume(arguments.failed, arguments.only, arguments.launcher, arguments.ranks):
+        note(
+            "nothing to do: every rollout is stored"
+            + ("" if arguments.failed else "; failed ones run again with --failed")
+        )
+    elif arguments.no_wait:
+        print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else print(run.path)
+        return 0
+    return _start_and_follow(run, arguments, started=True)
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Run
+
+    run = Run(arguments.run_dir)
+    ids = run.cancel()
+    if arguments.json:
+        print_json({"run": str(run.path), "cancelled": ids})
+    else:
+        print(f"cancelled {' '.join(ids)}" if ids else "nothing was queued or running")
+        note(f"continue with: megaflow-hpc resume {run.path}")
+    return 0
+
+
+def _gather(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Run
+
+    run = Run(arguments.run_dir)
+    path = run.gather()
+    ended = run.end_servers() if arguments.end_servers else []
+    if arguments.json:
+        print_json({"trajectories": str(path), "servers_ended": ended})
+    else:
+        print(path)
+    return 0

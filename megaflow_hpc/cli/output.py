@@ -1,0 +1,119 @@
+"""What verbs print: JSON alone on stdout under ``--json``, tables and progress for people otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+FINAL = ("completed", "truncated", "failed", "cancelled")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+def note(text: str) -> None:
+    """A line for a person, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns as wide as they need to be; numbers to the right."""
+    cells = [[str("" if c is None else c) for c in row] for row in rows]
+    numeric = [
+        all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
+        for i in range(len(head))
+    ]
+    widths = [max(len(head[i]), *(len(row[i]) for row in cells), 0) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(head), line(["-" * w for w in widths]), *(line(row) for row in cells)])
+
+
+def seconds(value: float | None) -> str:
+    """``1:02:03`` or ``4:05``."""
+    if value is None:
+        return "?"
+    hours, rest = divmod(round(value), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The table at the end of a campaign."""
+    head = ("policy", "rollouts", "completed", "truncated", "failed", "solved", "mean reward", "turns")
+    rows = [
+        (
+            name,
+            row["rollouts"],
+            row["statuses"].get("completed", 0),
+            row["statuses"].get("truncated", 0),
+            row["statuses"].get("failed", 0),
+            row["solved"],
+            "-" if row["mean_reward"] is None else f"{row['mean_reward']:.3f}",
+            row["turns"],
+        )
+        for name, row in result["policies"].items()
+    ]
+    return table(head, rows)
+
+
+class Progress:
+    """Follows a campaign on stderr: a bar on a terminal, a line now and then in a log."""
+
+    LINE_EVERY_S = 15.0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar: Any = None
+        self._task: Any = None
+        self._said = ("", 0.0)
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(name, total=None, detail="")
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        counts = status["rollouts"]
+        done = sum(counts[state] for state in FINAL)
+        serving = sum(server["state"] == "serving" for server in status["servers"])
+        pods = sum(pod["state"] in ("started", "draining") for pod in status["pods"])
+        parts = [f"{counts['running']} running", f"pods {pods}"]
+        parts += [f"servers {serving}"] if status["servers"] else []
+        parts += [f"failed {counts['failed']}"] if counts["failed"] else []
+        parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
+        detail = ", ".join(parts)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=counts["total"], detail=f"{status['state']}: {detail}")
+            return
+        line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
+        said, when = self._said
+        settled = status["state"] in ("finished", "cancelled") or not said
+        if line != said and (settled or time.monotonic() - when > self.LINE_EVERY_S):
+            note(line)
+            self._said = (line, time.monotonic())
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

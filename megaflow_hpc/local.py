@@ -1,0 +1,82 @@
+"""A campaign without Slurm: engine servers as child processes, one pod through ``mpiexec`` or in one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.rundir import RunDir
+
+STOP_S = 60.0
+
+
+class LocalPod:
+    """One pod and its engines on this machine. They end with :meth:`stop`; the pod ends by itself when all is done."""
+
+    def __init__(self, run: RunDir, ranks: int, servers: int) -> None:
+        self._run = run
+        self._directory = Path(tempfile.mkdtemp(prefix="megaflow-pod."))
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+            "MEGAFLOW_POD_DIR": str(self._directory),
+        }
+        self.servers = [
+            self._start([sys.executable, "-m", "megaflow_hpc.model.server", str(run), "--index", str(i)], f"server-{i}")
+            for i in range(servers)
+        ]
+        command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
+        if ranks > 1:
+            command = [_mpiexec(), "-n", str(ranks), *command]
+        self.pod = self._start(command, "pod")
+
+    def _start(self, command: list[str], role: str) -> subprocess.Popen[bytes]:
+        with open(self._run.logs / f"{role}-local.log", "ab") as log:
+            # A session of their own: the terminal's Ctrl-C reaches the caller, who drains.
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.pod.poll() is None
+
+    def drain(self) -> None:
+        """Asks the pod to finish what runs, within its grace, and to leave."""
+        (self._directory / "drain").touch()
+
+    def stop(self) -> None:
+        """Drains, waits, ends the engines, leaves nothing behind."""
+        if self.running:
+            self.drain()
+            try:
+                self.pod.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.pod.pid, signal.SIGKILL)  # its own session, and not yet waited for
+                self.pod.wait()
+        for server in self.servers:
+            if server.poll() is None:
+                server.terminate()
+        for server in self.servers:
+            try:
+                server.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _mpiexec() -> str:
+    """The mpiexec that belongs to this interpreter's MPI, else the one on PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if not found:
+        raise SiteError(
+            "mpiexec: not found; pip install mpich beside megaflow-hpc, load an MPI module, or run with --ranks 1"
+        )
+    return found

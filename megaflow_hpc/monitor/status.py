@@ -1,0 +1,208 @@
+"""Counts by state, pods, servers, failures, rate and time to completion: ``status --json`` and what ``run`` shows.
+
+A :class:`Monitor` reads each event file on from where it stopped, so looking often is cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.rundir import RunDir
+
+RATE_WINDOW_S = 300.0
+STALE_S = 60.0
+"""A pod whose last event is older than this is shown as silent."""
+
+
+@dataclass
+class PodView:
+    """One start of one pod as its events tell."""
+
+    name: str
+    state: str = "starting"
+    node: str = ""
+    job_id: str = ""
+    running: int = 0
+    stored: int = 0
+    workers: int = 0
+    slots: int = 0
+    seen_at: float = 0.0
+    why: str = ""
+    live: dict[int, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("started", "draining")
+
+
+class Monitor:
+    """Follows one run directory."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        content = run.read_run()
+        self.name: str = content["campaign"]["name"]
+        self._total: int = content["total"]
+        self._offsets: dict[Path, int] = {}
+        self._rollouts: dict[str, dict[str, Any]] = {}
+        self._pods: dict[str, PodView] = {}
+        self._recent: deque[float] = deque()
+
+    def refresh(self) -> None:
+        """Reads what was appended since the last look."""
+        for path in sorted(self.run.events.glob("*.jsonl")):
+            offset = self._offsets.get(path, 0)
+            with open(path, "rb") as file:
+                file.seek(offset)
+                data = file.read()
+            end = data.rfind(b"\n") + 1
+            self._offsets[path] = offset + end
+            pod = self._pods.setdefault(path.stem, PodView(path.stem))
+            for line in data[:end].splitlines():
+                try:
+                    self._apply(pod, json.loads(line))
+                except (ValueError, KeyError):
+                    continue  # a line cut by a full disk
+
+    def _apply(self, pod: PodView, event: dict[str, Any]) -> None:
+        pod.seen_at = event["t"]
+        kind = event["event"]
+        if kind == "pod":
+            pod.state = event["state"]
+            pod.job_id = event.get("job_id", pod.job_id)
+            pod.node = event.get("node", pod.node)
+            pod.why = event.get("why", pod.why)
+            if not pod.active:
+                pod.running = 0
+        elif kind == "progress":
+            pod.running, pod.stored = event["running"], event["stored"]
+        elif kind == "worker":
+            if event["state"] == "ready":
+                pod.live[event["rank"]] = event["slots"]
+            else:
+                pod.live.pop(event["rank"], None)
+            pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
+        elif kind == "rollout":
+            before = self._rollouts.get(event["id"])
+            # A later success replaces a failure (resume --failed); otherwise the first stored result stands.
+            if before is None or before["status"] in ("failed", "cancelled"):
+                self._rollouts[event["id"]] = event
+            self._recent.append(event["t"])
+
+    @property
+    def rollouts(self) -> dict[str, dict[str, Any]]:
+        """The stored rollouts' events, by id."""
+        return self._rollouts
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Registered engines, and those that could not be started with their cause."""
+        found = []
+        for path in sorted(self.run.endpoints.glob("*.json")):
+            try:
+                content = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            failed = path.name.endswith(".failed.json")
+            shown = {
+                key: content[key]
+                for key in ("server", "policy", "node", "job_id", "model_name", "cause")
+                if key in content
+            }
+            found.append({**shown, "state": "failed" if failed else "serving"})
+        return found
+
+    def status(self, live_jobs: set[str] | None = None) -> dict[str, Any]:
+        """The contract of ``status --json``.
+
+        Args:
+            live_jobs: elements that Slurm still has, where the caller asked; tells a silent pod from a dead one.
+        """
+        self.refresh()
+        counts = Counter(event["status"] for event in self._rollouts.values())
+        pods = [self._pod(pod, live_jobs) for pod in self._pods.values()]
+        running = sum(pod["running"] for pod in pods)
+        stored = sum(counts.values())
+        states = ("completed", "truncated", "failed", "cancelled")
+        rollouts = {
+            "pending": max(0, self._total - stored - running),
+            "running": running,
+            **{state: counts[state] for state in states},
+            "total": self._total,
+        }
+        rate = self._rate()
+        left = self._total - stored
+        return {
+            "run": str(self.run),
+            "state": self._state(pods, live_jobs),
+            "rollouts": rollouts,
+            "pods": pods,
+            "servers": self.servers(),
+            "failures": dict(Counter(e["kind"] for e in self._rollouts.values() if e["status"] == "failed")),
+            "rate_per_s": round(rate, 3),
+            "eta_s": round(left / rate) if rate and left else (0 if not left else None),
+        }
+
+    def _pod(self, pod: PodView, live_jobs: set[str] | None) -> dict[str, Any]:
+        state = pod.state
+        if pod.active and live_jobs is not None and pod.job_id and pod.job_id not in live_jobs:
+            state = "gone"
+        elif pod.active and time.time() - pod.seen_at > STALE_S:
+            state = "silent"
+        running = pod.running if state in ("started", "draining") else 0
+        return {
+            "pod": pod.name,
+            "state": state,
+            "node": pod.node,
+            "job_id": pod.job_id,
+            "workers": pod.workers,
+            "slots": pod.slots,
+            "running": running,
+            "stored": pod.stored,
+            **({"why": pod.why} if pod.why else {}),
+        }
+
+    def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None) -> str:
+        ledger = self.run.ledger
+        if (ledger / "finished").exists():
+            return "finished"
+        if (ledger / "cancelled").exists():
+            return "cancelled"
+        if any(pod["state"] in ("started", "draining", "silent") for pod in pods):
+            return "running"
+        if live_jobs:
+            return "queued"
+        return "stopped" if pods else "planned"
+
+    def _rate(self) -> float:
+        now = time.time()
+        while self._recent and self._recent[0] < now - RATE_WINDOW_S:
+            self._recent.popleft()
+        if len(self._recent) < 2:
+            return 0.0
+        return len(self._recent) / max(1.0, now - self._recent[0])
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Per policy: rollouts, statuses, mean reward and how many were solved."""
+        rows: dict[str, dict[str, Any]] = {}
+        for rollout_id, event in self._rollouts.items():
+            policy = rollout_id.split("/")[-2]
+            row = rows.setdefault(
+                policy, {"rollouts": 0, "statuses": Counter(), "rewards": [], "turns": 0, "seconds": 0.0}
+            )
+            row["rollouts"] += 1
+            row["statuses"][event["status"]] += 1
+            row["turns"] += event.get("turns", 0)
+            row["seconds"] += event.get("seconds", 0.0)
+            if event.get("reward") is not None:
+                row["rewards"].append(event["reward"])
+        for row in rows.values():
+            rewards = row.pop("rewards")
+            row["statuses"] = dict(row["statuses"])
+            row["solved"] = sum(reward >= 1.0 for reward in rewards)
+            row["mean_reward"] = round(sum(rewards) / len(rewards), 4) if rewards else None
+        return dict(sorted(rows.items()))

@@ -1,0 +1,195 @@
+"""From a campaign file to a run directory: tasks read, images resolved, rollouts cut into blocks.
+
+Everything a pod needs stands in ``run.json``, so that a run means the same after the campaign file was edited.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import megaflow_hpc
+from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.ledger.blocks import block_size
+from megaflow_hpc.rundir import RunDir, write_atomic
+from megaflow_hpc.types import Rollout, Task
+
+Where = Callable[[str], str]
+"""Dotted key → ``file:line`` for messages."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A campaign, resolved. Writing it makes a run directory."""
+
+    config: CampaignConfig
+    policies: dict[str, Policy]
+    tasks: list[Task]
+    rollouts: list[Rollout]
+    images: dict[str, str]
+    """Image name in the tasks → SIF file or directory."""
+    servers: list[dict[str, Any]]
+    """One entry per engine array element, by index: its policy and its model."""
+    source: str
+    """The campaign as the user wrote it."""
+
+    @property
+    def server_groups(self) -> list[tuple[int, int, int]]:
+        """(first index, elements, GPUs an element): one Slurm array per distinct GPU count."""
+        groups: list[tuple[int, int, int]] = []
+        for index, server in enumerate(self.servers):
+            gpus = server["model"]["gpus"]
+            if groups and groups[-1][2] == gpus:
+                first, count, _ = groups[-1]
+                groups[-1] = (first, count + 1, gpus)
+            else:
+                groups.append((index, 1, gpus))
+        return groups
+
+
+def make(
+    config: CampaignConfig, base: Path, where: Where, source: str = "", only: Sequence[str] = (), build: bool = True
+) -> Plan:
+    """Reads the tasks and resolves everything else.
+
+    Args:
+        base: directory that relative paths are relative to.
+        only: rollout or task ids (shell patterns); empty takes all.
+        build: build images that are not there yet; without it they are only checked.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
+    """
+    from megaflow_hpc.environments.images import resolve_images
+    from megaflow_hpc.environments.tasks import load_tasks
+
+    tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
+    policies = {name: _absolute(policy, base, where, name) for name, policy in config.policies().items()}
+    check_agents(policies, where)
+    rollouts = [rollout for rollout in expand(tasks, policies) if wanted(rollout, only)]
+    if not rollouts:
+        shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
+        raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
+    used = {rollout.task_id for rollout in rollouts}
+    tasks = [task for task in tasks if task.id in used]
+    images = resolve_images(tasks, config.environment.images, base, build=build, where=where("environment.images"))
+    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source)
+
+
+def expand(tasks: Sequence[Task], policies: dict[str, Policy]) -> list[Rollout]:
+    """Every rollout, the samples of a group side by side."""
+    return [
+        Rollout(task.id, name, sample, policy.agent.name)
+        for task in tasks
+        for name, policy in policies.items()
+        if not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include)
+        for sample in range(policy.samples)
+    ]
+
+
+def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
+    """Whether ``--only`` lets it pass: a pattern matches its id, its group or its task."""
+    names = (rollout.id, rollout.group_id, rollout.task_id)
+    return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
+
+
+def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
+    """The engine array: ``servers.max`` elements a policy, those with equal GPUs side by side."""
+    servers = [
+        {"policy": name, "model": policy.model.model_dump(mode="json", exclude={"agent"})}
+        for name, policy in policies.items()
+        if policy.model and policy.model.engine != "external"
+        for _ in range(policy.model.servers.max)
+    ]
+    return sorted(servers, key=lambda server: -server["model"]["gpus"])
+
+
+def check_agents(policies: dict[str, Policy], where: Where) -> None:
+    from megaflow_hpc.agents import create
+
+    for name, policy in policies.items():
+        try:
+            create(policy.agent)
+        except ConfigError as error:
+            raise ConfigError(f"{where(f'models.{name}.agent' if policy.model else 'agent')}: {error}") from None
+
+
+def _absolute(policy: Policy, base: Path, where: Where, name: str) -> Policy:
+    """Paths of a model resolved against the campaign file; a name that is no file stays a name."""
+    model = policy.model
+    if model is None:
+        return policy
+    changes: dict[str, Any] = {}
+    for field in ("path", "script", "api_key_file", "python"):
+        value = getattr(model, field)
+        if value is None:
+            continue
+        path = (base / os.path.expanduser(os.path.expandvars(value))).absolute()
+        looks_like_path = field != "path" or value.startswith((".", "/", "~", "$")) or "/" not in value
+        if path.exists():
+            changes[field] = str(path)
+        elif looks_like_path and field != "python":
+            key = f"models.{name}.{field}"
+            raise ConfigError(
+                f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path"
+            )
+    return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
+    """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one."""
+    if run.run_json.exists():
+        raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
+    run.create()
+    ledger = Ledger(run)
+    ledger.create()
+    source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
+    write_atomic(run.campaign_yaml, source)
+    write_atomic(run.env_sh, environment_script(plan.config, mpi))
+    write_blocks(run, plan.rollouts, block_size(len(plan.rollouts), plan.config.slurm.pods.count))
+    run.write_run(
+        {
+            "version": megaflow_hpc.__version__,
+            "python": sys.version.split()[0],
+            "campaign": plan.config.model_dump(mode="json"),
+            "policies": {name: policy.model_dump(mode="json") for name, policy in plan.policies.items()},
+            "tasks": {task.id: task.to_dict() for task in plan.tasks},
+            "images": plan.images,
+            "servers": plan.servers,
+            "server_groups": plan.server_groups,
+            "total": len(plan.rollouts),
+            "jobs": [],
+        }
+    )
+
+
+def environment_script(config: CampaignConfig, mpi: str) -> str:
+    """``env.sh``: the same environment in every job, however it was submitted."""
+    lines = ["# Sourced by every job of this run.", *config.slurm.setup]
+    for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_CACHE"):
+        if name in os.environ:
+            lines.append(f"export {name}={shlex.quote(os.environ[name])}")
+    apptainer = shutil.which("apptainer") or shutil.which("singularity")
+    if apptainer:
+        lines.append(f'export PATH="$PATH:"{shlex.quote(str(Path(apptainer).parent))}')
+    lines += [
+        f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}",
+        f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
+        f"export MEGAFLOW_REQUEUES={config.slurm.requeues}",
+        "export PYTHONUNBUFFERED=1",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,134 @@
+"""Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, under srun, mpiexec or alone.
+
+Alone it is a pod of one process and its runner, without MPI. ``MEGAFLOW_POD`` and ``MEGAFLOW_START`` name the pod and
+this start of it, ``MEGAFLOW_POD_DIR`` is a private directory shared with the supervisor: ``drain`` appears there when
+the pod shall drain, and the pod leaves its last word in ``state``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import megaflow_hpc
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.ledger import Ledger, PodIdentity
+from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
+from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.master import Master, Pod
+from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
+from megaflow_hpc.process import start_time
+from megaflow_hpc.rundir import RunDir, write_atomic
+from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
+from megaflow_hpc.trajectories.winners import durable_ids
+
+
+def identity() -> PodIdentity:
+    host, pid = os.uname().nodename, os.getpid()
+    pod = os.environ.get("MEGAFLOW_POD", "")
+    job_id = pod if "SLURM_JOB_ID" in os.environ else ""
+    start = os.environ.get("MEGAFLOW_START", "0")
+    return PodIdentity(pod or f"local-{pid}-{secrets.token_hex(4)}", start, job_id, host, pid, start_time(pid) or 0)
+
+
+def check_version(content: dict[str, Any], run: RunDir) -> None:
+    """A pod of another minor version must not write into the run."""
+    made, ours = str(content.get("version", "")), megaflow_hpc.__version__
+    if made.split(".")[:2] != ours.split(".")[:2]:
+        raise ConfigError(
+            f"{run.run_json}: made by megaflow-hpc {made}, this pod is {ours}; install {made} or plan again"
+        )
+
+
+def slots_per_rank(content: dict[str, Any]) -> int:
+    pods = content["campaign"]["slurm"]["pods"]
+    return int(pods["slots_per_rank"] or pods["cpus_per_rank"] or os.environ.get("SLURM_CPUS_PER_TASK") or 2)
+
+
+def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
+    """Rank 0 from first claim to last word."""
+    content = run.read_run()
+    check_version(content, run)
+    who = identity()
+    ledger = Ledger(run, who)
+    directory = os.environ.get("MEGAFLOW_POD_DIR")
+    journal = JournalWriter(run.journal_file(who.pod, who.start))
+    pod = Pod(
+        run=run,
+        comm=comm,
+        ledger=ledger,
+        journal=journal,
+        events=Events(run.event_file(who.pod, who.start)),
+        init={
+            "op": "init",
+            "campaign": content["campaign"],
+            "policies": content["policies"],
+            "images": content["images"],
+            "slots": slots_per_rank(content),
+        },
+        tasks=content["tasks"],
+        uses_models=any(policy["model"] for policy in content["policies"].values()),
+        journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
+        durable=lambda block: durable_ids(run, block, ledger.seals()),
+        drain_file=Path(directory) / "drain" if directory else None,
+        failure_limit=content["campaign"]["limits"]["failures"],
+        job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
+    )
+    state = Master(pod).run()
+    journal.close()
+    if directory:
+        write_atomic(Path(directory) / "state", state)
+    return state
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.pod", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", help="run directory, as megaflow-hpc plan printed it")
+    run = RunDir(parser.parse_args(argv).run)
+    # Draining comes through the drain file; a step's signals must not kill a rank in the middle of a commit.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    rank, size = world_hint()
+    runner = start_runner() if size == 1 or rank > 0 else None  # before MPI is initialised
+    status = 1
+    try:
+        if size == 1:
+            assert runner is not None
+            state = lead(run, ChildComm(runner[1]))
+            stop_runner(*runner)
+            status = 0 if state in ("done", "drained", "paused") else 1
+        else:
+            comm = MpiComm()
+            if comm.size != size:
+                raise MegaflowError(
+                    f"MPI sees {comm.size} ranks where the launcher started {size}; "
+                    "the MPI of mpi4py and the launcher do not fit: try another MEGAFLOW_MPI (srun --mpi=list)"
+                )
+            if runner is not None:
+                serve(comm, *runner)
+                status = 0
+            else:
+                state = lead(run, comm)
+                comm.flush(5.0)
+                status = 0 if state in ("done", "drained", "paused") else 1
+    except MegaflowError as error:
+        print(f"pod: {error}", file=sys.stderr)
+        status = error.exit_status
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # MPI_Finalize would wait for a rank that is dead; everything durable is on disk.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Rank 0: claims blocks, starts rollouts, stores what comes back, drains.
+
+The order that makes results exactly-once: a result is appended to the journal, the journal is fsynced, only then is
+the rollout counted and, with its last rollout, the block marked done. While rollouts run nothing else of the pod
+touches the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaflow_hpc.ledger import Claim, Ledger, read_block
+from megaflow_hpc.pod.comm import Backoff, Comm
+from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.scheduler import Scheduler, Work
+from megaflow_hpc.pod.wire import Message
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.types import Attempt, Trajectory
+
+TICK_S = 1.0
+"""How often the drain file, leases and heartbeats are looked at."""
+LISTING_S = 10.0
+BEAT_S = 5.0
+WORKER_LOST_S = 60.0
+JOIN_S = 120.0
+"""A worker that has not reported ready after this long is given up; a first image may have to be staged later."""
+DRAIN_S = 40.0
+"""What running rollouts may still take once draining has begun; below the warning time of the batch script."""
+
+
+class Journal(Protocol):
+    def append(self, record: dict[str, Any]) -> int: ...
+    def commit(self) -> None: ...
+
+
+@dataclass
+class _Held:
+    """A claimed block and what is still missing of it."""
+
+    claim: Claim
+    missing: set[str]
+
+
+@dataclass
+class Pod:
+    """What the master works with; put together by ``__main__``."""
+
+    run: RunDir
+    comm: Comm
+    ledger: Ledger
+    journal: Journal
+    events: Events
+    init: Message
+    tasks: dict[str, Any]
+    """Task dictionaries by id."""
+    uses_models: bool
+    journal_length: Callable[[str], int]
+    durable: Callable[[int], set[str]]
+    """Rollout ids of a block that an earlier epoch already stored."""
+    drain_file: Path | None = None
+    failure_limit: int | None = None
+    job_id: str = ""
+    slots_hint: int = 1
+    _last: dict[str, float] = field(default_factory=dict)
+
+
+class Master:
+    """The loop of rank 0. :meth:`run` returns ``done``, ``drained``, ``paused`` or ``lost``."""
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        self.scheduler = Scheduler()
+        self._held: dict[int, _Held] = {}
+        self._attempts: dict[str, list[Attempt]] = {}
+        self._heard: dict[int, float] = {}
+        self._awaited = set(range(1, pod.comm.size)) if pod.comm.size > 1 else set()
+        self._endpoints: dict[str, Any] = {}
+        self._unacknowledged: list[tuple[Trajectory, int]] = []
+        self._last: dict[str, float] = {}
+        self._draining_since: float | None = None
+        self._dry = False
+        self._failures = 0
+        self._stored = 0
+
+    # --- the loop ---
+
+    def run(self) -> str:
+        pod = self.pod
+        pod.ledger.register()
+        pod.events.write("pod", state="started", job_id=pod.job_id, node=os.uname().nodename, ranks=pod.comm.size)
+        for rank in self._awaited:
+            pod.comm.send(rank, pod.init)
+        started = time.monotonic()
+        backoff = Backoff()
+        while True:
+            busy = self._receive()
+            self._acknowledge()
+            if self._due("tick", TICK_S):
+                self._tick(time.monotonic() - started)
+            busy |= self._dispatch()
+            state = self._ended()
+            if state:
+                break
+            if busy:
+                backoff.reset()
+            else:
+                backoff.sleep()
+        self._leave(state)
+        return state
+
+    def _ended(self) -> str | None:
+        if not self.scheduler.workers and not self._awaited:
+            return "lost"
+        if self._draining_since is not None:
+            if self.scheduler.running == 0:
+                return "paused" if self._paused else "drained"
+            if time.monotonic() - self._draining_since > DRAIN_S:
+                return "paused" if self._paused else "drained"
+            return None
+        if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not self._dry:
+            return None
+        return "done"
+
+    @property
+    def _may_retry(self) -> bool:
+        return self._draining_since is None
+
+    @property
+    def _paused(self) -> bool:
+        limit = self.pod.failure_limit
+        return limit is not None and self._failures >= limit
+
+    def _due(self, what: str, every_s: float) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(what, -1e9) < every_s:
+            return False
+        self._last[what] = now
+        return True
+
+    # --- messages ---
+
+    def _receive(self) -> bool:
+        any_ = False
+        for _ in range(256):  # bounded, so that a flood of results cannot keep dispatch waiting
+            received = self.pod.comm.poll()
+            if received is None:
+                break
+            any_ = True
+            rank, message = received
+            self._heard[rank] = time.monotonic()
+            getattr(self, f"_on_{message['op']}")(rank, message)
+        return any_
+
+    def _on_beat(self, rank: int, message: Message) -> None:
+        pass
+
+    def _on_ready(self, rank: int, message: Message) -> None:
+        self._awaited.discard(rank)
+        self.scheduler.join(rank, int(message["slots"]))
+        self.pod.events.write("worker", rank=rank, state="ready", slots=message["slots"], node=message["node"])
+        if self._endpoints:
+            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": list(self._endpoints.values())})
+
+    def _on_left(self, rank: int, message: Message) -> None:
+        self._lose(rank, str(message.get("why", "it left")))
+
+    def _on_result(self, rank: int, message: Message) -> None:
+        trajectory = Trajectory.from_record(message["trajectory"])
+        work = self.scheduler.finish(rank, trajectory.id)
+        if work is not None and work.attempt == trajectory.attempt:
+            self._settle(work, trajectory, rank)
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._awaited.discard(rank)
+        lost = self.scheduler.leave(rank)
+        self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=len(lost))
+        now = time.time()
+        for work in lost:
+            trajectory = Trajectory(
+                id=work.rollout.id,
+                task_id=work.rollout.task_id,
+                group_id=work.rollout.group_id,
+                policy=work.rollout.policy,
+                agent=work.rollout.agent,
+                sample_index=work.rollout.sample_index,
+                status="failed",
+                error_kind="node",
+                error=f"worker rank {rank} was lost: {why}",
+                attempt=work.attempt,
+                job_id=self.pod.job_id,
+                started_at=now,
+                finished_at=now,
+            )
+            self._settle(work, trajectory, rank)
+
+    # --- results ---
+
+    def _settle(self, work: Work, trajectory: Trajectory, rank: int) -> None:
+        """Retries a failure, or appends the outcome to the journal."""
+        attempts = self._attempts.setdefault(trajectory.id, [])
+        attempts.append(
+            Attempt(
+                attempt=trajectory.attempt,
+                status=trajectory.status,
+                error_kind=trajectory.error_kind,
+                error=trajectory.error,
+                node=trajectory.node,
+                job_id=self.pod.job_id,
+                started_at=trajectory.started_at,
+                finished_at=trajectory.finished_at,
+            )
+        )
+        if trajectory.status == "cancelled":
+            return  # stopped by a drain: the block goes back, whoever takes it runs this rollout again
+        kind = trajectory.error_kind
+        if trajectory.status == "failed" and self._may_retry and self.scheduler.retry(work, kind, rank):
+            self.pod.events.write("attempt", id=trajectory.id, attempt=work.attempt, kind=kind, error=trajectory.error)
+            return
+        trajectory.attempts = self._attempts.pop(trajectory.id)
+        trajectory.epoch = work.epoch
+        trajectory.job_id = self.pod.job_id
+        self.pod.journal.append(
+            {"kind": "trajectory", "epoch": work.epoch, "block": work.block, "trajectory": trajectory.to_record()}
+        )
+        self._unacknowledged.append((trajectory, work.block))
+
+    def _acknowledge(self) -> None:
+        """Group commit: one fsync for all results of this turn of the loop, then they count."""
+        if not self._unacknowledged:
+            return
+        if not self.pod.ledger.may_commit:
+            self.pod.ledger.renew(force=True)
+        self.pod.journal.commit()
+        settled, self._unacknowledged = self._unacknowledged, []
+        for trajectory, block in settled:
+            self._stored += 1
+            self._failures += trajectory.status == "failed"
+            self.pod.events.write(
+                "rollout",
+                id=trajectory.id,
+                status=trajectory.status,
+                kind=trajectory.error_kind,
+                error=trajectory.error[:300],
+                reward=trajectory.reward,
+                seconds=round(trajectory.finished_at - trajectory.started_at, 2),
+                turns=len(trajectory.turns),
+            )
+            held = self._held.get(block)
+            if held:
+                held.missing.discard(trajectory.id)
+                if not held.missing:
+                    self._finish_block(block)
+        if self._paused and self._draining_since is None:
+            self._drain(f"{self._failures} rollouts failed, limits.failures is {self.pod.failure_limit}")
+
+    def _finish_block(self, block: int) -> None:
+        held = self._held.pop(block)
+        self.pod.ledger.mark_done(held.claim)
+        self.pod.events.write("claim", block=block, epoch=held.claim.epoch, state="done")
+
+    # --- work ---
+
+    def _dispatch(self) -> bool:
+        if self._draining_since is not None:
+            return False
+        self._claim()
+        started = False
+        while (next_ := self.scheduler.next()) is not None:
+            rank, work = next_
+            rollout = work.rollout
+            start = {
+                "op": "start",
+                "rollout": asdict(rollout),
+                "task": self.pod.tasks[rollout.task_id],
+                "attempt": work.attempt,
+            }
+            self.pod.comm.send(rank, start)
+            started = True
+        return started
+
+    def _claim(self) -> None:
+        """Holds enough blocks to fill the slots; looks again every few seconds while others hold the rest."""
+        while self.scheduler.queued < max(1, self.scheduler.slots - self.scheduler.running):
+            if not self.scheduler.slots or not self.pod.ledger.may_commit:
+                return
+            if self._dry and not self._due("claim", LISTING_S):
+                return
+            claim = self.pod.ledger.claim(self.pod.journal_length)
+            if claim is None:
+                self._dry = True
+                self._last["claim"] = time.monotonic()
+                return
+            self._dry = False
+            block = read_block(self.pod.run, claim.block)
+            stored = self.pod.durable(claim.block) if claim.epoch else set()
+            todo = [rollout for rollout in block.rollouts if rollout.id not in stored]
+            self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
+            self.pod.events.write("claim", block=claim.block, epoch=claim.epoch, state="claimed", rollouts=len(todo))
+            if not todo:
+                self._finish_block(claim.block)
+            self.scheduler.add(Work(rollout, claim.block, claim.epoch) for rollout in todo)
+
+    def _tick(self, elapsed: float) -> None:
+        pod, now = self.pod, time.monotonic()
+        pod.ledger.renew()
+        if pod.drain_file is not None and pod.drain_file.exists():
+            self._drain("asked to by the batch script")
+        for rank in self.scheduler.workers:
+            if now - self._heard.get(rank, now) > WORKER_LOST_S:
+                self._lose(rank, f"no heartbeat for {WORKER_LOST_S:.0f} s")
+        if self._awaited and elapsed > JOIN_S:
+            for rank in list(self._awaited):
+                self._lose(rank, f"not ready after {JOIN_S:.0f} s")
+        if self._due("beat", BEAT_S):
+            for rank in [*self.scheduler.workers, *self._awaited]:
+                pod.comm.send(rank, {"op": "beat"})
+        if pod.uses_models and self._due("endpoints", LISTING_S if self._endpoints else TICK_S):
+            self._list_endpoints()
+        pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
+
+    def _list_endpoints(self) -> None:
+        found: dict[str, Any] = {}
+        for path in sorted(self.pod.run.endpoints.glob("*.json")):
+            if path.name.endswith(".failed.json"):
+                continue
+            try:
+                found[path.name] = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # just withdrawn, or being replaced
+        keys = {name: (e.get("url"), e.get("started_at"), e.get("weight_version")) for name, e in found.items()}
+        before = {n: (e.get("url"), e.get("started_at"), e.get("weight_version")) for n, e in self._endpoints.items()}
+        if keys == before:
+            return
+        self._endpoints = found
+        self.pod.events.write("endpoints", servers=sorted(found))
+        for rank in self.scheduler.workers:
+            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": list(found.values())})
+
+    # --- the end ---
+
+    def _drain(self, why: str) -> None:
+        if self._draining_since is not None:
+            return
+        self._draining_since = time.monotonic()
+        self.scheduler.clear()
+        self.pod.events.write("pod", state="draining", why=why)
+
+    def _leave(self, state: str) -> None:
+        """Stops the workers, gives unfinished blocks back, says goodbye."""
+        pod = self.pod
+        for rank in self.scheduler.workers:
+            pod.comm.send(rank, {"op": "stop"})
+        pod.journal.commit()
+        for held in self._held.values():
+            pod.ledger.release(held.claim)
+            pod.events.write("claim", block=held.claim.block, epoch=held.claim.epoch, state="released")
+        pod.events.write("pod", state=state, stored=self._stored)
+        pod.events.close()

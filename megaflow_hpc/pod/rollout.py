@@ -1,0 +1,164 @@
+"""One rollout from start to verdict.
+
+Sandbox, agent, everything of the agent killed, verifier, in this order; whatever goes wrong becomes a status and a
+cause, never an exception. Infrastructure that fails is ``failed`` with a kind that says whose fault it is; an agent
+that fails is ``completed`` and verified like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaflow_hpc.agents import create
+from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments.tasks import prepare
+from megaflow_hpc.environments.verifier import verify
+from megaflow_hpc.errors import ModelServiceError, SandboxError
+from megaflow_hpc.model.gateway import Gateway
+from megaflow_hpc.types import AgentResult, Artifact, Recording, Rollout, Sandbox, Task, Trajectory
+
+MAX_ARTIFACT = 1 << 20
+"""Bytes kept of one artifact."""
+KILL_S = 30.0
+
+
+@dataclass
+class Services:
+    """What the rollouts of one runner share."""
+
+    config: CampaignConfig
+    policies: Mapping[str, Policy]
+    images: Mapping[str, str]
+    """Image name in the tasks → SIF or directory."""
+    provider: ApptainerProvider
+    gateway: Gateway
+
+    @classmethod
+    async def open(cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str]) -> Services:
+        gateway = Gateway()
+        await gateway.start()
+        return cls(config, policies, images, ApptainerProvider(), gateway)
+
+    async def close(self) -> None:
+        await self.provider.close()
+        await self.gateway.stop()
+
+
+def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
+    environment = services.config.environment
+    limits = task.limits
+    return SandboxSpec(
+        image=services.images[task.image],
+        env=dict(task.env),
+        workdir=task.workdir,
+        user=task.user,
+        network=task.network or environment.network,
+        memory_mb=limits.memory_mb,
+        cpus=limits.cpus,
+        disk_mb=limits.disk_mb,
+        processes=limits.processes or 512,
+        mode=environment.mode,
+    )
+
+
+async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
+    """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
+    trajectory = Trajectory(
+        id=rollout.id,
+        task_id=rollout.task_id,
+        group_id=rollout.group_id,
+        policy=rollout.policy,
+        agent=rollout.agent,
+        sample_index=rollout.sample_index,
+        attempt=attempt,
+        status="failed",
+        node=os.uname().nodename,
+        started_at=time.time(),
+    )
+    try:
+        await _run(services, rollout, task, trajectory)
+    except asyncio.CancelledError:
+        trajectory.status, trajectory.error = "cancelled", "stopped before it ended"
+    except SandboxError as error:
+        _fail(trajectory, "sandbox", str(error))
+    except ModelServiceError as error:
+        _fail(trajectory, "model", str(error))
+    except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
+        _fail(trajectory, "user", f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
+    trajectory.finished_at = time.time()
+    return trajectory
+
+
+def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
+    trajectory.status, trajectory.error_kind, trajectory.error = "failed", kind, error
+
+
+async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory) -> None:
+    policy = services.policies[rollout.policy]
+    sandbox = await services.provider.start(sandbox_spec(services, task))
+    try:
+        await prepare(task, sandbox)
+        result, recording = await _run_agent(services, rollout, task, policy, sandbox)
+        trajectory.status = result.status
+        trajectory.error = result.error
+        trajectory.error_kind = "agent" if result.exit_code or result.error else ""
+        trajectory.messages = result.messages or recording.messages
+        trajectory.sequences, trajectory.turns = recording.sequences, recording.turns
+        for turn, seconds in zip(trajectory.turns, result.sandbox_s, strict=False):
+            turn.sandbox_s = seconds
+        _keep_raw(trajectory, recording)
+        await sandbox.kill_processes()
+        await _keep_patch(trajectory, task, sandbox)
+        verdict = await verify(task, sandbox)
+        trajectory.artifacts.append(
+            Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
+        )
+        if verdict.error:
+            _fail(trajectory, "verifier", verdict.error)
+        else:
+            trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
+    finally:
+        await sandbox.stop()
+
+
+async def _run_agent(
+    services: Services, rollout: Rollout, task: Task, policy: Policy, sandbox: Sandbox
+) -> tuple[AgentResult, Recording]:
+    """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off."""
+    endpoint = await services.gateway.open(rollout.id, rollout.policy) if policy.model else None
+    timeout_s = policy.agent.timeout_s or task.agent_timeout_s
+    recording = Recording()
+    try:
+        try:
+            result = await asyncio.wait_for(create(policy.agent).run(task, sandbox, endpoint), timeout_s)
+        except TimeoutError:
+            result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
+    finally:
+        if endpoint:
+            recording = await services.gateway.close(rollout.id)
+    return result, recording
+
+
+def _keep_raw(trajectory: Trajectory, recording: Recording) -> None:
+    """The engine's own answers, so that anyone can check the columns against them."""
+    if recording.raw:
+        lines = "".join(json.dumps(call) + "\n" for call in recording.raw)
+        trajectory.artifacts.append(
+            Artifact("engine.jsonl", lines.encode("utf-8", "backslashreplace")[: 8 * MAX_ARTIFACT])
+        )
+
+
+async def _keep_patch(trajectory: Trajectory, task: Task, sandbox: Sandbox) -> None:
+    """What the agent changed, where the work directory is a git checkout."""
+    # A private index: new files are in the patch, and the checkout is as the agent left it when the verifier sees it.
+    command = "export GIT_INDEX_FILE=/tmp/.patch-index; git add -A . && git diff --cached HEAD; rm -f /tmp/.patch-index"
+    result = await sandbox.exec(f"({command}) 2>/dev/null", timeout_s=KILL_S, cwd=task.workdir)
+    if result.exit_code == 0 and result.stdout_bytes:
+        trajectory.artifacts.append(Artifact("patch", result.stdout_bytes[:MAX_ARTIFACT]))

@@ -1,0 +1,101 @@
+"""The runner of a worker rank: an event loop that owns gateway, agents and sandboxes, and runs rollouts side by side.
+
+``python -m megaflow_hpc.pod.runner FD``. It knows neither MPI nor Slurm; end-of-file on its socket ends it and with it
+every sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.pod.rollout import Services, execute
+from megaflow_hpc.pod.wire import Message, frame, unpack
+from megaflow_hpc.types import Rollout, Task
+
+
+class Runner:
+    """Serves one socket until it closes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._services: Services | None = None
+        self._rollouts: dict[str, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        try:
+            while (message := await self._read()) is not None:
+                if message["op"] == "stop":
+                    break
+                await getattr(self, f"_on_{message['op']}")(message)
+        finally:
+            for task in self._rollouts.values():
+                task.cancel()
+            await asyncio.gather(*self._rollouts.values(), return_exceptions=True)
+            if self._services:
+                await self._services.close()
+
+    async def _read(self) -> Message | None:
+        try:
+            (length,) = struct.unpack("<I", await self._reader.readexactly(4))
+            return unpack(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def _send(self, message: Message) -> None:
+        self._writer.write(frame(message))
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    # --- messages ---
+
+    async def _on_init(self, message: Message) -> None:
+        config = CampaignConfig.model_validate(message["campaign"])
+        policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
+        self._services = await Services.open(config, policies, message["images"])
+        await self._send({"op": "ready", "slots": message["slots"], "node": os.uname().nodename})
+
+    async def _on_start(self, message: Message) -> None:
+        rollout = Rollout(**message["rollout"])
+        self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message["task"], message["attempt"]))
+
+    async def _on_endpoints(self, message: Message) -> None:
+        assert self._services is not None, "rank 0 sends init first"
+        self._services.gateway.update_endpoints(message["endpoints"])
+
+    async def _on_cancel(self, message: Message) -> None:
+        if task := self._rollouts.get(message["id"]):
+            task.cancel()
+
+    async def _on_beat(self, message: Message) -> None:
+        pass
+
+    async def _run(self, rollout: Rollout, task: dict[str, Any], attempt: int) -> None:
+        assert self._services is not None, "rank 0 sends init first"
+        try:
+            trajectory = await execute(self._services, rollout, Task.from_dict(task), attempt)
+            await self._send({"op": "result", "trajectory": trajectory.to_record()})
+        finally:
+            self._rollouts.pop(rollout.id, None)
+
+
+async def _main(descriptor: int) -> None:
+    # Slurm signals every process of a step; draining is the master's decision, not ours.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    connection.setblocking(False)
+    connection.set_inheritable(False)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
+    await Runner(reader, writer).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1])))

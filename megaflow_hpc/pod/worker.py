@@ -1,0 +1,82 @@
+"""A worker rank: moves messages between rank 0 (MPI) and its runner (a socket), and watches both.
+
+The main thread drives MPI and nothing else, so a rollout that blocks cannot delay a heartbeat.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from megaflow_hpc.pod.comm import Backoff, Comm
+from megaflow_hpc.pod.wire import Link
+
+BEAT_S = 5.0
+MASTER_LOST_S = 30.0
+STOP_S = 20.0
+"""What a runner may take to stop its sandboxes before it is killed."""
+
+_PRIVATE = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
+
+
+def start_runner() -> tuple[subprocess.Popen[bytes], Link]:
+    """Starts the runner; call before MPI is initialised. It ends when this process does (end-of-file on its socket)."""
+    ours, theirs = socket.socketpair()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_PRIVATE)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megaflow_hpc.pod.runner", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C and a step's signals are the master's business
+    )
+    theirs.close()
+    return process, Link(ours)
+
+
+def stop_runner(process: subprocess.Popen[bytes], link: Link) -> None:
+    """Closes the runner's socket and waits for it."""
+    link.close()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def serve(comm: Comm, process: subprocess.Popen[bytes], link: Link) -> None:
+    """The loop of a worker rank; returns when the pod ends, for whatever reason."""
+    backoff = Backoff()
+    heard = beaten = time.monotonic()
+    try:
+        while True:
+            busy = False
+            received = comm.poll()
+            if received is not None:
+                busy, heard = True, time.monotonic()
+                link.send(received[1])
+                if received[1]["op"] == "stop":
+                    return
+            message = link.receive()
+            if message is not None:
+                busy = True
+                comm.send(0, message)
+            now = time.monotonic()
+            if now - beaten > BEAT_S:
+                comm.send(0, {"op": "beat"})
+                beaten = now
+            if now - heard > MASTER_LOST_S:
+                print(f"worker {comm.rank}: nothing from rank 0 for {MASTER_LOST_S:.0f} s; leaving", file=sys.stderr)
+                return
+            if busy:
+                backoff.reset()
+            else:
+                backoff.sleep(link)
+    except (EOFError, OSError) as error:
+        print(f"worker {comm.rank}: the runner ended: {error!r}", file=sys.stderr)
+        comm.send(0, {"op": "left", "why": f"its runner process ended ({error})"})
+    finally:
+        stop_runner(process, link)
