@@ -1,0 +1,9 @@
+"""Sandboxes over plain Apptainer, images, task formats and the verifier. See docs/sandboxes.md."""
+
+from __future__ import annotations
+
+from megaflow_hpc.environments.provider import ApptainerProvider
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.spec import SandboxSpec
+
+__all__ = ["ApptainerProvider", "ApptainerSandbox", "SandboxSpec"]

@@ -1,0 +1,145 @@
+"""Processes by identity (pid and start time), their descendants, and how to end them. Linux ``/proc`` only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process that cannot be mistaken for a later one of the same pid. ``start`` in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.pid}-{self.start}"
+
+    @classmethod
+    def parse(cls, text: str) -> Identity | None:
+        pid, _, start = text.partition("-")
+        return cls(int(pid), int(start)) if pid.isdecimal() and start.isdecimal() else None
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """``None`` if there is no such process, or only its zombie."""
+        fields = _stat(pid)
+        return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
+
+    def alive(self) -> bool:
+        return Identity.of(self.pid) == self
+
+    def kill(self) -> bool:
+        """SIGKILL through a pidfd that was checked to be this very process; ``False`` if it was gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except (ProcessLookupError, OSError):
+            return False
+        try:
+            if not self.alive():
+                return False
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            return True
+        except (ProcessLookupError, PermissionError):
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the third (state) on: the second may hold blanks and brackets."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Every process below ``pid``. Those of a pid namespace are all below its first process, orphans too."""
+    waiting = [pid]
+    while waiting:
+        current = waiting.pop()
+        try:
+            threads = os.listdir(f"/proc/{current}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            try:
+                with open(f"/proc/{current}/task/{thread}/children", "rb") as file:
+                    children = [int(child) for child in file.read().split()]
+            except OSError:
+                continue
+            waiting += children
+            yield from children
+
+
+def namespace_init(pid: int) -> int | None:
+    """The first process of the pid namespace below ``pid``: PID 1 of a container that ``pid`` runs."""
+    for child in descendants(pid):
+        try:
+            with open(f"/proc/{child}/status", "rb") as file:
+                for line in file:
+                    if line.startswith(b"NSpid:"):
+                        if len(line.split()) > 2 and line.split()[-1] == b"1":
+                            return child
+                        break
+        except OSError:
+            continue
+    return None
+
+
+def session(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[3]) if fields else 0
+
+
+def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
+    """SIGKILLs the processes below ``init`` whose environment holds ``marker``, and their whole sessions.
+
+    A process that left its session keeps the environment it was started with, so a daemon is found as well; one that
+    also wiped its environment lives until the sandbox's processes are killed as a whole. Repeats until a look finds
+    nobody, since a process may fork while it is being looked at.
+    """
+    killed = 0
+    for _ in range(rounds):
+        found: set[int] = set()
+        sessions: set[int] = set()
+        everyone = list(descendants(init))
+        for pid in everyone:
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    if marker in file.read(1 << 20).split(b"\0"):
+                        found.add(pid)
+                        sessions.add(session(pid))
+            except OSError:
+                continue
+        own = session(init)
+        sessions -= {0, own}
+        found |= {pid for pid in everyone if session(pid) in sessions}
+        victims = [identity for pid in found if (identity := Identity.of(pid))]
+        if not victims:
+            break
+        killed += sum(identity.kill() for identity in victims)
+        time.sleep(0.002)
+    return killed
+
+
+def dies_with_parent() -> list[str]:
+    """Words to put before a command so that the kernel kills it when the thread that started it ends."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.005) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+    return True

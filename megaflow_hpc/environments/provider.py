@@ -1,0 +1,147 @@
+"""Starts sandboxes on this node: scratch, staged images, bookkeeping for the janitor.
+
+::
+
+    SCRATCH/megaflow-<uid>/          0700
+      cache/<key>/rootfs             an unpacked image, shared read-only by every sandbox of the node
+      owners/<pid>-<start>/s1/ …     one directory per sandbox of a process that lives (sandbox.py)
+
+Scratch must be local: an overlay's upper directory cannot lie on NFS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import TracebackType
+
+from megaflow_hpc.environments.apptainer import find_apptainer
+from megaflow_hpc.environments.janitor import sweep
+from megaflow_hpc.environments.processes import Identity
+from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.environments.staging import stage
+from megaflow_hpc.errors import SandboxError, SiteError
+
+
+def default_scratch() -> Path:
+    """``SLURM_TMPDIR``, ``TMPDIR`` or ``/tmp``, and in it a private directory of this user's."""
+    for name in ("SLURM_TMPDIR", "TMPDIR"):
+        base = os.environ.get(name)
+        if base and os.path.isdir(base):
+            break
+    else:
+        base = "/tmp"
+    return Path(base) / f"megaflow-{os.getuid()}"
+
+
+def private_directory(path: Path) -> Path:
+    """Makes ``path`` with mode 0700; raises :class:`SiteError` if it is another user's or a link."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise SiteError(
+            f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+        ) from error
+    if path.is_symlink() or found.st_uid != os.getuid():
+        raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+class ApptainerProvider:
+    """The sandboxes of one process on one node. Everything it started ends with :meth:`close`, or with the process.
+
+    Args:
+        scratch: local directory for writable layers; default :func:`default_scratch`.
+        cache: where images are unpacked, shared by all processes of the node; default ``SCRATCH/cache``.
+        max_sandboxes: :meth:`start` waits while so many live; ``None``: no bound.
+        start_timeout_s: a container that is not ready by then has failed. Staging is not counted.
+    """
+
+    def __init__(
+        self,
+        scratch: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        max_sandboxes: int | None = None,
+        *,
+        start_timeout_s: float = 60.0,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> None:
+        self.apptainer = find_apptainer()
+        self.scratch = private_directory(Path(scratch).absolute() if scratch else default_scratch())
+        self.cache = private_directory(Path(cache).absolute() if cache else self.scratch / "cache")
+        self._start_timeout_s = start_timeout_s
+        self._output_limit = output_limit
+        identity = Identity.of(os.getpid())
+        assert identity is not None
+        self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
+        self._sandboxes: set[ApptainerSandbox] = set()
+        self._number = 0
+        self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
+        self._staging: dict[str, asyncio.Task[str]] = {}
+        self._closed = False
+        sweep(self.scratch)
+
+    async def __aenter__(self) -> ApptainerProvider:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self, spec: SandboxSpec) -> ApptainerSandbox:
+        """A running sandbox, to be used as an async context manager or ended with ``stop()``.
+
+        Raises:
+            ConfigError: the spec itself is wrong.
+            SandboxError: no container came up; names the image and Apptainer's own reason.
+        """
+        spec.check()
+        if self._closed:
+            raise SandboxError("the provider is closed")
+        rootfs = await self.stage(spec.image)
+        if self._bound is not None:
+            await self._bound.acquire()
+        self._number += 1
+        directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
+        directory.mkdir(mode=0o700)
+        sandbox = ApptainerSandbox(
+            spec,
+            rootfs,
+            str(directory),
+            self.apptainer,
+            start_timeout_s=self._start_timeout_s,
+            output_limit=self._output_limit,
+            on_stop=self._forget,
+        )
+        self._sandboxes.add(sandbox)
+        await sandbox.start()
+        return sandbox
+
+    async def stage(self, image: str) -> str:
+        """The directory that holds ``image`` on this node, unpacked now if it is not yet."""
+        task = self._staging.get(image)
+        if task is None or (task.done() and (task.cancelled() or task.exception() or not os.path.isdir(task.result()))):
+            task = asyncio.create_task(asyncio.to_thread(stage, image, self.cache, self.apptainer))
+            self._staging[image] = task
+        return await asyncio.shield(task)
+
+    def _forget(self, sandbox: ApptainerSandbox) -> None:
+        self._sandboxes.discard(sandbox)
+        if self._bound is not None:
+            self._bound.release()
+
+    async def close(self) -> None:
+        """Stops every sandbox that is left. Idempotent."""
+        self._closed = True
+        await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
+        try:
+            self._own.rmdir()
+        except OSError:
+            pass  # another provider of this process uses it, or a sandbox could not be removed: the janitor's

@@ -1,0 +1,255 @@
+"""A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
+
+::
+
+    DIRECTORY/
+      layer/upper  layer/work   the writable layer (kernel overlay)
+      control-N/                the N-th container's control directory (container.py)
+      owner                     identity of the container's process on the host, for the janitor
+      tmp/                      Apptainer's own TMPDIR
+
+``kill_processes`` and ``reset`` replace the container (some 50 ms): nothing is left that could watch, and the runner
+itself is new. ``kill_processes`` keeps the layer, ``reset`` empties it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv
+from megaflow_hpc.environments.container import Container
+from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
+from megaflow_hpc.environments.processes import Identity
+from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.types import ExecResult
+
+OUTPUT_LIMIT = 512 * 1024
+"""Bytes kept of each stream of a command, half of them its head."""
+
+DOWNLOAD_LIMIT = 256 * 1024 * 1024
+"""Bytes that one download may bring to the host."""
+
+
+class ApptainerSandbox:
+    """See :class:`megaflow_hpc.types.Sandbox`. Made by :meth:`ApptainerProvider.start`, bound to its event loop."""
+
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        rootfs: str,
+        directory: str,
+        apptainer: str,
+        *,
+        start_timeout_s: float = 60.0,
+        output_limit: int = OUTPUT_LIMIT,
+        on_stop: Callable[[ApptainerSandbox], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.directory = directory
+        self.workdir = spec.workdir or "/"
+        self._rootfs = rootfs
+        self._apptainer = apptainer
+        self._start_timeout_s = start_timeout_s
+        self._output_limit = output_limit
+        self._on_stop = on_stop
+        self._layer = os.path.join(directory, "layer")
+        self._container: Container | None = None
+        self._containers = 0
+        self._uploads = 0
+        self._stopped = False
+        self._changing = asyncio.Lock()
+
+    async def __aenter__(self) -> ApptainerSandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def pid(self) -> int | None:
+        """The container's first process, as the host sees it."""
+        init = self._container.init if self._container else None
+        return init.pid if init else None
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises :class:`SandboxError` with Apptainer's last line if the container does not come up."""
+        os.makedirs(os.path.join(self.directory, "tmp"), mode=0o700, exist_ok=True)
+        os.makedirs(self._layer, mode=0o700, exist_ok=True)
+        try:
+            await self._start_container()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start_container(self) -> None:
+        control = os.path.join(self.directory, f"control-{self._containers}")
+        self._containers += 1
+        container = Container(control, on_started=self._record_owner)
+        container.prepare(self.spec.env, self.spec.as_root)
+        runner = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
+        argv = exec_argv(self._apptainer, self.spec, self._rootfs, overlay=self._layer, control=control, command=runner)
+        try:
+            await container.start(argv, temporary=os.path.join(self.directory, "tmp"), timeout_s=self._start_timeout_s)
+        except SandboxError as error:
+            raise SandboxError(f"{self.spec.image}: {error}") from error
+        self._container = container
+        if self.spec.workdir:
+            made = await self.exec(["mkdir", "-p", self.spec.workdir], cwd="/", timeout_s=self._start_timeout_s)
+            if made.exit_code:
+                raise SandboxError(
+                    f"{self.spec.image}: workdir {self.spec.workdir} cannot be made: {made.stderr.strip()}"
+                )
+
+    def _record_owner(self, identity: Identity) -> None:
+        with open(os.path.join(self.directory, "owner"), "w") as file:
+            file.write(f"{identity}\n")
+
+    async def kill_processes(self) -> None:
+        """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
+        async with self._changing:
+            self._running()
+            await self._drop_container()
+            await self._start_container()
+
+    async def reset(self) -> None:
+        """Back to the image as it was: every process gone, the writable layer emptied."""
+        async with self._changing:
+            self._running()
+            await self._drop_container()
+            old = f"{self._layer}.old-{self._containers}"
+            os.rename(self._layer, old)
+            os.mkdir(self._layer, 0o700)
+            await asyncio.to_thread(remove_tree, old)
+            await self._start_container()
+
+    async def stop(self) -> None:
+        """Ends every process and removes the writable layer. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            await self._drop_container()
+            await asyncio.to_thread(remove_tree, self.directory)
+        finally:
+            if self._on_stop is not None:
+                self._on_stop(self)
+
+    async def _drop_container(self) -> None:
+        container, self._container = self._container, None
+        if container is not None:
+            await container.kill()
+            shutil.rmtree(container.control, ignore_errors=True)
+
+    def _running(self) -> Container:
+        if self._stopped:
+            raise SandboxError("the sandbox is stopped")
+        if self._container is None:
+            raise SandboxError("the sandbox has no container: its last start failed")
+        return self._container
+
+    # --- use ----------------------------------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user_input: bytes | str | None = None,
+        output_limit: int | None = None,
+    ) -> ExecResult:
+        """Runs a command and waits for its end: ``str`` by ``/bin/sh -c``, a sequence as it is.
+
+        Args:
+            timeout_s: after that every process of the command is killed; the result says 124 and ``timed_out``.
+            cwd: start here; relative to the sandbox's workdir. One that does not exist gives exit code 126.
+            env: added to the sandbox's environment for this command.
+            user_input: the command's standard input; ``/dev/null`` without it.
+            output_limit: bytes kept of each stream, half of them its head.
+
+        Raises:
+            SandboxError: the container is gone. What a command does is never an exception.
+        """
+        container = self._running()
+        data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
+        return await container.run(
+            command,
+            cwd=os.path.join(self.workdir, cwd) if cwd else self.workdir,
+            env=env,
+            user_input=data,
+            timeout_s=timeout_s,
+            limit=self._output_limit if output_limit is None else output_limit,
+        )
+
+    async def upload(self, source: str, target: str) -> None:
+        """Copies a file or a directory's contents of the host to ``target``, whose parents are made.
+
+        As ``docker cp``: a directory's contents go *into* ``target``; a file becomes ``target``, or goes into it if
+        ``target`` is a directory or ends with ``/``. Symbolic links are copied as links.
+        """
+        container = self._running()
+        self._uploads += 1
+        name = f"u{self._uploads}"
+        staged = os.path.join(container.control, name)
+        inside = f"{CONTROL_DIR}/{name}"
+        quoted = shlex.quote(target)
+        path = Path(source)
+        try:
+            if path.is_dir():
+                await asyncio.to_thread(copy_tree, path, Path(staged))
+                script = f"mkdir -p {quoted} && cp -a {inside}/. {quoted}/"
+            elif path.is_file():
+                os.mkdir(staged, 0o700)
+                file_name = "f-" + path.name
+                await asyncio.to_thread(shutil.copy2, path, os.path.join(staged, file_name))
+                final = shlex.quote(target + path.name) if target.endswith("/") else quoted
+                script = (
+                    f't={final}; if [ -d "$t" ]; then t=$t/{shlex.quote(path.name)}; fi; '
+                    f'mkdir -p "$(dirname "$t")" && cp -a {inside}/{shlex.quote(file_name)} "$t"'
+                )
+            else:
+                raise SandboxError(f"{source}: nothing to upload: no such file or directory")
+            done = await self.exec(script, cwd="/")
+            if done.exit_code:
+                raise SandboxError(f"{source}: upload to {target} failed: {done.stderr.strip()[-500:]}")
+        finally:
+            await asyncio.to_thread(remove_tree, staged)
+
+    async def download(self, source: str, target: str) -> None:
+        """Copies a file, or a directory's contents, out of the sandbox; at most :data:`DOWNLOAD_LIMIT` bytes.
+
+        Only regular files, directories and symbolic links that stay inside ``target`` come out. Directories need
+        ``tar`` in the image.
+        """
+        quoted = shlex.quote(source)
+        kind = await self.exec(f"if [ -d {quoted} ]; then echo d; elif [ -f {quoted} ]; then echo f; fi")
+        if kind.stdout.strip() not in ("d", "f"):
+            raise SandboxError(f"{source}: nothing to download: no such file or directory in the sandbox")
+        whole = 2 * DOWNLOAD_LIMIT
+        if kind.stdout.strip() == "f":
+            command = f"head -c {DOWNLOAD_LIMIT + 1} < {quoted}"
+        else:
+            command = f"tar -C {quoted} -cf - . | head -c {DOWNLOAD_LIMIT + 1}"
+        got = await self.exec(command, output_limit=whole)
+        if got.exit_code:
+            raise SandboxError(f"{source}: download failed: {got.stderr.strip()[-500:]}")
+        if len(got.stdout_bytes) > DOWNLOAD_LIMIT:
+            raise SandboxError(f"{source}: more than {DOWNLOAD_LIMIT >> 20} MiB; download less")
+        if kind.stdout.strip() == "f":
+            place = Path(target) / Path(source).name if Path(target).is_dir() else Path(target)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(place.write_bytes, got.stdout_bytes)
+        else:
+            await asyncio.to_thread(unpack, got.stdout_bytes, Path(target))

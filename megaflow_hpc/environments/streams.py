@@ -1,0 +1,79 @@
+"""Bounded capture of a command's output: the head and the tail of a stream, whatever passes between."""
+
+from __future__ import annotations
+
+import os
+
+READ_SIZE = 65536
+"""One pipe's worth."""
+
+
+class CappedBuffer:
+    """Keeps the first and the last ``limit // 2`` bytes of a stream, in memory bounded by twice ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        self._head_limit = limit // 2
+        self._tail_limit = limit - self._head_limit
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._dropped = 0
+
+    def feed(self, data: bytes) -> None:
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data
+            if len(self._tail) > 2 * self._tail_limit + READ_SIZE:
+                self._trim()
+
+    def _trim(self) -> None:
+        surplus = len(self._tail) - self._tail_limit
+        if surplus > 0:
+            self._dropped += surplus
+            del self._tail[:surplus]
+
+    @property
+    def truncated(self) -> bool:
+        return self._dropped + len(self._tail) > self._tail_limit
+
+    def value(self) -> bytes:
+        """Head and tail, with a line between them that says how many bytes are missing."""
+        self._trim()
+        if not self._dropped:
+            return bytes(self._head + self._tail)
+        return b"%s\n[... %d bytes left out ...]\n%s" % (self._head, self._dropped, self._tail)
+
+
+class StreamPair:
+    """The two FIFOs that one command writes to, used again once nobody holds them open any more.
+
+    A process left in the background keeps its command's pair; it is read on and thrown away, so that a server
+    that logs to its standard output neither blocks nor dies when the command that started it has ended.
+    """
+
+    def __init__(self, directory: str, number: int) -> None:
+        self.names = (f"o{number}", f"e{number}")
+        self._paths = tuple(os.path.join(directory, name) for name in self.names)
+        for path in self._paths:
+            os.mkfifo(path, 0o600)
+        self.descriptors: list[int] = []
+
+    def open(self) -> None:
+        """Opens the reading ends afresh: a FIFO read end that has seen its writers go reports end-of-file for ever."""
+        self.descriptors = [os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) for path in self._paths]
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptors = []
+
+
+def read_available(descriptor: int) -> bytes | None:
+    """What there is now, at most :data:`READ_SIZE`; ``None`` when there is nothing yet; ``b""`` at end-of-file."""
+    try:
+        return os.read(descriptor, READ_SIZE)
+    except BlockingIOError:
+        return None
