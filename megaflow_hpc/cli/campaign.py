@@ -195,15 +195,16 @@ def _status(arguments: argparse.Namespace) -> int:
     if status["failures"]:
         print("failures by cause: " + ", ".join(f"{kind} {n}" for kind, n in status["failures"].items()))
     if status["pods"]:
-        columns = ("pod", "state", "node", "workers", "slots", "running", "stored")
-        print("\n" + table(columns, [[pod[c] for c in columns] for pod in status["pods"]]))
+        _print_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored")
     if status["servers"]:
-        columns = ("server", "state", "policy", "node", "cause")
-        print("\n" + table(columns, [[server.get(c) for c in columns] for server in status["servers"]]))
+        _print_table(status["servers"], "server", "state", "policy", "node", "cause")
     if arguments.rollouts:
-        columns = ("id", "status", "reward", "turns", "seconds", "kind", "error")
-        print("\n" + table(columns, [[event.get(c) for c in columns] for event in status["rollout_list"]]))
+        _print_table(status["rollout_list"], "id", "status", "reward", "turns", "seconds", "kind", "error")
     return 0
+
+
+def _print_table(rows: list[dict[str, Any]], *columns: str) -> None:
+    print("\n" + table(columns, [[row.get(column) for column in columns] for row in rows]))
 
 
 def _resume(arguments: argparse.Namespace) -> int:

@@ -128,10 +128,13 @@ def _mpi_probe() -> Iterator[Finding]:
 
 
 def _apptainer() -> Iterator[Finding]:
-    from megaflow_hpc.environments.apptainer import find_apptainer, version
+    from megaflow_hpc.environments.apptainer import find_apptainer, probe
 
-    path = find_apptainer()
-    yield Finding("apptainer", "ok", f"{version(path)} at {path}")
+    found = probe(find_apptainer())
+    yield Finding("apptainer", "ok", f"{found['version']} at {found['path']}")
+    refused = found["user_namespaces"]
+    remedy = "ask the site for unprivileged user namespaces, or for setuid Apptainer" if refused else ""
+    yield Finding("namespaces", "warn" if refused else "ok", refused or "user namespaces work", remedy)
     fuse = os.access("/dev/fuse", os.R_OK | os.W_OK)
     remedy = "" if fuse else "images are unpacked to scratch once per node instead of mounted"
     yield Finding("/dev/fuse", "ok" if fuse else "warn", "usable" if fuse else "not open to users", remedy)

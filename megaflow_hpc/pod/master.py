@@ -36,7 +36,7 @@ DRAIN_S = 40.0
 
 class Journal(Protocol):
     def append(self, record: dict[str, Any]) -> int: ...
-    def commit(self) -> None: ...
+    def commit(self) -> object: ...
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Pod:
     """Task dictionaries by id."""
     uses_models: bool
     journal_length: Callable[[str], int]
-    durable: Callable[[int], set[str]]
-    """Rollout ids of a block that an earlier epoch already stored."""
+    stored: Callable[[], set[str]]
+    """Ids of the rollouts that were stored and did not fail; asked when a block is taken over."""
     drain_file: Path | None = None
     failure_limit: int | None = None
     job_id: str = ""
@@ -298,7 +298,7 @@ class Master:
                 return
             self._dry = False
             block = read_block(self.pod.run, claim.block)
-            stored = self.pod.durable(claim.block) if claim.epoch else set()
+            stored = self.pod.stored() if claim.epoch else set()
             todo = [rollout for rollout in block.rollouts if rollout.id not in stored]
             self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
             self.pod.events.write("claim", block=claim.block, epoch=claim.epoch, state="claimed", rollouts=len(todo))

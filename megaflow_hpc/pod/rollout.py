@@ -21,7 +21,7 @@ from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import verify
 from megaflow_hpc.errors import ModelServiceError, SandboxError
-from megaflow_hpc.model.gateway import Gateway
+from megaflow_hpc.model.gateway import ModelGateway
 from megaflow_hpc.types import AgentResult, Artifact, Recording, Rollout, Sandbox, Task, Trajectory
 
 MAX_ARTIFACT = 1 << 20
@@ -38,11 +38,11 @@ class Services:
     images: Mapping[str, str]
     """Image name in the tasks → SIF or directory."""
     provider: ApptainerProvider
-    gateway: Gateway
+    gateway: ModelGateway
 
     @classmethod
     async def open(cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str]) -> Services:
-        gateway = Gateway()
+        gateway = ModelGateway()
         await gateway.start()
         return cls(config, policies, images, ApptainerProvider(), gateway)
 
@@ -140,6 +140,8 @@ async def _run_agent(
             result = await asyncio.wait_for(create(policy.agent).run(task, sandbox, endpoint), timeout_s)
         except TimeoutError:
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
+        if endpoint and (trouble := services.gateway.trouble(rollout.id)):
+            raise ModelServiceError(trouble)  # whatever the agent's client made of the 503
     finally:
         if endpoint:
             recording = await services.gateway.close(rollout.id)

@@ -7,7 +7,7 @@ submission and its handles are used. Handles know state and cancel; ``result()``
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
@@ -17,14 +17,14 @@ from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.slurm.script import Job, script
 
 
-class ArrayJob(submitit.SlurmJob):  # type: ignore[misc]
+class ArrayJob(submitit.SlurmJob):
     """Handle of one element: ``job_id``, ``state``, ``cancel()``."""
 
     def result(self) -> Any:
         raise RuntimeError("array elements return nothing; wait for the campaign with run.wait() and read run.path")
 
 
-class ScriptExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
+class ScriptExecutor(submitit.SlurmExecutor):
     """Submits the text of a :class:`~megaflow_hpc.slurm.script.Job`."""
 
     job_class = ArrayJob
@@ -41,7 +41,7 @@ class ScriptExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
 
     def submit_job(self) -> list[ArrayJob]:
         """Queues it and returns a handle per element (one for a plain job)."""
-        first = self._submit_command("")
+        first = cast(ArrayJob, self._submit_command(""))
         if self._job.elements is None:
             return [first]
         indices = range(self._job.first, self._job.first + self._job.elements)

@@ -1,0 +1,149 @@
+"""The ledger: one winner per claim, blocks come back, seals void what was written too late."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
+from megaflow_hpc.ledger.blocks import block_size, split
+from megaflow_hpc.ledger.claims import COMMIT_S, LEASE_S
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.types import Rollout
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:
+    return [Rollout(f"t{i:03d}", "oracle", s, "oracle") for i in range(tasks) for s in range(samples)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    return run
+
+
+def pod(run: RunDir, name: str, start: str = "0", clock: Clock | None = None) -> Ledger:
+    ledger = Ledger(run, PodIdentity(name, start), clock or Clock())
+    ledger.register()
+    return ledger
+
+
+def nothing(owner: str) -> int:
+    return 0
+
+
+def claim_all(path: str, name: str, barrier: object) -> list[int]:
+    ledger = pod(RunDir(path), name)
+    barrier.wait()  # type: ignore[attr-defined]
+    claims = []
+    while (claim := ledger.claim(nothing)) is not None:
+        claims.append(claim.block)
+    return claims
+
+
+def _claim_into(path: str, name: str, barrier: object, queue: object) -> None:
+    queue.put(claim_all(path, name, barrier))  # type: ignore[attr-defined]
+
+
+def test_every_block_goes_to_exactly_one_of_many_processes(run: RunDir) -> None:
+    write_blocks(run, rollouts(60), 1)
+    context = multiprocessing.get_context("fork")
+    barrier, queue = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=_claim_into, args=(str(run), f"p{i}", barrier, queue)) for i in range(4)]
+    for process in processes:
+        process.start()
+    claimed = [block for _ in processes for block in queue.get(timeout=60)]
+    for process in processes:
+        process.join()
+    assert sorted(claimed) == list(range(60))
+
+
+def test_the_samples_of_a_group_stay_in_one_block() -> None:
+    blocks = split(rollouts(5, samples=4), 6)
+    assert [len(block) for block in blocks] == [4, 4, 4, 4, 4]
+    assert block_size(10_000, 4) == 256
+    assert block_size(3, 4) == 1
+
+
+def test_blocks_come_back_as_written(run: RunDir) -> None:
+    write_blocks(run, rollouts(7), 3)
+    write_blocks(run, rollouts(2), 3)
+    assert [len(block.rollouts) for block in read_blocks(run)] == [3, 3, 1, 2]
+
+
+def test_a_released_block_is_claimed_again_with_the_predecessor_sealed(run: RunDir) -> None:
+    write_blocks(run, rollouts(1), 1)
+    first, second = pod(run, "a"), pod(run, "b")
+    claim = first.claim(nothing)
+    assert claim == Claim(0, 0)
+    assert second.claim(nothing) is None
+    first.release(claim)
+    assert second.claim({"a.0": 123}.__getitem__) == Claim(0, 1)
+    assert Ledger(run).seals() == {(0, 0): ("a.0", 123)}
+
+
+def test_a_requeued_element_takes_its_own_blocks_back_at_once(run: RunDir) -> None:
+    write_blocks(run, rollouts(1), 1)
+    assert pod(run, "7_0", "0").claim(nothing) == Claim(0, 0)
+    assert pod(run, "8_0", "0").claim(nothing) is None
+    assert pod(run, "7_0", "1").claim(nothing) == Claim(0, 1)
+
+
+def test_a_silent_pod_loses_its_block_after_the_lease_and_a_renewing_one_does_not(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), 1)
+    silent, lively = pod(run, "silent"), pod(run, "lively")
+    assert silent.claim(nothing) == Claim(0, 0)
+    assert lively.claim(nothing) == Claim(1, 0)
+    clock = Clock()
+    observer = pod(run, "observer", clock=clock)
+    assert observer.claim(nothing) is None
+    clock.now += LEASE_S / 2
+    lively.renew(force=True)
+    assert observer.claim(nothing) is None
+    clock.now += LEASE_S / 2 + 1
+    assert observer.claim(nothing) == Claim(0, 1)
+    assert observer.claim(nothing) is None
+
+
+def test_a_pod_marked_gone_loses_its_block_at_once(run: RunDir) -> None:
+    write_blocks(run, rollouts(1), 1)
+    pod(run, "a").claim(nothing)
+    Ledger(run).mark_gone("a.0")
+    assert pod(run, "b").claim(nothing) == Claim(0, 1)
+
+
+def test_a_pod_that_could_not_renew_must_not_commit(run: RunDir) -> None:
+    clock = Clock()
+    ledger = pod(run, "a", clock=clock)
+    assert ledger.may_commit
+    clock.now += COMMIT_S + 1
+    assert not ledger.may_commit
+    ledger.renew()
+    assert ledger.may_commit
+
+
+def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), 1)
+    ledger = pod(run, "a")
+    for _ in range(2):
+        assert not ledger.finished
+        claim = ledger.claim(nothing)
+        assert claim is not None
+        ledger.mark_done(claim)
+    assert ledger.finished
+    write_blocks(run, rollouts(1), 1)
+    ledger.reopen()
+    assert not ledger.finished
+    assert ledger.claim(nothing) == Claim(2, 0)

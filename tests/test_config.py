@@ -1,0 +1,88 @@
+"""The campaign file: what is accepted, and what is said about what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import config
+from megaflow_hpc.errors import ConfigError
+
+MINIMAL = "name: fix-bugs\ntasks: tasks/*\nagent: oracle\n"
+
+
+def load(tmp_path: Path, text: str) -> config.CampaignConfig:
+    path = tmp_path / "campaign.yaml"
+    path.write_text(text)
+    return config.load(path)
+
+
+def complaint(tmp_path: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_status == 2
+    return message.removeprefix(f"{tmp_path}/")
+
+
+def test_everything_but_name_tasks_and_agent_has_a_default(tmp_path: Path) -> None:
+    campaign = load(tmp_path, MINIMAL)
+    assert campaign.tasks[0].path == "tasks/*"
+    assert campaign.environment.network == "gateway"
+    assert list(campaign.policies()) == ["oracle"]
+
+
+def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:
+    campaign = load(tmp_path, MINIMAL.replace("oracle", "[oracle, nop]"))
+    assert {name: policy.agent.name for name, policy in campaign.policies().items()} == {
+        "oracle": "oracle",
+        "nop": "nop",
+    }
+
+
+def test_a_policy_may_bring_its_own_agent_samples_and_tasks(tmp_path: Path) -> None:
+    text = (
+        "samples: 4\nmodels:\n  a: {path: m}\n"
+        "  b: {engine: scripted, script: s, samples: 1, include: [x*], agent: nop}\n"
+    )
+    policies = load(tmp_path, MINIMAL + text).policies()
+    assert (policies["a"].samples, policies["a"].agent.name) == (4, "oracle")
+    assert (policies["b"].samples, policies["b"].agent.name, policies["b"].include) == (1, "nop", ("x*",))
+
+
+def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL + "slurm: {pods: {time: 1:30:00}}\n").slurm.pods.time == "1:30:00"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (MINIMAL + "sample: 3\n", "campaign.yaml:4: unknown key 'sample'; did you mean 'samples'?"),
+        (
+            MINIMAL + "slurm:\n  pods:\n    partion: x\n",
+            "campaign.yaml:6: unknown key 'slurm.pods.partion'; did you mean",
+        ),
+        (MINIMAL + "samples: many\n", "campaign.yaml:4: samples 'many': input should be a valid integer"),
+        (MINIMAL + "samples: 0\n", "campaign.yaml:4: samples 0: input should be greater than or equal to 1"),
+        ("name: x\nagent: nop\n", "campaign.yaml:1: 'tasks' is missing; add it"),
+        (MINIMAL.replace("fix-bugs", "fix bugs"), "campaign.yaml:1: name 'fix bugs': 'fix bugs' must be letters"),
+        (MINIMAL + "name: y\n", "campaign.yaml:4: not valid YAML: key 'name' is given twice"),
+        (MINIMAL + "model: {engine: vllm}\n", "campaign.yaml:4: model: engine vllm needs 'path'"),
+        (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
+        (MINIMAL + "x: [\n", "campaign.yaml:5: not valid YAML"),
+        ("- a\n", "campaign.yaml: holds list, expected a mapping"),
+    ],
+)
+def test_an_error_names_file_line_value_and_remedy(tmp_path: Path, text: str, expected: str) -> None:
+    assert complaint(tmp_path, text).startswith(expected)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.yaml: cannot be read"):
+        config.load(tmp_path / "absent.yaml")
+
+
+def test_every_field_is_in_the_schema() -> None:
+    assert set(config.schema()["properties"]) == set(config.CampaignConfig.model_fields)
