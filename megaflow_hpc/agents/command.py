@@ -1,0 +1,65 @@
+"""Any command-line agent, run inside the sandbox and pointed at the rollout's model address.
+
+The command is shell text. It finds the task's text in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model in
+``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` names that clients read. Its standard
+input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+
+INSTRUCTION = "/tmp/megaflow-instruction.md"
+TAIL = 2000
+
+
+class CommandAgent:
+    """
+    Args:
+        command: Shell text, run by ``/bin/sh -c`` in the task's work directory.
+        env: Further variables for it.
+    """
+
+    def __init__(self, *, command: str, env: Mapping[str, str] | None = None) -> None:
+        if not isinstance(command, str) or not command.strip():
+            raise ConfigError(f"agent command: args.command must be shell text, found {command!r}")
+        self.command = command
+        self.env = {str(k): str(v) for k, v in (env or {}).items()}
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
+            file = Path(folder) / "instruction.md"
+            file.write_text(task.instruction)
+            os.chmod(file, 0o644)
+            await sandbox.upload(str(file), INSTRUCTION)
+        result = await sandbox.exec(
+            self.command, cwd=task.workdir, env={**environment(model), **self.env}, user_input=b""
+        )
+        error = ""
+        if result.exit_code != 0:
+            output = (result.stdout + result.stderr).strip()[-TAIL:]
+            error = f"the agent's command ended with exit code {result.exit_code}: {output}"
+        return AgentResult(exit_code=result.exit_code, error=error, sandbox_s=[])
+
+
+def environment(model: ModelEndpoint | None) -> dict[str, str]:
+    """The variables by which agents find their task and model."""
+    known = {"MEGAFLOW_INSTRUCTION_FILE": INSTRUCTION}
+    if model is None:
+        return known
+    return {
+        **known,
+        "OPENAI_BASE_URL": model.base_url,
+        "OPENAI_API_BASE": model.base_url,
+        "OPENAI_API_KEY": model.api_key,
+        "OPENAI_MODEL": model.model_name,
+        "ANTHROPIC_BASE_URL": model.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": model.api_key,
+        "ANTHROPIC_MODEL": model.model_name,
+    }

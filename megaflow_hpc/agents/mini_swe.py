@@ -1,0 +1,238 @@
+"""mini-swe-agent's own ``DefaultAgent`` over our sandbox and gateway, in its text form (no tools, no litellm).
+
+Prompts are those of the installed package's ``config/mini_textbased.yaml``, or of another such file. The agent is
+synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). One thing differs from the package's own model
+classes: an answer in the wrong format stays in the conversation before the complaint about it, so that the conversation
+only ever grows and one rollout is one token sequence.
+
+How it ends: *Submitted* is ``completed``; a limit of turns, time, tokens or context is ``truncated``; giving up after
+repeated format errors is ``completed`` with exit code 1. A model that no engine serves, or a lost sandbox, raises.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megaflow_hpc.agents.bridge import Bridge
+from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
+
+COMMAND_TIMEOUT_S = 120.0
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+class MiniSweAgent:
+    """
+    Args:
+        max_turns: Model calls before the rollout is truncated; ``None`` is unlimited.
+        command_timeout_s: Seconds one command may take.
+        model: Options of every model call: ``temperature``, ``max_tokens``, …
+        config: Another configuration file of mini-swe-agent's, text form.
+        max_format_errors: Unusable answers in a row before it gives up.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_turns: int | None = None,
+        command_timeout_s: float = COMMAND_TIMEOUT_S,
+        model: Mapping[str, Any] | None = None,
+        config: str | None = None,
+        max_format_errors: int = 3,
+    ) -> None:
+        self.max_turns = max_turns
+        self.command_timeout_s = command_timeout_s
+        self.model_options = dict(model or {})
+        self.max_format_errors = max_format_errors
+        self._config = _load_config(config)
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        if model is None:
+            raise ConfigError("agent mini-swe-agent needs a model; the campaign names none")
+        bridge = Bridge()
+        names = await _system(sandbox)
+        async with ChatClient(model, self.model_options) as client:
+            model_part = _Model(client, bridge, self._config.get("model", {}), model.model_name)
+            environment = _Environment(sandbox, bridge, self._config.get("environment", {}), task, names)
+            environment.command_timeout_s = self.command_timeout_s
+            templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
+            agent = _package().DefaultAgent(
+                model_part,
+                environment,
+                **templates,
+                step_limit=self.max_turns or 0,
+                cost_limit=0.0,
+                max_consecutive_format_errors=self.max_format_errors,
+            )
+            error = ""
+            try:
+                outcome = await bridge.run(lambda: agent.run(task.instruction), f"mini-swe-agent {task.id}")
+                ended = str(outcome.get("exit_status", ""))
+            except BudgetExceeded as budget:
+                ended, error = "LimitsExceeded", str(budget)
+            except CallRefused as refusal:
+                ended, error = ("LimitsExceeded" if refusal.too_long else "CallRefused"), str(refusal)
+        messages = [_openai(m) for m in agent.messages if m.get("role") in ("system", "user", "assistant", "tool")]
+        limited = ended in ("LimitsExceeded", "TimeExceeded")
+        failed = not limited and ended != "Submitted"
+        return AgentResult(
+            status="truncated" if limited else "completed",
+            exit_code=1 if failed else 0,
+            error=error or ("" if ended == "Submitted" else ended),
+            messages=messages,
+            sandbox_s=model_part.sandbox_seconds(environment),
+        )
+
+
+class _Model:
+    """mini-swe-agent's Model: text in, one shell command out."""
+
+    def __init__(self, client: ChatClient, bridge: Bridge, config: Mapping[str, Any], name: str) -> None:
+        self._client, self._bridge, self._settings = client, bridge, config
+        self.config = SimpleNamespace(model_name=name)
+        self.calls_ended: list[float] = []
+
+    def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
+        sent = [_openai(m) for m in messages]
+        choice = self._bridge.wait(self._client.complete(sent))
+        self.calls_ended.append(time.monotonic())
+        content = choice["message"].get("content") or ""
+        package = _package()
+        message = {"role": "assistant", "content": content}
+        try:
+            actions = package.parse_regex_actions(
+                content,
+                action_regex=self._settings.get("action_regex", r"```mswea_bash_command\s*\n(.*?)\n```"),
+                format_error_template=self._settings["format_error_template"],
+                template_kwargs={"finish_reason": choice.get("finish_reason")},
+            )
+        except package.FormatError as error:  # the answer stays in the conversation: what was sampled is context
+            raise package.FormatError(message, *error.messages) from None
+        return {**message, "extra": {"actions": actions, "cost": 0.0}}
+
+    def format_message(self, **message: Any) -> dict[str, Any]:
+        return message
+
+    def format_observation_messages(
+        self, message: Mapping[str, Any], outputs: list[dict[str, Any]], template_vars: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        observations: list[dict[str, Any]] = _package().format_observation_messages(
+            outputs, observation_template=self._settings["observation_template"], template_vars=template_vars
+        )
+        return observations
+
+    def get_template_vars(self, **_: Any) -> dict[str, Any]:
+        return {"model_name": self.config.model_name}
+
+    def serialize(self) -> dict[str, Any]:
+        return {}
+
+    def sandbox_seconds(self, environment: _Environment) -> list[float]:
+        """Seconds in the sandbox after each model call, until the next."""
+        edges = [*self.calls_ended, float("inf")]
+        spent = [0.0] * len(self.calls_ended)
+        for began, seconds in environment.commands:
+            number = next((n for n in range(len(spent)) if edges[n] <= began < edges[n + 1]), None)
+            if number is not None:
+                spent[number] += seconds
+        return spent
+
+
+class _Environment:
+    """mini-swe-agent's Environment: one command in the sandbox, output and errors in one stream as it prints them."""
+
+    command_timeout_s = COMMAND_TIMEOUT_S
+
+    def __init__(
+        self, sandbox: Sandbox, bridge: Bridge, config: Mapping[str, Any], task: Task, names: Mapping[str, str]
+    ) -> None:
+        self._sandbox, self._bridge, self._names = sandbox, bridge, names
+        self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
+        self._cwd = task.workdir
+        self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self.command_timeout_s)
+        self.commands: list[tuple[float, float]] = []
+
+    def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
+        began = time.monotonic()
+        result: ExecResult = self._bridge.wait(
+            self._sandbox.exec(
+                "exec 2>&1\n" + str(action.get("command", "")),
+                timeout_s=self.command_timeout_s,
+                cwd=cwd or self._cwd,
+                env=self._env,
+            )
+        )
+        self.commands.append((began, time.monotonic() - began))
+        text = result.stdout_bytes.decode("utf-8", "replace") + result.stderr_bytes.decode("utf-8", "replace")
+        output: dict[str, Any] = {"output": text, "returncode": result.exit_code, "exception_info": ""}
+        if result.timed_out:
+            output["exception_info"] = f"The command was ended after {self.command_timeout_s:g} seconds."
+        first, _, rest = text.lstrip().partition("\n")
+        if first.strip() == SUBMIT and result.exit_code == 0:
+            extra = {"exit_status": "Submitted", "submission": rest}
+            raise _package().Submitted({"role": "exit", "content": rest, "extra": extra})
+        return output
+
+    def get_template_vars(self, **_: Any) -> dict[str, Any]:
+        return {**self._names, "cwd": self._cwd or ""}
+
+    def serialize(self) -> dict[str, Any]:
+        return {}
+
+
+async def _system(sandbox: Sandbox) -> dict[str, str]:
+    """What the prompt says of the machine: ``system``, ``release``, ``version``, ``machine``, of the sandbox."""
+    keys = ("system", "release", "version", "machine")
+    result = await sandbox.exec("uname -s; uname -r; uname -v; uname -m", timeout_s=30)
+    return dict(zip(keys, [*result.stdout.splitlines(), *[""] * 4], strict=False))
+
+
+def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": message["role"], "content": message.get("content") or ""}
+
+
+@cache
+def _package() -> SimpleNamespace:
+    """The parts of mini-swe-agent that are used; imported late, with its start-up output and directory kept out."""
+    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+    folder = tempfile.mkdtemp(prefix="megaflow-mswea-")
+    os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = folder
+    try:
+        import minisweagent
+        from minisweagent.agents.default import DefaultAgent
+        from minisweagent.exceptions import FormatError, Submitted
+        from minisweagent.models.utils.actions_text import format_observation_messages, parse_regex_actions
+    except ImportError as error:
+        raise ConfigError(f"agent mini-swe-agent: {error}; install it with: pip install mini-swe-agent") from error
+    finally:
+        os.rmdir(folder)
+    return SimpleNamespace(
+        DefaultAgent=DefaultAgent,
+        FormatError=FormatError,
+        Submitted=Submitted,
+        format_observation_messages=format_observation_messages,
+        parse_regex_actions=parse_regex_actions,
+        config=Path(minisweagent.__file__).parent / "config" / "mini_textbased.yaml",
+    )
+
+
+@cache
+def _load_config(path: str | None) -> dict[str, Any]:
+    import yaml
+
+    file = Path(path) if path else _package().config
+    try:
+        config = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"agent mini-swe-agent: config {file}: {error}") from error
+    if not isinstance(config, dict) or not {"agent", "model"} <= set(config):
+        raise MegaflowError(f"{file}: expected the sections agent and model of mini-swe-agent's text form")
+    return config

@@ -1,0 +1,64 @@
+"""Carries out the commands of an earlier conversation again, without a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+
+BLOCK = re.compile(r"```(?:mswea_bash_command|bash|sh)\s*\n(.*?)\n```", re.DOTALL)
+COMMAND_TIMEOUT_S = 120.0
+
+
+class ReplayAgent:
+    """
+    Args:
+        messages_file: JSON: a list of OpenAI messages, or a mapping from task id to such a list.
+        commands: Instead of a file: the commands themselves.
+        command_timeout_s: Seconds one command may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        messages_file: str | None = None,
+        commands: Sequence[str] | None = None,
+        command_timeout_s: float = COMMAND_TIMEOUT_S,
+    ) -> None:
+        if (messages_file is None) == (commands is None):
+            raise ConfigError("agent replay: args needs one of messages_file and commands")
+        self.command_timeout_s = command_timeout_s
+        self._commands = list(commands) if commands is not None else None
+        self._recorded: Any = _read(Path(messages_file)) if messages_file is not None else None
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        spent, messages = [], []
+        for command in self._for(task):
+            result = await sandbox.exec(command, timeout_s=self.command_timeout_s, cwd=task.workdir)
+            spent.append(result.duration_s)
+            messages += [
+                {"role": "assistant", "content": f"```bash\n{command}\n```"},
+                {"role": "user", "content": result.stdout + result.stderr},
+            ]
+        return AgentResult(messages=messages, sandbox_s=spent)
+
+    def _for(self, task: Task) -> list[str]:
+        if self._commands is not None:
+            return self._commands
+        messages = self._recorded.get(task.id) if isinstance(self._recorded, dict) else self._recorded
+        if not isinstance(messages, list):
+            raise ConfigError(f"agent replay: no messages for task {task.id}")
+        answers = [str(m.get("content") or "") for m in messages if m.get("role") == "assistant"]
+        return [command for answer in answers for command in BLOCK.findall(answer)]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"agent replay: {path}: {error}") from error
