@@ -1,6 +1,9 @@
 """What the gateway asks of an engine so that every sampled token is known.
 
-``plain``: the OpenAI endpoint itself, with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the
+``text``: the OpenAI endpoint as it is. Nothing is known of tokens: only the conversation is kept. For engines that
+refuse the parameters below.
+
+``plain``: the OpenAI endpoint, with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the
 scripted engine have both). The engine renders the whole history anew, so a history whose text does not encode to the
 sampled ids starts a new sequence.
 
@@ -10,7 +13,7 @@ What an agent asked for and what is added are kept apart: the answer it sees is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +44,8 @@ class Answer:
 
     body: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
+    message: dict[str, Any] | None = None
+    """The answer where there is no sample."""
 
 
 async def post(
@@ -72,6 +77,25 @@ async def post(
     if not isinstance(reply, dict):
         raise Unavailable(f"{server.name}: the answer is not a JSON object")
     return reply
+
+
+async def ask(
+    session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
+) -> Answer:
+    """One call in the protocol that the server's engine has; raises as :func:`post` does."""
+    return await PROTOCOLS[server.protocol](session, server, path, body, timeout_s)
+
+
+async def text(
+    session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
+) -> Answer:
+    """A call of which only the text is kept."""
+    asked = {k: v for k, v in body.items() if k != "stream_options"}
+    reply = await post(session, server, path, {**asked, "model": server.model_name, "stream": False}, timeout_s)
+    if not reply.get("choices"):
+        raise Unavailable(f"{server.name}: an answer without choices")
+    message = reply["choices"][0].get("message")
+    return Answer(reply, message=_brief(message) if message else None)
 
 
 async def plain(
@@ -135,3 +159,7 @@ def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
     if not asked and (chat or asked is None):
         for choice in reply["choices"]:
             choice["logprobs"] = None
+
+
+Protocol = Callable[[aiohttp.ClientSession, Server, str, Mapping[str, Any], float], Awaitable[Answer]]
+PROTOCOLS: Mapping[str, Protocol] = {"text": text, "plain": plain}

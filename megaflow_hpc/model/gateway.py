@@ -194,6 +194,8 @@ class ModelGateway:
         messages = body.get("messages") or ()
         for number, sample in enumerate(answer.samples):
             recorder.add(sample, messages, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
+        if not answer.samples:
+            recorder.add_text(messages, answer.message)
         if body.get("stream"):
             return await stream.send(request, answer.body, body)
         return web.json_response(answer.body)
@@ -214,7 +216,7 @@ class ModelGateway:
             server.outstanding += 1
             began = time.monotonic()
             try:
-                answer = await backend.plain(self._session, server, path, body, self.request_timeout_s)
+                answer = await backend.ask(self._session, server, path, body, self.request_timeout_s)
             except backend.Unavailable as error:
                 server.failed()
                 cause = str(error)

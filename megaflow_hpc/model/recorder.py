@@ -110,6 +110,12 @@ class Recorder:
         self._last_answer = time.monotonic()
         return turn
 
+    def add_text(self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> None:
+        """Keeps the conversation of a call whose engine tells nothing of tokens; it has no turn."""
+        self.calls += 1
+        self._keep_messages(messages, answer)
+        self._last_answer = time.monotonic()
+
     def finish(self) -> Recording:
         self.request_arrived()
         return self.recording

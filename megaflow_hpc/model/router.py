@@ -36,7 +36,7 @@ class Server:
     fingerprint: str = ""
     """SHA-256 of the certificate in hexadecimal; empty without TLS."""
     protocol: str = "plain"
-    """``plain`` or ``split``; see :mod:`megaflow_hpc.model.backend`."""
+    """What it can do; see :mod:`megaflow_hpc.model.backend`."""
     started: str = ""
     """Tells one start of a server from the next."""
     outstanding: int = 0

@@ -1,0 +1,242 @@
+"""How to start each inference engine and where it then listens.
+
+An adapter turns the campaign's ``model:`` section into a :class:`Launch`: a command line, variables, and an address,
+which is a Unix socket in a private directory where the engine can (vLLM ``--uds``) and a loopback port chosen now where
+it cannot. Keys go to an engine by its environment. ``args`` of the section become options as they stand:
+``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
+
+The interpreter of an engine is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
+environment ``MEGAFLOW_ENGINE_VENV``, else the one that runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+
+MAX_SOCKET_PATH = 100
+"""Bytes of a Unix socket's path (sun_path has 108)."""
+
+
+@dataclass
+class Launch:
+    """An engine about to be started, or one that is there (``command`` empty)."""
+
+    command: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    uds: str | None = None
+    base_url: str = ""
+    """Without ``/v1``."""
+    key: str = field(default="", repr=False)
+    model_name: str = ""
+    protocol: str = "text"
+    """What of :mod:`megaflow_hpc.model.backend` it can do."""
+    start_timeout_s: float = 900.0
+    """Seconds from the start to the first completion; large models load for minutes."""
+
+
+def launch(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    """What to start for ``model`` (the campaign's section as a mapping).
+
+    Args:
+        model: ``engine``, ``path``, ``gpus``, ``args``, ``python``, ``script``, ``base_url``, ``api_key_file``.
+        policy: Name under which the model is served.
+        private: A directory of mode 0700 on a local file system, for the socket.
+
+    Raises:
+        ConfigError: The section does not fit the engine.
+    """
+    engine = str(model.get("engine") or "vllm")
+    if engine not in ADAPTERS:
+        raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
+    return ADAPTERS[engine](model, policy, private)
+
+
+def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    python = interpreter(model)
+    options = dict(model.get("args") or {})
+    gpus = int(model.get("gpus") or 0)
+    built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
+    built_in |= {"uvicorn-log-level": "warning"}
+    if gpus > 1:
+        built_in["tensor-parallel-size"] = gpus
+    env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if _is_cpu_build(python):
+        built_in["enforce-eager"] = True
+    result = Launch(
+        [python, "-m", "vllm.entrypoints.openai.api_server", *flags({**built_in, **options})],
+        {k: os.environ.get(k, v) for k, v in env.items()},
+        model_name=str(options.get("served-model-name", policy)),
+        protocol="plain",
+    )
+    result.uds = socket_path(private)
+    result.command += ["--uds", result.uds]
+    return result
+
+
+def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    port, key = free_port(), secrets.token_urlsafe(24)
+    built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
+    built_in |= {"host": "127.0.0.1", "port": port, "tp": max(1, int(model.get("gpus") or 1))}
+    # SGLang has no variable for its key; on its command line others could read it, so its loopback port is unguarded.
+    return Launch(
+        [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
+        {"HF_HUB_OFFLINE": "1"},
+        base_url=f"http://127.0.0.1:{port}",
+        key=key,
+        model_name=policy,
+    )
+
+
+def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    port, path = free_port(), _path(model)
+    built_in: dict[str, Any] = {"host": "127.0.0.1", "port": port, "force-model": path}
+    program = str(Path(interpreter(model)).with_name("transformers"))
+    return Launch(
+        [program, "serve", *flags({**built_in, **(model.get("args") or {})})],
+        {"HF_HUB_OFFLINE": "1"},
+        base_url=f"http://127.0.0.1:{port}",
+        model_name=path,
+    )
+
+
+def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    uds = socket_path(private)
+    options: dict[str, Any] = {"served-model-name": policy, "uds": uds}
+    if model.get("script"):
+        options["script"] = str(model["script"])
+    command = [sys.executable, "-m", "megaflow_hpc.model.scripted", *flags({**options, **(model.get("args") or {})})]
+    return Launch(command, uds=uds, model_name=policy, protocol="plain", start_timeout_s=60.0)
+
+
+def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    base_url = str(model.get("base_url") or "")
+    if not re.match(r"https?://", base_url):
+        raise ConfigError(f"model.base_url: {base_url!r}; engine external needs an address such as http://HOST:PORT/v1")
+    options = model.get("args") or {}
+    return Launch(
+        base_url=base_url.rstrip("/").removesuffix("/v1"),
+        key=_key_file(model.get("api_key_file")),
+        model_name=str(options.get("model") or model.get("path") or policy),
+        protocol=str(options.get("protocol", "text")),  # "plain" where it is a vLLM
+        start_timeout_s=120.0,
+    )
+
+
+Adapter = Callable[[Mapping[str, Any], str, Path], Launch]
+ADAPTERS: Mapping[str, Adapter] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "transformers": _transformers,
+    "scripted": _scripted,
+    "external": _external,
+}
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` as command-line words.
+
+    ``True`` is the bare option, ``False`` and ``None`` leave it out, a list repeats its values, a mapping is JSON.
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        option = "--" + str(name).lstrip("-").replace("_", "-")
+        if value is None or value is False:
+            continue
+        words.append(option)
+        if isinstance(value, Mapping):
+            words.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            words += [str(v) for v in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def interpreter(model: Mapping[str, Any]) -> str:
+    """The Python that has the engine."""
+    chosen = model.get("python") or os.environ.get("MEGAFLOW_ENGINE_VENV")
+    if not chosen:
+        return sys.executable
+    path = Path(str(chosen)).expanduser()
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if shutil.which(str(path)) is None:
+        raise ConfigError(f"the engine's interpreter {path} does not exist or cannot be run; check model.python")
+    return str(path)
+
+
+def socket_path(private: Path) -> str:
+    path = str(private / "engine.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(f"{path} is too long for a Unix socket; set TMPDIR to a shorter directory")
+    return path
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago; a start that loses the race for it is tried again with another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _is_cpu_build(python: str) -> bool:
+    """Whether the virtual environment has ``vllm-cpu``; read from its metadata, since importing takes many seconds."""
+    return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
+
+
+def _path(model: Mapping[str, Any]) -> str:
+    if not model.get("path"):
+        raise ConfigError(f"model.path: engine {model.get('engine')} needs a model directory or name")
+    return str(model["path"])
+
+
+def _key_file(path: Any) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(str(path)).expanduser().read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"model.api_key_file: {path}: {error.strerror}") from error
+
+
+CAUSES: tuple[tuple[str, str], ...] = (
+    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks", "out of GPU memory"),
+    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node"),
+    (r"No space left on device", "no space left on a disk"),
+    (r"[Aa]ddress already in use", "its port was taken"),
+    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
+    (r"unrecognized arguments: .*|invalid choice: .*", "it does not know an option"),
+    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
+     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)", "the model cannot be found"),
+    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
+)  # fmt: skip
+
+
+def cause(log_tail: str, exit_code: int | None) -> str:
+    """Why an engine ended, in one line: a known cause and the line that shows it, else the last error line."""
+    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
+    for pattern, meaning in CAUSES:
+        for line in reversed(lines):
+            if re.search(pattern, line):
+                return f"{meaning}: {_plain(line)}"
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", line)]
+    last = _plain((errors or lines or ["it printed nothing"])[-1])
+    return f"exit code {exit_code}: {last}" if exit_code is not None else last
+
+
+def _plain(line: str) -> str:
+    """Without the prefix of a log line, and short."""
+    return re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line)[:300]

@@ -1,0 +1,108 @@
+"""The parent of an engine's processes: when it is told to, or its own parent is gone, every one of them ends.
+
+``python -m megaflow_hpc.model.lifeline COMMAND…`` starts the command in a session of its own and waits. End-of-file on
+standard input (the server that started it died, however), SIGTERM or SIGINT end it: SIGTERM to the session, SIGKILL
+after :data:`GRACE_S` to all that is left, also to processes that made sessions of their own, since orphans of a
+subreaper come to it. Its exit code is the command's, 128+n for signal n.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE_S = 8.0
+"""Seconds an engine has to give its GPU memory and shared memory back."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(word) for word in file.read().split()]
+    except OSError:
+        pass
+    return found
+
+
+def _kill_all() -> None:
+    """SIGKILL to every descendant; those that are orphaned meanwhile come here and are met in the next round."""
+    for _ in range(100):
+        todo, seen = _children(os.getpid()), []
+        while todo:
+            pid = todo.pop()
+            seen.append(pid)
+            todo += _children(pid)
+        for pid in seen:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.02)
+
+
+def main(command: Sequence[str]) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write)
+    ended = False
+
+    def stop(*_: object) -> None:
+        nonlocal ended
+        ended = True
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+    while not ended and child.poll() is None:
+        ready, _, _ = select.select([0, wake_read], [], [])
+        if 0 in ready and not os.read(0, 4096):
+            ended = True
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+    if child.poll() is None:
+        try:
+            os.killpg(child.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        try:
+            child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+    code = child.poll()
+    _kill_all()
+    if code is None:
+        code = -signal.SIGKILL
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m megaflow_hpc.model.lifeline COMMAND…")
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)

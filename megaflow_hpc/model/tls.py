@@ -1,0 +1,54 @@
+"""A certificate for one start of one server, trusted by its fingerprint alone.
+
+The fingerprint stands in the endpoint file, which only the campaign's user can read; the gateway compares it after the
+handshake and before it sends a byte. So whoever takes over a dead server's port sees neither key nor prompt, and no
+authority, host name or clock is involved.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import ssl
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+DAYS = 3650
+"""Nothing checks the dates; some TLS stacks refuse a certificate without a future."""
+
+
+def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
+    """A server's TLS context with a new key, and the SHA-256 of its certificate in hexadecimal.
+
+    Args:
+        private: A directory of mode 0700; the key lies there while it is loaded.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "megaflow-hpc engine")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .sign(key, hashes.SHA256())
+    )
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file = private / "tls.pem"
+    file.touch(mode=0o600)
+    file.write_bytes(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(file)
+    file.unlink()
+    return context, hashlib.sha256(der).hexdigest()
