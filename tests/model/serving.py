@@ -1,0 +1,107 @@
+"""Real model servers for tests: the wrapper process with a scripted or vLLM engine, and a gateway that knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.rundir import RunDir
+
+
+class Servers:
+    """A run directory and the model servers that were started on it. Use it as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDir(folder / "run")
+        self.run.create()
+        self.entries: list[dict[str, Any]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start(self, model: Mapping[str, Any], policy: str = "default", *options: str, **env: str) -> int:
+        """Starts the wrapper of one more array element; its number."""
+        number = len(self.entries)
+        self.entries.append({"policy": policy, "model": dict(model)})
+        self.run.write_run({"servers": self.entries})
+        command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
+        self.processes.append(subprocess.Popen(command, env=environment))
+        return number
+
+    def script(self, script: Mapping[str, Any], policy: str = "default", *options: str, **args: Any) -> int:
+        """Starts a server that answers from ``script``."""
+        file = self.run.path / f"script{len(self.entries)}.yaml"
+        file.write_text(yaml.safe_dump(dict(script)))
+        return self.start({"engine": "scripted", "script": str(file), "args": args}, policy, *options)
+
+    def file(self, number: int) -> Path:
+        return self.run.endpoint(f"{self.entries[number]['policy']}.{number}")
+
+    def record(self, number: int, timeout_s: float = 30.0) -> dict[str, Any]:
+        """The endpoint file, once it is there."""
+        deadline = time.monotonic() + timeout_s
+        while not self.file(number).exists():
+            if self.processes[number].poll() is not None or time.monotonic() > deadline:
+                log = self.run.logs / f"{self.entries[number]['policy']}.{number}.engine.log"
+                tail = log.read_text()[-3000:] if log.exists() else "no log"
+                raise AssertionError(f"server {number} did not register: {self.processes[number].poll()}\n{tail}")
+            time.sleep(0.02)
+        return json.loads(self.file(number).read_text())
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(f.read_text()) for f in self.run.endpoints.glob("*.json")]
+
+    def signal(self, number: int, which: signal.Signals) -> None:
+        self.processes[number].send_signal(which)
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, **options: Any) -> AsyncIterator[ModelGateway]:
+        """A gateway that knows the servers there are now."""
+        await asyncio.gather(*(asyncio.to_thread(self.record, n) for n in range(len(self.entries))))
+        async with ModelGateway(**options) as gateway:
+            gateway.update_endpoints(self.records())
+            yield gateway
+
+
+def conversation(*texts: str) -> list[dict[str, str]]:
+    """User and assistant in turn."""
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
+
+
+def descendants(pid: int) -> Sequence[int]:
+    """Processes that ``pid`` started, and theirs."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found, todo = [], [pid]
+    while todo:
+        parent = todo.pop()
+        children = [p for p, pp in pairs if pp == parent]
+        found += children
+        todo += children
+    return found
