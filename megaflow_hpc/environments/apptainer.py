@@ -38,7 +38,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
         if found:
             return os.path.abspath(found)
     raise SiteError(
-        "apptainer: not on PATH; load the site's module, run launchers/demo, or set MEGAFLOW_APPTAINER to the executable"
+        "apptainer: not on PATH; load the site's module, run launchers/demo, or point MEGAFLOW_APPTAINER at it"
     )
 
 
@@ -119,14 +119,18 @@ def build(
         raise SiteError(f"{source}: apptainer build failed: {last_line(output)}\n{tail}")
 
 
+def version(apptainer: str) -> str:
+    """``1.4.5``; the whole answer if it is of another form."""
+    return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))
+
+
 def probe(apptainer: str) -> dict[str, str]:
     """For ``doctor``: path, version, and whether user namespaces work (empty string: they do, else the reason)."""
-    version = _run([apptainer, "--version"])
     unshare = shutil.which("unshare")
     refused = _run([unshare, "--user", "--map-root-user", "true"]) if unshare else ""
     return {
         "path": apptainer,
-        "version": version.removeprefix("apptainer version ").strip(),
+        "version": version(apptainer),
         "user_namespaces": refused,
     }
 

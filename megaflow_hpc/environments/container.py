@@ -114,7 +114,8 @@ class Container:
             raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
         if (identity := Identity.of(self._process.pid)) and self._on_started:
             self._on_started(identity)
-        assert self._process.stdin and self._process.stdout and self._process.stderr
+        assert self._process.stdout
+        assert self._process.stderr
         for pipe, reader in ((self._process.stdout, self._read_answers), (self._process.stderr, self._read_stderr)):
             os.set_blocking(pipe.fileno(), False)
             loop.add_reader(pipe.fileno(), reader, pipe.fileno())
@@ -410,8 +411,13 @@ _MARKER = "MEGAFLOW_COMMAND"
 def _environment(env: Mapping[str, str], as_root: bool) -> str:
     """What PID 1 exports. The runtime's own variables tell the host's paths, so they go."""
     lines = [
-        "for name in $(env | sed -n 's/^\\(\\(APPTAINER\\|SINGULARITY\\)[A-Za-z0-9_]*\\)=.*/\\1/p'); do unset \"$name\"; done",
-        "unset name PROMPT_COMMAND PS1",
+        "while IFS= read -r line; do",
+        "  line=${line#export }; line=${line#declare -x }",
+        '  case "$line" in APPTAINER* | SINGULARITY*) unset "${line%%=*}" ;; esac',
+        "done <<END",
+        "$(export -p)",
+        "END",
+        "unset line PROMPT_COMMAND PS1",
         'case "$LD_LIBRARY_PATH" in /.singularity.d/libs) unset LD_LIBRARY_PATH ;; esac',
         "ulimit -c 0",
     ]

@@ -13,7 +13,7 @@ from megaflow_hpc.errors import SandboxError
 
 
 def remove_tree(path: str | os.PathLike[str]) -> None:
-    """Removes a tree whatever modes its directories have (the kernel leaves ``work/work`` with none). Never follows links.
+    """Removes a tree whatever modes its directories have (``work/work`` of an overlay has none). Follows no links.
 
     Raises :class:`OSError` if something cannot be removed, such as a file of another uid.
     """

@@ -1,0 +1,117 @@
+"""A campaign's tasks: found, read, filtered; and what a task needs done in a fresh sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import glob
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.harbor import read_harbor_task
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.types import Sandbox, Task
+
+
+def load_tasks(sources: Sequence[Mapping[str, Any] | str], base_dir: str | os.PathLike[str]) -> list[Task]:
+    """Every task of every source, in order of source and, within one, of id.
+
+    Args:
+        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are
+            globs relative to ``base_dir``; include and exclude are shell patterns on ids.
+
+    Raises:
+        ConfigError: a source without tasks, a broken task, an id that two tasks have.
+    """
+    tasks: dict[str, Task] = {}
+    for source in sources:
+        options: Mapping[str, Any] = {"path": source} if isinstance(source, str) else source
+        found = _read_source(str(options["path"]), Path(base_dir))
+        include, exclude = tuple(options.get("include") or ("*",)), tuple(options.get("exclude") or ())
+        kept = [
+            task
+            for task in sorted(found, key=lambda task: task.id)
+            if _matches(task.id, include) and not _matches(task.id, exclude)
+        ]
+        if not kept:
+            raise ConfigError(
+                f"tasks: {options['path']}: {len(found)} tasks, but none is left by include {list(include)} and "
+                f"exclude {list(exclude)}; ids are such as {found[0].id}"
+            )
+        for task in kept[: options.get("limit") or None]:
+            other = tasks.get(task.id)
+            if other is not None and other.path != task.path:
+                raise ConfigError(
+                    f"task id {task.id} is there twice: {other.path} and {task.path}; rename one directory"
+                )
+            tasks[task.id] = task
+    if not tasks:
+        raise ConfigError("tasks: no source is named; add at least one path")
+    return list(tasks.values())
+
+
+def _read_source(path: str, base: Path) -> list[Task]:
+    if path.endswith(".jsonl"):
+        raise ConfigError(f"tasks: {path}: JSONL task files are not supported yet; give Harbor task directories")
+    pattern = str(base / os.path.expanduser(os.path.expandvars(path)))
+    matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    wild = len(matches) != 1 or glob.has_magic(pattern)
+    directories = [match for match in matches if os.path.isdir(match) and not (wild and not _is_task(match))]
+    if not directories:
+        if ":" in path and "/" not in path:
+            raise ConfigError(f"tasks: {path}: Python tasks are not supported yet; give Harbor task directories")
+        raise ConfigError(f"tasks: {pattern}: no Harbor task directory (one with task.toml) there; correct the path")
+    if len(directories) == 1 and not _is_task(directories[0]):
+        inner = sorted(entry.path for entry in os.scandir(directories[0]) if entry.is_dir() and _is_task(entry.path))
+        if inner:
+            raise ConfigError(f"tasks: {path}: not a task, but it holds {len(inner)}; write {path.rstrip('/')}/*")
+    return [read_harbor_task(directory) for directory in directories]
+
+
+def _is_task(directory: str) -> bool:
+    return os.path.isfile(os.path.join(directory, "task.toml"))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+async def prepare(task: Task, sandbox: Sandbox) -> None:
+    """Makes a fresh sandbox ready for the agent: work directory, log directories, ``environment/``, health check.
+
+    Raises:
+        SandboxError: it cannot be done; the rollout fails.
+    """
+    harbor = task.metadata.get("harbor", {})
+    workdir = task.workdir or "/"
+    made = await sandbox.exec(
+        ["mkdir", "-p", workdir, "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/", timeout_s=60
+    )
+    if made.exit_code:
+        raise SandboxError(f"task {task.id}: {workdir} and /logs cannot be made: {made.stderr.strip()[-300:]}")
+    if harbor.get("upload_environment"):
+        await sandbox.upload(os.path.join(task.path, "environment"), workdir)
+    if check := harbor.get("healthcheck"):
+        await _wait_healthy(task, sandbox, check)
+
+
+async def _wait_healthy(task: Task, sandbox: Sandbox, check: Mapping[str, Any]) -> None:
+    """Docker's HEALTHCHECK: failures within the start period do not count."""
+    started = time.monotonic()
+    grace_s = float(check.get("start_period_sec", 0))
+    retries = int(check.get("retries", 3))
+    failures = 0
+    while True:
+        result = await sandbox.exec(str(check["command"]), timeout_s=float(check.get("timeout_sec", 30)))
+        if result.exit_code == 0:
+            return
+        within = time.monotonic() - started < grace_s
+        failures += not within
+        if failures >= retries:
+            raise SandboxError(
+                f"task {task.id}: not healthy: {check['command']!r} gave {result.exit_code}: {result.stderr[-300:]}"
+            )
+        await asyncio.sleep(float(check.get("start_interval_sec" if within else "interval_sec", 5)))
