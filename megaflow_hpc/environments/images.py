@@ -19,6 +19,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.environments import apptainer as runtime
 from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest
@@ -137,7 +138,7 @@ class ImageStore:
         key = definition_digest(path)
         return self._made(key, lambda target: _build_definition(target, path), build=build)
 
-    def list(self) -> list[dict[str, object]]:
+    def list(self) -> list[dict[str, Any]]:
         """``path`` and ``bytes`` of every SIF in the store."""
         if not self.root.is_dir():
             return []

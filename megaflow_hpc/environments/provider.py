@@ -26,8 +26,8 @@ from megaflow_hpc.errors import SandboxError, SiteError
 
 
 def default_scratch() -> Path:
-    """``SLURM_TMPDIR``, ``TMPDIR`` or ``/tmp``, and in it a private directory of this user's."""
-    for name in ("SLURM_TMPDIR", "TMPDIR"):
+    """In ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR`` or ``/tmp``: a private directory of this user's."""
+    for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
         base = os.environ.get(name)
         if base and os.path.isdir(base):
             break

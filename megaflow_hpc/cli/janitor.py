@@ -1,0 +1,40 @@
+"""``janitor``: removes what killed sandboxes left on this node."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megaflow_hpc.cli.output import add_json, print_json
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "janitor",
+        help="remove what killed sandboxes left on this node",
+        description="Ends processes and removes scratch of sandboxes whose owner is gone. What belongs to a process "
+        "that lives is never touched; processes are known by pid and start time.",
+        epilog="examples:\n  megaflow-hpc janitor\n  megaflow-hpc janitor --scratch /local/me/megaflow",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--scratch", metavar="DIR", help="where to look; default: where sandboxes are made on this node"
+    )
+    add_json(parser)
+    parser.set_defaults(run=_janitor)
+
+
+def _janitor(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.janitor import sweep
+    from megaflow_hpc.environments.provider import default_scratch
+
+    scratch = arguments.scratch or default_scratch()
+    counts = sweep(scratch)
+    if arguments.json:
+        print_json({"scratch": str(scratch), **counts})
+    else:
+        print(
+            f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes and "
+            f"{counts['processes']} processes removed, {counts['left']} could not be"
+        )
+    return 1 if counts["left"] else 0
