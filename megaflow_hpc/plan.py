@@ -74,7 +74,12 @@ def make(
     from megaflow_hpc.environments.images import resolve_images
     from megaflow_hpc.environments.tasks import load_tasks
 
-    tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
+    try:
+        tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
+    except ConfigError as error:
+        if str(error).startswith("/"):  # a task's own file, which names itself
+            raise
+        raise ConfigError(f"{where('tasks')}: {error}") from None
     policies = {name: _absolute(policy, base, where, name) for name, policy in config.policies().items()}
     check_agents(policies, where)
     rollouts = [rollout for rollout in expand(tasks, policies) if wanted(rollout, only)]

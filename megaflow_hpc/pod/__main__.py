@@ -25,7 +25,7 @@ from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.process import start_time
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
-from megaflow_hpc.trajectories.winners import stored_ids
+from megaflow_hpc.trajectories.winners import index
 
 
 def identity() -> PodIdentity:
@@ -74,7 +74,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         tasks=content["tasks"],
         uses_models=any(policy["model"] for policy in content["policies"].values()),
         journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
-        stored=lambda: stored_ids(run, ledger.seals()),
+        stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status in ("completed", "truncated")},
         drain_file=Path(directory) / "drain" if directory else None,
         failure_limit=content["campaign"]["limits"]["failures"],
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),

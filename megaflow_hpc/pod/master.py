@@ -118,11 +118,11 @@ class Master:
         if not self.scheduler.workers and not self._awaited:
             return "lost"
         if self._draining_since is not None:
-            if self.scheduler.running == 0:
-                return "paused" if self._paused else "drained"
-            if time.monotonic() - self._draining_since > DRAIN_S:
-                return "paused" if self._paused else "drained"
-            return None
+            if self.scheduler.running and time.monotonic() - self._draining_since < DRAIN_S:
+                return None
+            if not self._held and self.pod.ledger.finished:
+                return "done"
+            return "paused" if self._paused else "drained"
         if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not self._dry:
             return None
         return "done"

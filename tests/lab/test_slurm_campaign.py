@@ -1,0 +1,173 @@
+"""Campaigns on the real Slurm of the lab: arrays, accounting, killed pods, cancel, drain and requeue."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign import Run
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.slurm import accounting
+from tests.test_campaign import cli, rows
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
+Make = Callable[..., Path]
+
+PODS = """\
+slurm:
+  pods: {{partition: {partition}, count: {count}, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: {time}}}
+"""
+
+
+def pods(partition: str = "cpu", count: int = 2, time: int = 10) -> str:
+    return PODS.format(partition=partition, count=count, time=time)
+
+
+def expected(tasks: int) -> dict[str, tuple[str, float]]:
+    return {f"task{n}/{a}/0": ("completed", reward) for n in range(tasks) for a, reward in [("oracle", 1), ("nop", 0)]}
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.3)
+
+
+def stored(run: Run) -> int:
+    return sum(run.status()["rollouts"][state] for state in ("completed", "truncated", "failed"))
+
+
+def test_a_campaign_runs_from_one_command_and_accounting_knows_it(make_campaign: Make) -> None:
+    campaign = make_campaign(4, pods())
+    done = cli("run", campaign, "--launcher", "slurm", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert rows(result["run"]) == expected(4)
+    run = Run(result["run"])
+    states = accounting.finished_jobs(run.job_ids("pods"))
+    assert len(states) == 2
+    assert {state.state for state in states.values()} == {"COMPLETED"}
+    names = subprocess.check_output(["sacct", "-nXP", "-j", ",".join(run.job_ids()), "-o", "JobName"], text=True)
+    assert set(names.split()) == {"small"}
+
+
+def test_the_by_hand_way_runs_the_same(tmp_path: Path, make_campaign: Make) -> None:
+    run = cli("plan", make_campaign(2, pods())).stdout.strip()
+    script = Path(__file__).parents[2] / "sbatch" / "sandbox_pods.sbatch"
+    command = [
+        "sbatch",
+        "--wait",
+        "--array=0-1",
+        "--mem=1G",
+        "--time=10",
+        "-o",
+        str(tmp_path / "%a.log"),
+        str(script),
+        run,
+    ]
+    assert subprocess.run(command, check=False, timeout=180, capture_output=True).returncode == 0
+    assert cli("gather", run).returncode == 0
+    assert rows(run) == expected(2)
+
+
+def test_dry_run_prints_every_script_and_touches_nothing(tmp_path: Path, make_campaign: Make) -> None:
+    campaign = make_campaign(1, pods())
+    before = sorted(tmp_path.rglob("*"))
+    done = cli("submit", campaign, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --partition=cpu" in done.stdout
+    assert "srun --mpi=" in done.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_pod_job_killed_half_way_is_resumed_with_every_rollout_once(make_campaign: Make) -> None:
+    campaign = make_campaign(6, pods(count=1), solution="sleep 2; echo 42 > answer")
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: stored(run) >= 2, "first rollouts")
+    subprocess.run(["scancel", "--signal=KILL", "--full", *run.job_ids("pods")], check=True)
+    until(lambda: run.live_jobs(0) is not None and not run.pods_live(), "the pod is gone")
+    assert not run.ledger.finished
+    done = cli("resume", run.path)
+    assert done.returncode == 0, done.stderr
+    assert rows(run.path) == expected(6)
+
+
+def test_cancel_keeps_what_is_done(make_campaign: Make) -> None:
+    campaign = make_campaign(6, pods(count=1), agent="oracle", solution="sleep 3; echo 42 > answer")
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: stored(run) >= 1, "first rollout")
+    assert cli("cancel", run.path).returncode == 0
+    until(lambda: not run.live_jobs(0), "all jobs are gone")
+    assert run.status()["state"] == "cancelled"
+    cli("gather", run.path)
+    assert 1 <= len(rows(run.path)) < 6
+
+
+def test_ctrl_c_cancels_the_jobs(make_campaign: Make) -> None:
+    campaign = make_campaign(2, pods(count=1), agent="oracle", solution="sleep 60; echo 42 > answer")
+    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "slurm"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    path = process.stderr.readline().removeprefix("run directory: ").strip()
+    until(lambda: Run(path).status()["rollouts"]["running"], "a running rollout")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "megaflow-hpc resume" in said
+    until(lambda: not Run(path).live_jobs(0), "all jobs are gone")
+
+
+def test_the_pre_timeout_signal_drains_the_pod_and_requeues_the_element(make_campaign: Make) -> None:
+    campaign = make_campaign(8, pods(count=1), agent="oracle", solution="sleep 4; echo 42 > answer")
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: stored(run) >= 1, "first rollout")
+    subprocess.run(["scancel", "--batch", "--signal=USR2", *run.job_ids("pods")], check=True)
+    until(lambda: any(pod["state"] == "drained" for pod in run.status()["pods"]), "the pod has drained")
+    # Slurm holds a requeued job for a while; its owner may lift that.
+    job = run.job_ids("pods")[0]
+    until(lambda: "PENDING" in {s.state for s in accounting.live_jobs([job]).values()}, "the element is requeued")
+    subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=False)
+    summary = run.wait(timeout_s=180)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
+    assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == {"0", "1"}
+
+
+def test_a_partition_that_does_not_exist_is_named_with_its_line(make_campaign: Make) -> None:
+    campaign = make_campaign(1, pods(partition="nowhere"))
+    with pytest.raises(ConfigError, match=r"campaign.yaml:6: slurm.pods.partition: no partition 'nowhere' here"):
+        Campaign.from_yaml(campaign).submit()
+    assert not (campaign.parent / "runs").exists()
+
+
+def test_what_slurm_refuses_is_said_in_its_own_words(make_campaign: Make) -> None:
+    campaign = make_campaign(1, pods() + "  extra: {qos: nonsense}\n")
+    done = cli("submit", campaign)
+    assert done.returncode == 3
+    assert "qos" in done.stderr.lower()
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_of_a_campaign_is_left_on_the_node(make_campaign: Make) -> None:
+    done = cli("run", make_campaign(2, pods()), "--launcher", "slurm", "--json")
+    run = json.loads(done.stdout)["run"]
+
+    def gone() -> bool:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if run.encode() in path.read_bytes():
+                    return False
+            except OSError:
+                continue  # ended meanwhile, or another user's
+        return True
+
+    until(gone, "every process of the run has ended", 30)
