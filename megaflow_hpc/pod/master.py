@@ -27,7 +27,7 @@ TICK_S = 1.0
 """How often the drain file, leases and heartbeats are looked at."""
 LISTING_S = 10.0
 BEAT_S = 5.0
-WORKER_LOST_S = 60.0
+WORKER_LOST_S = 30.0
 JOIN_S = 120.0
 """A worker that has not reported ready after this long is given up; a first image may have to be staged later."""
 DRAIN_S = 40.0

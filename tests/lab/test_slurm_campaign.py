@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -171,3 +172,36 @@ def test_nothing_of_a_campaign_is_left_on_the_node(make_campaign: Make) -> None:
         return True
 
     until(gone, "every process of the run has ended", 30)
+
+
+def ranks_of(run: Run) -> dict[bool, list[int]]:
+    """Pids of a run's ranks on this host: ``True`` the workers (which have a runner as child), ``False`` rank 0."""
+    found: dict[bool, list[int]] = {True: [], False: []}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            children = (path / "task" / path.name / "children").read_text().split()
+            is_rank = b"megaflow_hpc.pod" in words and str(run.path).encode() in words and b"srun" not in words[0]
+        except OSError:
+            continue
+        if is_rank:
+            found[bool(children)].append(int(path.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [True, False], ids=["worker", "rank 0"])
+def test_a_lost_rank_costs_its_rollouts_a_retry_and_nothing_else(make_campaign: Make, worker: bool) -> None:
+    extra = (
+        pods(count=1)
+        .replace("ranks_per_node: 2", "ranks_per_node: 3")
+        .replace("slots_per_rank: 2", "slots_per_rank: 1")
+    )
+    campaign = make_campaign(6, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: stored(run) >= 1, "first rollout")
+    os.kill(ranks_of(run)[worker][0], signal.SIGKILL)
+    summary = run.wait(timeout_s=200)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
+    assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == ({"0"} if worker else {"0", "1"})
