@@ -8,14 +8,14 @@ A lab is a directory; nothing outside it is touched, so several live side by sid
       slurm.conf …        written anew at every start from nothing
       munge/ db/ state/   key and socket, MariaDB, slurmctld's state
       spool/<node>/       one slurmd each
-      gpu/                empty files that stand for GPUs
+      gpu/                links to /dev/null that stand for GPUs
       logs/
 
 Nodes cpu1-4 and gpu1-2 (two "GPUs" each) claim more cores than the machine has; memory is bookkeeping. Partitions: cpu
 (default), gpu, and preempt over the same nodes as cpu, whose jobs are requeued when a job in cpu needs the room.
 Accounting, associations and QOS limits are real. What a lab of one user cannot show: jobs of several users.
 
-Only the standard library, Python 3.9: it must run where nothing is installed yet.
+Only the standard library: it must run where nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, NoReturn
 
 CPU_NODES = [f"cpu{i}" for i in range(1, 5)]
 GPU_NODES = [f"gpu{i}" for i in range(1, 3)]
@@ -71,7 +71,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, interval_s: float =
 # --- processes: a pid alone names nobody, pid and start time do -------------------------------------------------------
 
 
-def start_time(pid: int) -> Optional[str]:
+def start_time(pid: int) -> str | None:
     """Boot and clock tick at which ``pid`` started (proc(5), field 22); None where it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -81,7 +81,7 @@ def start_time(pid: int) -> Optional[str]:
     return None if fields[0] in "ZX" else f"{boot}/{fields[19]}"
 
 
-def alive(daemon: Optional[dict[str, Any]]) -> bool:
+def alive(daemon: dict[str, Any] | None) -> bool:
     return bool(daemon) and start_time(daemon["pid"]) == daemon["start"]  # type: ignore[index]
 
 
@@ -108,16 +108,21 @@ def end(processes: list[tuple[int, str]], timeout_s: float = STOP_S) -> None:
             return
 
 
-def marked(*marks: str) -> list[tuple[int, str]]:
-    """Our processes with one of ``marks`` in their environment, except this one and those it was started from."""
-    ours, pid = set(), os.getpid()
+def lineage(pid: int) -> set[int]:
+    """``pid`` and the processes it descends from."""
+    found = set()
     while pid > 1:
-        ours.add(pid)
+        found.add(pid)
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             break
-    found = []
+    return found
+
+
+def marked(*marks: str) -> list[tuple[int, str]]:
+    """Our processes with one of ``marks`` in their environment, except this one and those it was started from."""
+    found, ours = [], lineage(os.getpid())
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             start = start_time(int(entry))
@@ -204,8 +209,12 @@ class Lab:
             self.write("munge/key.new", secrets.token_bytes(128))
             os.replace(self.dir / "munge" / "key.new", key)
         for number in range(GPUS):
-            (self.dir / "gpu" / f"nvidia{number}").touch()
-        self.state["ports"] = dict(zip(["slurmctld", "slurmdbd", "mariadbd", *NODES], free_ports(3 + len(NODES))))
+            # slurmd sets CUDA_VISIBLE_DEVICES only for device files whose names end in their number.
+            device = self.dir / "gpu" / f"nvidia{number}"
+            device.unlink(missing_ok=True)
+            device.symlink_to("/dev/null")
+        listeners = ["slurmctld", "slurmdbd", "mariadbd", *NODES]
+        self.state["ports"] = dict(zip(listeners, free_ports(len(listeners)), strict=True))
         password = secrets.token_hex(16)
         self.write("slurm.conf", self.slurm_conf())
         self.write("gres.conf", f"NodeName=gpu[1-{len(GPU_NODES)}] Name=gpu File={self.dir}/gpu/nvidia[0-{GPUS - 1}] "
@@ -235,7 +244,7 @@ class Lab:
         numbers = output.split()[-1].split(".") if output else ["0", "0"]
         return int(numbers[0]), int(numbers[1])
 
-    def prefix(self) -> Optional[Path]:
+    def prefix(self) -> Path | None:
         """Where the packages lie when they were unpacked and not installed; None for the system's own."""
         usr = self.slurmd_program.parents[1]
         return None if usr == Path("/usr") else usr
@@ -325,8 +334,8 @@ StorageLoc=slurm_acct_db
         if name == "munged":
             # --force: a socket directory closed to others is what we want, and munged's reason to refuse.
             return [
-                program("munged"), "--foreground", "--force", f"--key-file={munge}/key", f"--socket={self.sockets}/munge",
-                f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=2",
+                program("munged"), "--foreground", "--force", "--num-threads=2", f"--socket={self.sockets}/munge",
+                *(f"--{file}-file={munge}/{file}" for file in ("key", "pid", "log", "seed")),
             ]  # fmt: skip
         if name == "mariadbd":
             return [
@@ -383,7 +392,9 @@ StorageLoc=slurm_acct_db
     def bring_up(self) -> None:
         """Starts what does not run, in order. Raises RuntimeError when a daemon will not come up."""
         missing = self.missing()
-        strays = [p for p in marked(f"MEGAFLOW_LAB_ID={self.state['id']}") if p[0] not in self.pids()]
+        # Daemons have children of their own (slurmscriptd): those are no strays while their parent lives.
+        known = {self.daemons[name]["pid"] for name in DAEMONS if name not in missing}
+        strays = [p for p in marked(f"MEGAFLOW_LAB_ID={self.state['id']}") if not known & lineage(p[0])]
         if len(missing) == len(DAEMONS):
             end(strays)
             self.daemons.clear()
@@ -406,9 +417,6 @@ StorageLoc=slurm_acct_db
         if not wait_for(self.healthy, 45, 0.3):
             raise RuntimeError(f"the nodes do not come up:\n{self.command('sinfo', '-lN')[1]}")
 
-    def pids(self) -> set[int]:
-        return {daemon["pid"] for daemon in self.daemons.values()}
-
     def create_database(self) -> None:
         data = self.dir / "db" / "data"
         if data.exists():
@@ -417,8 +425,8 @@ StorageLoc=slurm_acct_db
         temporary, usr = self.dir / "db" / "data.new", self.prefix()
         shutil.rmtree(temporary, ignore_errors=True)
         words = [
-            program("mariadb-install-db", "mysql_install_db"), "--no-defaults", f"--datadir={temporary}", "--skip-test-db",
-            "--auth-root-authentication-method=socket", f"--auth-root-socket-user={USER}",
+            program("mariadb-install-db", "mysql_install_db"), "--no-defaults", f"--datadir={temporary}",
+            "--skip-test-db", "--auth-root-authentication-method=socket", f"--auth-root-socket-user={USER}",
         ]  # fmt: skip
         if usr:
             words += [f"--basedir={usr}", f"--lc-messages-dir={usr}/share/mysql"]
@@ -465,7 +473,8 @@ StorageLoc=slurm_acct_db
             return False
         nodes = self.nodes()
         # An asterisk is a node that does not answer; a drained one is somebody's will and none of our business.
-        bad = [n for n in NODES if nodes.get(n, "down").endswith("*") or nodes.get(n, "down").startswith(("down", "unk"))]
+        states = [nodes.get(node, "down") for node in NODES]
+        bad = [state for state in states if state.endswith("*") or state.startswith(("down", "unk"))]
         return not bad and self.command("sacctmgr", "-n", "show", "cluster")[0] == 0
 
     # --- verbs --------------------------------------------------------------------------------------------------------
@@ -515,16 +524,15 @@ StorageLoc=slurm_acct_db
 
     def status(self) -> dict[str, Any]:
         missing = self.missing()
-        if len(missing) == len(DAEMONS):
-            state = "stopped"
-        else:
-            state = "running" if self.healthy() else "broken"
+        stopped = len(missing) == len(DAEMONS)
+        state = "stopped" if stopped else "running" if self.healthy() else "broken"
+        nobody = {"pid": None, "start": None}
         return {
             "dir": str(self.dir),
             "state": state,
             "slurm_conf": str(self.conf),
-            "daemons": {n: {**self.daemons.get(n, {"pid": None, "start": None}), "alive": n not in missing} for n in DAEMONS},
-            "nodes": self.nodes() if state != "stopped" else {},
+            "daemons": {name: {**self.daemons.get(name, nobody), "alive": name not in missing} for name in DAEMONS},
+            "nodes": {} if stopped else self.nodes(),
             "ports": self.state["ports"],
         }
 

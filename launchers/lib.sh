@@ -1,7 +1,9 @@
 # shellcheck shell=bash
 # Shared by the launchers; sourced, never run. Everything a script needs to know about the machine is settled here:
 # where things go (settings), who does the work (user), and where missing programs come from (packages).
-set -euo pipefail
+set -Eeuo pipefail
+# No script stops without a word: die says why itself, this names the place of everything else.
+trap 'echo "stopped at ${BASH_SOURCE[0]##*/}, line $LINENO: $BASH_COMMAND" >&2' ERR
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 die() {
@@ -10,7 +12,7 @@ die() {
 }
 
 # Prints the comment block at the head of the calling script: the help is the documentation, written once.
-usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//;t show;b;:show p}' "$0"; }
+usage() { awk 'NR == 1 { next } !/^#/ { exit } !/^# shellcheck/ { sub(/^# ?/, ""); print }' "$0"; }
 
 have() { command -v "$1" >/dev/null 2>&1; }
 
@@ -19,14 +21,17 @@ have() { command -v "$1" >/dev/null 2>&1; }
 # Debian keeps daemons in sbin, which is not on an ordinary user's PATH.
 PATH=$PATH:/usr/sbin:/sbin
 
-# A login node: a Slurm that answers. Ours do not count, they are reached through SLURM_CONF.
+# A login node: a Slurm that answers. A lab does not count, it is reached through SLURM_CONF.
 site_slurm() { [[ -z ${SLURM_CONF:-} ]] && have sinfo && timeout 10 sinfo -h -o %P >/dev/null 2>&1; }
 
 # Sets MEGAFLOW_HOME (shared by all clones of a user: engine, Apptainer, images) and BUILD (this clone's own: venv, lab,
-# the copy of the sources). On a login node both lie in .venv: nothing else is ours to write to.
+# work of the demo). On a login node both lie in .venv: nothing else is ours to write to.
 settings() {
   local clone=$1 home=$2
-  if [[ -n ${MEGAFLOW_SITE:=$(site_slurm && echo 1 || echo 0)} && $MEGAFLOW_SITE == 1 ]]; then
+  if [[ -z ${MEGAFLOW_SITE:-} ]]; then
+    if site_slurm; then MEGAFLOW_SITE=1; else MEGAFLOW_SITE=0; fi
+  fi
+  if [[ $MEGAFLOW_SITE == 1 && $(id -u) != 0 && -z ${MEGAFLOW_CLONE:-} ]]; then
     MEGAFLOW_HOME=${MEGAFLOW_HOME:-$clone/.venv/var}
     BUILD=${MEGAFLOW_BUILD:-$MEGAFLOW_HOME}
     VENV=$clone/.venv
@@ -36,15 +41,140 @@ settings() {
     BUILD=${MEGAFLOW_BUILD:-$MEGAFLOW_HOME/$(basename "$clone" | tr -cd 'A-Za-z0-9._-' | cut -c1-20)-$(cksum <<<"$clone" | cut -d' ' -f1)}
     VENV=$BUILD/venv
   fi
-  MEGAFLOW_ENGINE_VENV=${MEGAFLOW_ENGINE_VENV:-$MEGAFLOW_HOME/engine}
-  MEGAFLOW_LAB_DIR=${MEGAFLOW_LAB_DIR:-$BUILD/lab}
   PREFIX=$MEGAFLOW_HOME/packages
-  BASE_SIF=$MEGAFLOW_HOME/images/base.sif
   LOGS=$BUILD/logs
-  export MEGAFLOW_SITE MEGAFLOW_HOME MEGAFLOW_BUILD=$BUILD MEGAFLOW_ENGINE_VENV MEGAFLOW_LAB_DIR
-  export MEGAFLOW_TEST_BASE_SIF=$BASE_SIF
-  # Programs of ours come after the site's own, except the venv, which is what all this is for.
-  export PATH=$VENV/bin:$PATH:$MEGAFLOW_HOME/apptainer/bin:$PREFIX/bin
+  export MEGAFLOW_SITE MEGAFLOW_HOME MEGAFLOW_BUILD=$BUILD PREFIX LOGS
+  export MEGAFLOW_ENGINE_VENV=${MEGAFLOW_ENGINE_VENV:-$MEGAFLOW_HOME/engine}
+  export MEGAFLOW_LAB_DIR=${MEGAFLOW_LAB_DIR:-$BUILD/lab}
+  export MEGAFLOW_TEST_BASE_SIF=${MEGAFLOW_TEST_BASE_SIF:-$MEGAFLOW_HOME/images/base.sif}
+}
+
+# What lies on PATH and may be entered, ours after the machine's own, but the venv first: it is what all this is for.
+user_path() {
+  local entry path=$VENV/bin
+  while read -r entry; do
+    [[ -x $entry && :$path: != *:$entry:* ]] && path+=:$entry
+  done < <(tr : '\n' <<<"$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+  PATH=$path:$MEGAFLOW_HOME/apptainer/bin:$PREFIX/bin
+  export PATH
+}
+
+# --- who works ------------------------------------------------------------------------------------------------------
+
+# enter [--packages] SCRIPT ARGUMENTS…: called first by every launcher. As an ordinary user it settles the settings and
+# returns. As root it hands SCRIPT to an ordinary user, from a copy of the sources that this user can read, and exits.
+enter() {
+  local packages=0
+  if [[ $1 == --packages ]]; then
+    packages=1
+    shift
+  fi
+  SOURCES=$(cd "$(dirname "$1")/.." && pwd -P)
+  CLONE=${MEGAFLOW_CLONE:-$SOURCES}
+  if [[ $(id -u) == 0 ]]; then
+    as_root "$packages" "$@" # does not return
+  fi
+  settings "$CLONE" "$HOME"
+  user_path
+  mkdir -p "$BUILD" "$LOGS" || die "$(id -un) cannot write $BUILD: set MEGAFLOW_HOME to a directory of its own"
+  [[ $packages == 0 || -n ${MEGAFLOW_CLONE:-} ]] || provide_packages
+}
+
+as_root() {
+  local packages=$1 script=$2 names status=0
+  shift 2
+  export MEGAFLOW_USER=${MEGAFLOW_USER:-megaflow}
+  if ! id -u "$MEGAFLOW_USER" >/dev/null 2>&1; then
+    say "creating the user $MEGAFLOW_USER"
+    useradd --create-home --shell /bin/bash "$MEGAFLOW_USER"
+  fi
+  [[ $(id -u "$MEGAFLOW_USER") != 0 ]] || die "MEGAFLOW_USER is root: name an ordinary user"
+  settings "$CLONE" "$(getent passwd "$MEGAFLOW_USER" | cut -d: -f6)"
+  if [[ ! -e $MEGAFLOW_HOME ]]; then
+    mkdir -p "$(dirname "$MEGAFLOW_HOME")"
+    install -d -m 0755 -o "$MEGAFLOW_USER" "$MEGAFLOW_HOME"
+  fi
+  as_user mkdir -p "$BUILD" "$LOGS" || die "$MEGAFLOW_USER cannot write $BUILD: set MEGAFLOW_HOME to a directory of its own"
+  copy_sources
+  if [[ $packages == 1 ]]; then
+    # Asked as the user: what counts is what that one can run, whatever root has.
+    names=$(as_user env MEGAFLOW_CLONE="$CLONE" bash "$BUILD/src/launchers/setup" --missing) || die "the machine could not be examined"
+    LOGS=$(mktemp -d) install_packages env "$names" # root writes no logs into a user's directory
+  fi
+  pip_settings
+  as_user env MEGAFLOW_CLONE="$CLONE" bash "$BUILD/src/launchers/$(basename "$script")" "$@" || status=$?
+  link_venv
+  exit "$status"
+}
+
+# Runs a command as MEGAFLOW_USER with an environment of its own, but for what tells pip, git and TLS where to look.
+as_user() {
+  local name kept=()
+  while read -r name; do
+    case $name in
+      MEGAFLOW_* | PIP_* | UV_* | HF_* | *_proxy | *_PROXY | *_CA_BUNDLE | SSL_CERT_* | GIT_SSL_* | NODE_EXTRA_CA_CERTS | \
+        LANG | LC_* | TERM | COLUMNS | TZ | CI | NO_COLOR | PYTEST_ADDOPTS | PATH) kept+=("$name=${!name}") ;;
+    esac
+  done < <(compgen -e)
+  local home
+  home=$(getent passwd "$MEGAFLOW_USER" | cut -d: -f6)
+  (
+    cd "$home" 2>/dev/null || cd /
+    exec runuser -u "$MEGAFLOW_USER" -- env -i "${kept[@]}" HOME="$home" USER="$MEGAFLOW_USER" LOGNAME="$MEGAFLOW_USER" SHELL=/bin/bash "$@"
+  )
+}
+
+# Root's own pip settings (indexes, certificates) lie where the user cannot read them. They may hold passwords.
+pip_settings() {
+  local files=("${PIP_CONFIG_FILE:-}" "$HOME/.pip/pip.conf" "$HOME/.config/pip/pip.conf") merged
+  merged=$(python3 - "${files[@]}" <<'EOF'
+import configparser, io, sys
+merged = configparser.RawConfigParser(strict=False)
+merged.read([name for name in sys.argv[1:] if name])
+text = io.StringIO()
+merged.write(text)
+print(text.getvalue().strip())
+EOF
+  ) || merged=""
+  unset PIP_CONFIG_FILE
+  [[ -n $merged ]] || return 0
+  # shellcheck disable=SC2016  # expanded by the user's shell
+  as_user bash -c 'umask 077; cat >"$1.new" && mv -f "$1.new" "$1"' - "$MEGAFLOW_HOME/pip.conf" <<<"$merged"
+  export PIP_CONFIG_FILE=$MEGAFLOW_HOME/pip.conf
+}
+
+# The sources by way of a pipe, since the user may not be able to read the clone: BUILD/src is the latest of a few copies,
+# each named after its content, so that none changes under the feet of something that runs.
+copy_sources() {
+  local list=(tar -C "$CLONE" --exclude=./.git --exclude=./.venv --exclude=./runs --exclude='__pycache__' --exclude='.*_cache'
+    --exclude=./.hypothesis --sort=name --owner=0 --group=0 --mtime=@0 -c .) key
+  key=$("${list[@]}" | hash_of)
+  # shellcheck disable=SC2016  # expanded by the user's shell
+  "${list[@]}" | as_user bash -c '
+    set -e
+    cd "$1"
+    if [[ ! -d src-$2 ]]; then
+      rm -rf src.new
+      mkdir src.new
+      tar -xmf - -C src.new
+      chmod -R u+rwX src.new
+      mv -T src.new "src-$2"
+    else
+      cat >/dev/null
+      touch "src-$2"
+    fi
+    ln -sfnT "src-$2" src
+    ls -dt src-*/ | tail -n +5 | xargs -r rm -rf' - "$BUILD" "$key" || die "the sources could not be copied to $BUILD"
+}
+
+# .venv in the clone, as users know it: a link to where the environment is.
+link_venv() {
+  [[ $VENV != "$CLONE/.venv" && -x $VENV/bin/python ]] || return 0
+  if [[ -e $CLONE/.venv && ! -L $CLONE/.venv ]]; then
+    say "$CLONE/.venv is a directory of yours and is left alone; the environment is $VENV"
+  else
+    ln -sfnT "$VENV" "$CLONE/.venv"
+  fi
 }
 
 # --- small tools ----------------------------------------------------------------------------------------------------
@@ -55,7 +185,8 @@ hash_of() { sha256sum | cut -c1-16; }
 done_before() { [[ -f $1 && $(cat "$1") == "$2" ]]; }
 mark_done() { printf '%s\n' "$2" >"$1.new" && mv -f "$1.new" "$1"; }
 
-# quietly LOG COMMAND…: output goes to LOG, and its tail to the terminal when the command fails.
+# quietly LOG COMMAND…: output goes to LOG, and its tail to the terminal when the command fails. (Not for functions of
+# several commands: inside a condition the shell goes on after one that fails.)
 quietly() {
   local log=$1
   shift
@@ -89,5 +220,159 @@ debian_mirror() {
   else
     # shellcheck disable=SC2016  # apt's own placeholders
     apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/*$' | sed 's,/*$,,' || true
+  fi
+}
+
+# --- packages: what a machine may lack ------------------------------------------------------------------------------
+
+# program:package, the program being what shows that the package is there.
+TOOLS=(mksquashfs:squashfs-tools squashfuse:squashfuse fakeroot:fakeroot patchelf:patchelf git:git)
+SLURM=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd munged:munge mariadbd:mariadb-server-core)
+# Packages without a program of their own that the lab needs beside those.
+SLURM_MORE=(slurm-wlm-basic-plugins slurm-wlm-mysql-plugin mariadb-client-core)
+
+# The packages that this machine lacks for us. On a login node: none, the site's are used.
+missing_packages() {
+  local pair slurm=0
+  [[ $MEGAFLOW_SITE == 1 ]] && return
+  for pair in "${TOOLS[@]}" "${SLURM[@]}"; do
+    have "${pair%%:*}" && continue
+    echo "${pair##*:}"
+    [[ " ${SLURM[*]} " == *" $pair "* ]] && slurm=1
+  done
+  [[ $slurm == 0 ]] || printf '%s\n' "${SLURM_MORE[@]}"
+  # A range of user ids for --fakeroot, if root can be had; unpacked by a user newuidmap has no power.
+  [[ -z ${1:-} ]] || have newuidmap || echo uidmap
+  # Debian splits off what a virtual environment needs.
+  python_with_venv || printf '%s\n' python3-venv "$(basename "$(readlink -f "$(find_python)")")-venv"
+  # The keys of the Debian archive, where Apptainer comes from, on the systems derived from it.
+  [[ -f /usr/share/keyrings/debian-archive-keyring.gpg ]] || echo debian-archive-keyring
+  find_python >/dev/null || printf '%s\n' python3.11 python3.11-venv
+}
+
+# How to become root for apt-get: nothing to add, sudo, or not at all.
+root_prefix() {
+  if [[ $(id -u) == 0 ]]; then
+    echo env
+  elif have sudo && sudo -n true 2>/dev/null; then
+    echo "sudo -n"
+  fi
+}
+
+provide_packages() {
+  local root names
+  root=$(root_prefix)
+  names=$(missing_packages "$root")
+  [[ -n $names ]] || return 0
+  have apt-get || die "missing: ${names//$'\n'/ } (and no apt-get to fetch them with): install them, or load them as modules"
+  if [[ -n $root ]]; then install_packages "$root" "$names"; else unpack_packages "$names"; fi
+}
+
+# install_packages "env" or "sudo -n" NAMES
+install_packages() {
+  local root=$1 names
+  [[ -n $2 ]] || return 0
+  have apt-get || die "missing: ${2//$'\n'/ } (and no apt-get to install them with)"
+  # shellcheck disable=SC2086  # two words
+  $root apt-get -qq -o DPkg::Lock::Timeout=120 update >/dev/null || say "apt-get update failed; trying with the lists there are"
+  mapfile -t names < <(known_packages apt-cache "$2")
+  say "installing ${names[*]}"
+  # shellcheck disable=SC2086
+  quietly "$LOGS/apt-get.log" $root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 \
+    install --yes --no-install-recommends "${names[@]}" || die "apt-get could not install: ${names[*]}"
+}
+
+# Those of the packages that this distribution has: names differ between releases.
+known_packages() {
+  local query=$1 name
+  sort -u <<<"$2" | while read -r name; do
+    if [[ -n $($query show "$name" 2>/dev/null) ]]; then echo "$name"; else say "this distribution has no package $name"; fi
+  done
+}
+
+# The same packages, with everything they depend on that the machine lacks, unpacked into a directory of our own.
+unpack_packages() {
+  local apt=$MEGAFLOW_HOME/cache/apt-packages names dir deb key
+  apt_private "$apt" apt-get update || die "apt-get could not fetch the lists of packages"
+  mapfile -t names < <(known_packages "apt_private $apt apt-cache" "$1")
+  say "without root: unpacking ${names[*]} into $PREFIX"
+  key=$(printf '%s\n' "${names[@]}" | hash_of)
+  dir=$MEGAFLOW_HOME/packages-$key
+  rm -rf "$apt/cache/archives"
+  mkdir -p "$apt/cache/archives/partial"
+  quietly "$LOGS/apt-get.log" apt_private "$apt" apt-get install --yes --download-only --no-install-recommends "${names[@]}" ||
+    die "apt-get could not download: ${names[*]}"
+  rm -rf "$dir"
+  mkdir -p "$dir/bin"
+  for deb in "$apt"/cache/archives/*.deb; do
+    # Never a second C library beside the machine's own.
+    [[ $(basename "$deb") == libc6_* ]] || dpkg-deb -x "$deb" "$dir"
+  done
+  relocate_packages "$dir" >"$LOGS/relocate.log" 2>&1
+  ln -sfn "$(basename "$dir")" "$PREFIX.new"
+  mv -fT "$PREFIX.new" "$PREFIX"
+  rm -rf "$apt/cache/archives"
+}
+
+# Tells every binary where its libraries are now, and gathers the programs in one bin.
+relocate_packages() {
+  local dir=$1 patch file name libraries
+  patch=$(command -v patchelf || echo "$dir/usr/bin/patchelf")
+  libraries=$(find "$dir" \( -type f -o -type l \) -name '*.so*' -printf '%h\n' | sort -u | paste -sd:)
+  find "$dir"/{usr/,}{bin,sbin,lib} -type f \( -name '*.so*' -o -perm -u+x \) ! -path '*/patchelf' 2>/dev/null | while read -r file; do
+    [[ $(head -c4 "$file" | tr -d '\0') == $'\x7fELF' ]] || continue
+    "$patch" --force-rpath --set-rpath "$libraries" "$file" || echo "left as it is: $file"
+  done
+  for file in "$dir"/{usr/,}{bin,sbin}/*; do
+    [[ -x $file && ! -d $file ]] || continue
+    # What the packages' scripts would have made with update-alternatives.
+    name=$(basename "$file")
+    name=${name%-wlm}
+    name=${name%-sysv}
+    ln -sfn "$file" "$dir/bin/$name"
+  done
+}
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+# An interpreter 3.11 or later that the present user can run. 3.11 first: the engine's wheels exist for it for certain.
+find_python() {
+  local candidate
+  for candidate in ${MEGAFLOW_PYTHON:-} python3.11 python3.12 python3.13 python3.14 python3 \
+    /usr/bin/python3.1[1-9] /usr/local/bin/python3.1[1-9] "$PREFIX/bin/python3.11"; do
+    candidate=$(command -v "$candidate") || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+      echo "$candidate"
+      return 0
+    fi
+  done
+  return 1
+}
+
+# Is there one that can make a virtual environment? (No interpreter at all is another matter.)
+python_with_venv() {
+  local python
+  python=$(find_python) || return 0
+  "$python" -c 'import venv, ensurepip' >/dev/null 2>&1
+}
+
+# make_venv DIR: a virtual environment with pip in it, unless it is there and its interpreter runs.
+make_venv() {
+  local dir=$1 python wheel
+  "$dir/bin/python" -m pip --version >/dev/null 2>&1 && return 0
+  python=$(find_python) || die "no Python 3.11 or later that $(id -un) can run: install one, or name it in MEGAFLOW_PYTHON"
+  rm -rf "${dir:?}"/{bin,lib,lib64,pyvenv.cfg,.dependencies,.wheel}
+  mkdir -p "$dir"
+  say "creating $dir with $("$python" --version) ($python)"
+  if "$python" -c 'import ensurepip' 2>/dev/null && "$python" -m venv "$dir" 2>/dev/null; then
+    return 0
+  fi
+  # Without ensurepip: pip from the package of wheels that Debian's ensurepip would have used, or the interpreter's own.
+  "$python" -m venv --without-pip "$dir"
+  wheel=$(find "$PREFIX/usr/share/python-wheels" /usr/share/python-wheels -name 'pip-*.whl' 2>/dev/null | head -n1)
+  if [[ -n $wheel ]]; then
+    "$dir/bin/python" "$wheel/pip" install -q pip
+  else
+    "$python" -m pip --python "$dir/bin/python" install -q pip
   fi
 }

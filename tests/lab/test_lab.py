@@ -1,0 +1,239 @@
+"""The lab itself: a second one beside whatever runs, broken on purpose, and ended without a trace.
+
+The steps build on one another (starting Slurm is the slow part), so they are one story per lab.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAB = Path(__file__).parents[2] / "launchers" / "lab.py"
+DAEMONS = {
+    "munged",
+    "mariadbd",
+    "slurmdbd",
+    "slurmctld",
+    *(f"slurmd-{n}{i}" for n, c in (("cpu", 4), ("gpu", 2)) for i in range(1, c + 1)),
+}
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(os.getuid() == 0, reason="a lab belongs to an ordinary user"),
+    pytest.mark.skipif(
+        any(
+            shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+            for name in ("slurmctld", "munged", "mariadbd")
+        ),
+        reason="Slurm, munge and MariaDB are not here: run launchers/setup",
+    ),
+]
+
+
+class Lab:
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))} | {"PATH": path}
+
+    def call(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(LAB), *words, "--dir", str(self.dir)],
+            env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+
+    def start(self) -> str:
+        done = self.call("start")
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.call("status", "--json").stdout)
+
+    def slurm(self, *words: str, timeout: float = 60) -> str:
+        env = self.env | {"SLURM_CONF": str(self.dir / "slurm.conf")}
+        done = subprocess.run(words, env=env, cwd=self.dir, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def kill(self, *names: str) -> None:
+        daemons = self.status()["daemons"]
+        for name in names:
+            assert alive(daemons[name])
+            os.kill(daemons[name]["pid"], signal.SIGKILL)
+        assert eventually(lambda: not any(alive(daemons[name]) for name in names))
+
+    def batch(self, script: str, *options: str) -> str:
+        """Submits a job whose output goes to LAB/JOB.out (array: JOB_ELEMENT.out); its id."""
+        file = self.dir / "job.sh"
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        return self.slurm("sbatch", "--parsable", *options, str(file)).split(";")[0]
+
+
+def alive(daemon: dict[str, Any]) -> bool:
+    """Judged apart from the code under test: the process with this pid started at this tick."""
+    try:
+        fields = Path(f"/proc/{daemon['pid']}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in "ZX" and daemon["start"].endswith(f"/{fields[19]}")
+
+
+def eventually(condition: Any, timeout_s: float = 30) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def of_lab(directory: Path) -> list[str]:
+    """Command lines of processes that mention the lab's directory in their arguments or environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(directory).encode() in text:
+                found.append((entry / "cmdline").read_text(errors="replace"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    lab.start()
+    yield lab
+    lab.call("stop")
+
+
+def test_a_new_lab_is_complete_and_its_status_says_so(lab: Lab) -> None:
+    report = lab.status()
+    assert report["state"] == "running"
+    assert set(report["daemons"]) == DAEMONS
+    assert all(alive(daemon) for daemon in report["daemons"].values())
+    assert report["nodes"] == {f"cpu{i}": "idle" for i in range(1, 5)} | {f"gpu{i}": "idle" for i in (1, 2)}
+    assert set(lab.slurm("sinfo", "-h", "-o", "%R").split()) == {"cpu", "gpu", "preempt"}
+
+
+def test_a_healthy_lab_is_used_again(lab: Lab) -> None:
+    before = lab.status()["daemons"]
+    assert "is up" in lab.start()
+    assert lab.status()["daemons"] == before
+
+
+def test_its_daemons_hold_nothing_of_the_terminal(lab: Lab) -> None:
+    for name, daemon in lab.status()["daemons"].items():
+        assert os.readlink(f"/proc/{daemon['pid']}/fd/0") == "/dev/null", name
+        assert os.getsid(daemon["pid"]) == daemon["pid"], name
+        assert str(lab.dir) in os.readlink(f"/proc/{daemon['pid']}/fd/2"), name
+
+
+def test_an_array_runs_and_is_accounted_for(lab: Lab) -> None:
+    job = lab.batch("echo element $SLURM_ARRAY_TASK_ID", "--wait", "--array=0-3", "--output=%A_%a.out", "--mem=100")
+    assert [(lab.dir / f"{job}_{i}.out").read_text() for i in range(4)] == [f"element {i}\n" for i in range(4)]
+
+    def states() -> list[str]:
+        return lab.slurm("sacct", "-nXP", "-j", job, "-o", "state,account").split()
+
+    assert eventually(lambda: states() == ["COMPLETED|lab"] * 4), states()
+
+
+def test_a_gpu_is_assigned_by_number(lab: Lab) -> None:
+    script = "echo $CUDA_VISIBLE_DEVICES; sleep 4"
+    options = ("--partition=gpu", "--nodelist=gpu1", "--gres=gpu:1", "--output=%j.out", "--mem=100")
+    first = lab.batch(script, *options)
+    logs = [lab.dir / f"{job}.out" for job in (first, lab.batch(script, *options))]
+    assert eventually(lambda: all(log.exists() and log.read_text() for log in logs))
+    assert {log.read_text().strip() for log in logs} == {"0", "1"}
+
+
+def test_srun_starts_one_mpi_world_over_two_nodes(lab: Lab) -> None:
+    pytest.importorskip("mpi4py")
+    code = (
+        "import os; from mpi4py.MPI import COMM_WORLD as c; print(c.allgather((c.rank, os.environ['SLURMD_NODENAME'])))"
+    )
+    output = lab.slurm("srun", "--mpi=pmi2", "-N2", "-n2", "--mem=200", sys.executable, "-c", code)
+    assert set(output.splitlines()) == {"[(0, 'cpu1'), (1, 'cpu2')]"}
+
+
+def test_a_preempted_job_is_requeued_and_starts_again(lab: Lab) -> None:
+    whole = ("--nodelist=cpu4", "--cpus-per-task=8", "--mem=100", "--output=%j.out", "--open-mode=append")
+    low = lab.batch('echo "start ${SLURM_RESTART_COUNT:-0}"; sleep 60', "--partition=preempt", "--requeue", *whole)
+    log = lab.dir / f"{low}.out"
+    assert eventually(lambda: log.exists() and "start 0" in log.read_text())
+    high = lab.batch("echo high", "--partition=cpu", *whole)
+    assert eventually(lambda: "start 1" in log.read_text(), 90), lab.slurm("scontrol", "show", "job", low)
+    assert (lab.dir / f"{high}.out").read_text() == "high\n"
+    lab.slurm("scancel", low)
+
+
+def test_killed_daemons_are_started_again_and_jobs_survive(lab: Lab) -> None:
+    # The job ends when told, after the repair: it proves that it outlived its slurmd and the controller.
+    flag = lab.dir / "go"
+    job = lab.batch(
+        f"while ! [ -e {flag} ]; do sleep 0.2; done; echo survived", "-w", "cpu1", "--output=%j.out", "--mem=100"
+    )
+    assert eventually(lambda: lab.slurm("squeue", "-h", "-j", job, "-o", "%T") == "RUNNING")
+    before = lab.status()["daemons"]
+    lab.kill("slurmctld", "slurmd-cpu1")
+    assert lab.status()["state"] == "broken"
+    lab.start()
+    after = lab.status()
+    assert after["state"] == "running"
+    assert {name for name in DAEMONS if after["daemons"][name] != before[name]} == {"slurmctld", "slurmd-cpu1"}
+    flag.touch()
+    output = lab.dir / f"{job}.out"
+    assert eventually(lambda: output.read_text() == "survived\n"), output.read_text()
+    assert eventually(lambda: "COMPLETED" in lab.slurm("sacct", "-nX", "-j", job, "-o", "state"))
+
+
+def test_a_lab_without_its_database_and_munge_is_repaired(lab: Lab) -> None:
+    lab.kill("mariadbd", "munged")
+    lab.start()
+    assert lab.status()["state"] == "running"
+    assert lab.slurm("srun", "--mem=100", "echo", "again") == "again"
+
+
+def test_a_recycled_pid_is_not_taken_for_a_daemon(lab: Lab) -> None:
+    record = lab.dir / "lab.json"
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        state = json.loads(record.read_text())
+        lab.kill("slurmd-gpu2")
+        state["daemons"]["slurmd-gpu2"]["pid"] = bystander.pid  # as if the number had been given to another process
+        record.write_text(json.dumps(state))
+        lab.start()
+        assert lab.status()["daemons"]["slurmd-gpu2"]["pid"] != bystander.pid
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_stop_ends_jobs_and_daemons_and_nothing_else(lab: Lab, tmp_path: Path) -> None:
+    escaped = tmp_path / "escaped"
+    # A process that left the job's session: Slurm without cgroups loses sight of it.
+    job = lab.batch(f"setsid sleep 900 & echo $! > {escaped}; sleep 900", "--output=/dev/null", "--mem=100")
+    assert eventually(lambda: escaped.exists() and escaped.read_text().strip() != ""), job
+    daemons = lab.status()["daemons"]
+    done = lab.call("stop")
+    assert done.returncode == 0, done.stderr
+    assert not [name for name, daemon in daemons.items() if alive(daemon)]
+    assert not Path(f"/proc/{escaped.read_text().strip()}").exists()
+    assert of_lab(lab.dir) == []
+    assert lab.call("status").returncode == 3
+    assert lab.call("stop").returncode == 0
