@@ -1,8 +1,8 @@
 """Tasks from real bugs: two releases of a package, the later of which fixes a known defect.
 
-A short YAML file names the releases and the tests (``launchers/bugs.yaml`` is one; docs/real-bugs.md explains it). Nothing
-of the packages is kept with it: both source distributions are downloaded when tasks are built. Each bug becomes a Harbor
-task directory::
+A short YAML file names the releases and the tests (``launchers/bugs.yaml`` is one; docs/real-bugs.md explains it).
+Nothing of the packages is kept with it: both source distributions are downloaded when tasks are built. Each bug becomes
+a Harbor task directory::
 
     OUTPUT/<id>/
       task.toml            docker_image names the shared image; workdir /testbed
@@ -11,8 +11,8 @@ task directory::
       solution/            solve.sh applies fix.patch, the code that differs between the releases
       tests/               test.sh runs named_tests.py: the fixed release's tests, judged by id
 
-All tasks share one image that holds pytest and whatever the tests import. It is built from a definition file over a base
-image, offline, from wheels that were downloaded beforehand: the host's pip settings need not reach into the build.
+All tasks share one image that holds pytest and whatever the tests import. It is built from a definition file over a
+base image, offline, from wheels downloaded beforehand: the host's pip settings need not reach into the build.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,9 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config import Section, explain, line_of, read_yaml
+from megaflow_hpc.environments import apptainer as runtime
 from megaflow_hpc.environments import named_tests
+from megaflow_hpc.environments.images import BUILD_OPTIONS
 from megaflow_hpc.environments.releases import (
     Patch,
     Release,
@@ -95,7 +97,9 @@ class Bug(Section):
     @model_validator(mode="after")
     def _two_releases(self) -> Bug:
         if self.buggy == self.fixed:
-            raise ValueError(f"buggy and fixed are the same release {self.buggy}; name the release that fixes the defect")
+            raise ValueError(
+                f"buggy and fixed are the same release {self.buggy}; name the release that fixes the defect"
+            )
         return self
 
     @property
@@ -140,7 +144,9 @@ def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], st
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see docs/real-bugs.md")
+        raise ConfigError(
+            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see docs/real-bugs.md"
+        )
     try:
         content = BugFile.model_validate(value)
     except ValidationError as error:
@@ -201,8 +207,6 @@ def fingerprint(content: BugFile, bug: Bug) -> str:
 
 def read_stamp(task: Path) -> dict[str, Any]:
     """``[metadata]`` of a task directory that was built from a bug; empty where there is none."""
-    import tomllib
-
     try:
         metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
     except (OSError, ValueError):
@@ -223,7 +227,9 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
     for entry in (*bug.failing, *bug.passing):
         file = entry.split("::")[0]
         if not any(named_tests.matches(file, name) for name in new_tests):
-            raise ConfigError(f"{where}: {entry!r}: the source distribution of {bug.releases[1]} has no test file {file}")
+            raise ConfigError(
+                f"{where}: {entry!r}: the source distribution of {bug.releases[1]} has no test file {file}"
+            )
     for name in BUILD_FILES:
         (buggy / name).unlink(missing_ok=True)
     commit(buggy, f"{bug.package} {bug.buggy}")
@@ -257,7 +263,9 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
 
 def check_patch(bug: Bug, patch: Patch, where: str) -> None:
     if not patch.lines:
-        raise ConfigError(f"{where}: no code differs between {bug.buggy} and {bug.fixed} of {bug.package}; choose other releases")
+        raise ConfigError(
+            f"{where}: no code differs between {bug.buggy} and {bug.fixed} of {bug.package}; choose other releases"
+        )
     if patch.lines > MAX_LINES:
         raise ConfigError(
             f"{where}: {patch.lines} lines of code differ between {bug.buggy} and {bug.fixed} of {bug.package}, "
@@ -295,14 +303,14 @@ def instruction(bug: Bug, root: str) -> str:
 
 ---
 
-The source of {bug.package} {bug.buggy} is in `{WORKDIR}`, a git repository. Correct the package there so that the problem is
-gone and everything else keeps working. `{run}` runs its tests; tests that are not in the tree will judge the result.
-There is no network.
+The source of {bug.package} {bug.buggy} is in `{WORKDIR}`, a git repository. Correct the package there so that the
+problem is gone and everything else keeps working. `{run}` runs its tests; tests that are not in the tree will judge the
+result. There is no network.
 """
 
 
 def task_toml(image: str, bug: Bug, patch: Patch, root: str, stamp: str) -> str:
-    """``task.toml`` in Harbor's schema 1.4. With an image and no Dockerfile, ``environment/`` is uploaded to ``workdir``."""
+    """``task.toml``, Harbor's schema 1.4. With an image and no Dockerfile ``environment/`` is uploaded to ``workdir``."""
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {
         "metadata": {
@@ -370,23 +378,24 @@ def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
 def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bool:
     """Builds the shared image over ``base`` (a SIF or an unpacked directory); false where it was there already.
 
-    It holds what every bug of the file needs, whichever were selected, so that its content does not depend on ``--only``.
+    It holds what every bug of the file needs, whichever were selected: its content does not depend on ``--only``.
     """
     if not base.exists():
         raise ConfigError(f"--base {base}: no such image; build one with: megaflow-hpc images build, or launchers/demo")
     needs = requirements(content, content.bugs)
     status = base.stat()
-    made_from = json.dumps([LAYOUT, DEFINITION, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns])
+    made_from = json.dumps(
+        [LAYOUT, DEFINITION, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns]
+    )
     stamp = {"fingerprint": hashlib.sha256(made_from.encode()).hexdigest()[:32]}
     stamp_file = target.with_name(target.name + ".json")
     if target.exists() and _read_json(stamp_file) == stamp:
         say(f"{target}: there already")
         return False
-    apptainer = find_apptainer()
+    apptainer = runtime.find_apptainer()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-        python = _capture([apptainer, "exec", str(base), "python3", "-c", "import sys; print(*sys.version_info[:2])"], scratch)
-        major, minor = python.split()
+        major, minor = _python_of(apptainer, base)
         say(f"{target}: downloading wheels for Python {major}.{minor}: {', '.join(needs)}")
         wheels = Path(scratch) / "wheels"
         wheels.mkdir()
@@ -405,7 +414,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         )
         say(f"{target}: building over {base}")
         image = Path(scratch) / "image.sif"
-        _capture([apptainer, "build", *([] if os.geteuid() == 0 else ["--fakeroot"]), str(image), str(definition)], scratch)
+        runtime.build(apptainer, image, str(definition), *BUILD_OPTIONS, cwd=Path(scratch))
         stamp_file.unlink(missing_ok=True)
         os.replace(image, target)
         write_atomic(target.with_suffix(".def"), definition.read_text(), 0o644)
@@ -413,20 +422,17 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
     return True
 
 
-def find_apptainer() -> str:
-    """``MEGAFLOW_APPTAINER``, else from PATH."""
-    found = os.environ.get("MEGAFLOW_APPTAINER") or shutil.which("apptainer") or shutil.which("singularity")
-    if not found:
-        raise SiteError("apptainer is not on PATH; load its module, or set MEGAFLOW_APPTAINER to the program")
-    return found
-
-
-def _capture(command: Sequence[str], directory: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=directory, check=False)
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise SiteError(f"{' '.join(command[:3])} … failed with exit status {done.returncode}:\n{tail}")
-    return done.stdout.strip()
+def _python_of(apptainer: str, image: Path) -> tuple[str, str]:
+    """Major and minor version of an image's ``python3``."""
+    program = "import sys; print(*sys.version_info[:2])"
+    command = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", str(image), "python3", "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=runtime.clean_environment(), cwd="/", check=False
+    )
+    answer = re.fullmatch(r"(\d+) (\d+)", done.stdout.strip())
+    if done.returncode != 0 or answer is None:
+        raise SiteError(f"{image}: its python3 cannot be run: {runtime.last_line(done.stderr + done.stdout)}")
+    return answer[1], answer[2]
 
 
 def _read_json(path: Path) -> Any:
@@ -434,7 +440,3 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def print_progress(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The verifier of tasks made by ``tasks build``: runs named tests inside the sandbox and writes the reward.
 
-It is copied into each task's ``tests/`` and runs there on the image's own Python with nothing but pytest installed, so it
-imports the standard library only. Beside it lie::
+It is copied into each task's ``tests/`` and runs there on the image's own Python with nothing but pytest installed, so
+it imports the standard library only. Beside it lie::
 
     expected.json     {"source_root", "failing", "passing", "files", "stale"}
     files/            the test files of the fixed release
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PYTEST_INI = "[pytest]\nfilterwarnings = default\n"
-"""Instead of the project's own settings, which may ask for plugins that are not installed or turn warnings into errors."""
+"""Instead of the project's own, which may ask for plugins that are not installed or turn warnings into errors."""
 
 
 def matches(entry: str, test: str) -> bool:
@@ -124,7 +124,9 @@ def verify(tests: Path, workdir: Path, logs: Path) -> int:
     (logs / "reward.txt").write_text(f"{reward}\n")
     for problem in problems[:20]:
         print(problem)
-    print(f"reward {reward}: {len(failing)} tests named as failing, {len(passing)} as passing, {len(problems)} problems")
+    print(
+        f"reward {reward}: {len(failing)} tests named as failing, {len(passing)} as passing, {len(problems)} problems"
+    )
     return 0
 
 

@@ -25,12 +25,25 @@ from megaflow_hpc.errors import ConfigError, SiteError
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 TEST_DIRECTORIES = {"test", "tests", "testing"}
-NOT_CODE = {"doc", "docs", "example", "examples", "bench", "benchmark", "benchmarks", "bin", "ci_tools", "scripts", "tools"}
+NOT_CODE = {
+    "doc",
+    "docs",
+    "example",
+    "examples",
+    "bench",
+    "benchmark",
+    "benchmarks",
+    "bin",
+    "ci_tools",
+    "scripts",
+    "tools",
+}
 """Top-level directories that are not installed."""
 METADATA_FILES = {
     *("setup.py", "noxfile.py", "tasks.py", "release.py", "hatch_build.py", "_version.py", "__about__.py", "_meta.py"),
     *("__meta__.py", "__version__.py"),
 }
+VERSION_LINE = re.compile(rb"^__version__[ \t]*=[^\r\n]*", re.MULTILINE)
 COMMIT_ENV = {
     **{f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (
         ("NAME", "megaflow_hpc"), ("EMAIL", "megaflow_hpc@localhost"), ("DATE", "2000-01-01T00:00:00Z"))},
@@ -75,7 +88,9 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         SiteError: the interpreter has none.
     """
     if importlib.util.find_spec("pip") is None:
-        raise SiteError(f"{sys.executable} has no pip, which fetches the releases; install it with: {sys.executable} -m ensurepip")
+        raise SiteError(
+            f"{sys.executable} has no pip, which fetches the releases; install it with: {sys.executable} -m ensurepip"
+        )
     return subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
 
 
@@ -117,7 +132,8 @@ def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, 
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
             return {release: name for release, (_, name) in zip(releases, lines, strict=True) if name}
         if done.returncode != sdist_fetch.CHANGED:
-            raise SiteError(f"pip could not fetch {', '.join(map(str, releases))}: {_tail(done)}; check its index and proxy settings")
+            names = ", ".join(map(str, releases))
+            raise SiteError(f"pip could not fetch {names}: {_tail(done)}; check its index and proxy settings")
     return {release: name for release in releases if (name := _pip_download(release, directory)) is not None}
 
 
@@ -133,7 +149,9 @@ def _pip_download(release: Release, directory: Path) -> str | None:
 
 
 def _tail(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip() and not line.startswith("WARNING")]
+    lines = [
+        line for line in (done.stderr + done.stdout).splitlines() if line.strip() and not line.startswith("WARNING")
+    ]
     return lines[-1].strip() if lines else f"exit status {done.returncode}"
 
 
@@ -146,7 +164,9 @@ def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> l
     options = ["--only-binary", ":all:", "--python-version", python, "--no-input", "-d", str(directory)]
     done = run_pip(["download", *options, *requirements])
     if done.returncode != 0:
-        raise ConfigError(f"no wheels for Python {python} of {', '.join(requirements)}: {_tail(done)}; correct `requires`")
+        raise ConfigError(
+            f"no wheels for Python {python} of {', '.join(requirements)}: {_tail(done)}; correct `requires`"
+        )
     return sorted(os.listdir(directory))
 
 
@@ -171,22 +191,27 @@ def unpack(archive: Path, directory: Path) -> Path:
 
 
 def _harmless(member: tarfile.TarInfo) -> bool:
-    """Files and directories inside the tree, owned by us. Python 3.11.2 has no extraction filters; links are left out."""
+    """Files and directories inside the tree, made ours; no links. Python 3.11.2 has no extraction filters yet."""
     path = PurePosixPath(member.name)
     member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
     member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
-    return (member.isfile() or member.isdir()) and not path.is_absolute() and ".." not in path.parts
+    inside = not path.is_absolute() and ".." not in path.parts
+    return (member.isfile() or member.isdir()) and inside and "__pycache__" not in path.parts
 
 
 def is_test(name: str) -> bool:
     """Whether a file of a source tree belongs to its tests."""
     path = PurePosixPath(name)
     in_tests = any(part in TEST_DIRECTORIES for part in path.parts[:-1])
-    return in_tests or path.name in ("conftest.py", "tests.py") or re.fullmatch(r"test_.*\.py|.*_tests?\.py", path.name) is not None
+    return (
+        in_tests
+        or path.name in ("conftest.py", "tests.py")
+        or re.fullmatch(r"test_.*\.py|.*_tests?\.py", path.name) is not None
+    )
 
 
 def is_code(name: str) -> bool:
-    """Whether a file of a source tree is the package's own Python: no tests, documents, tools, metadata or version file."""
+    """Whether a file of a source tree is the package's own Python: no test, document, tool, metadata, version file."""
     path = PurePosixPath(name)
     if path.suffix not in (".py", ".pyi") or is_test(name) or path.name in METADATA_FILES:
         return False
@@ -230,17 +255,27 @@ def commit(tree: Path, message: str) -> None:
     shutil.rmtree(tree / ".git" / "hooks", ignore_errors=True)
 
 
+def keep_version(old: bytes, new: bytes) -> bytes:
+    """``new`` with the ``__version__`` line of ``old``: a fix is not a release, and tests compare it with metadata."""
+    before = VERSION_LINE.search(old)
+    return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
+
+
 def difference(buggy: Path, fixed: Path) -> Patch:
     """The code that turns the committed tree ``buggy`` into ``fixed``; ``buggy`` is left as it was."""
     old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
     for name in old - new:
         (buggy / name).unlink()
     for name in new:
-        (buggy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(fixed / name, buggy / name)
+        target = buggy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        before = target.read_bytes() if name in old else b""
+        target.write_bytes(keep_version(before, (fixed / name).read_bytes()))
     git(buggy, "add", "-A", "-f")
     text = git(buggy, "diff", "--cached", "--binary", "--no-color", "--no-ext-diff", "--no-renames")
-    counts = [line.split("\t") for line in git(buggy, "diff", "--cached", "--numstat", "--no-renames").decode().splitlines()]
+    counts = [
+        line.split("\t") for line in git(buggy, "diff", "--cached", "--numstat", "--no-renames").decode().splitlines()
+    ]
     git(buggy, "reset", "-q", "--hard")
     git(buggy, "clean", "-q", "-f", "-d", "-x")
     lines = sum(int(count) for row in counts for count in row[:2] if count.isdigit())

@@ -1,0 +1,189 @@
+"""``megaflow-hpc tasks``: make tasks from real bugs, prove them, list them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.errors import ConfigError
+
+BUILD_EPILOG = """\
+A bug file names two releases of a package, the tests that tell them apart and an issue text; see launchers/bugs.yaml
+and docs/real-bugs.md. Both source distributions are fetched by pip as it is configured. What is there already is kept,
+so the command can be repeated after an interruption.
+
+examples:
+  megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs
+      task directories only
+  megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs --base base.sif
+      and tasks/megaflow-bugs.sif, the image they all name, built over base.sif (needs python3 and git in it)
+
+then, in a campaign file:
+  tasks: [tasks/bugs/*]
+  environment: {images: {megaflow-bugs: tasks/megaflow-bugs.sif}}
+"""
+
+VALIDATE_EPILOG = """\
+Each task runs twice in fresh sandboxes: as it is (reward 0 expected) and with its own solution (reward 1 expected). For
+tasks of `tasks build` single tests are compared too: a named test must fail before, not merely be missing.
+Exit status 1 if a task is not valid.
+
+examples:
+  megaflow-hpc tasks validate tasks/bugs
+  megaflow-hpc tasks validate tasks/bugs/tomlkit-integer-division --image tasks/megaflow-bugs.sif --json
+"""
+
+LIST_EPILOG = """\
+example:
+  megaflow-hpc tasks list tasks/bugs
+"""
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser("tasks", help="build, validate and list tasks", description=__doc__)
+    verbs = parser.add_subparsers(dest="tasks_verb", metavar="VERB", required=True)
+
+    def verb(name: str, help: str, epilog: str) -> argparse.ArgumentParser:
+        formatter = argparse.RawDescriptionHelpFormatter
+        added: argparse.ArgumentParser = verbs.add_parser(
+            name, help=help, description=help, epilog=epilog, formatter_class=formatter
+        )
+        return added
+
+    build = verb(
+        "build", "make Harbor task directories and their image from real bugs of released packages", BUILD_EPILOG
+    )
+    build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
+    build.add_argument("--output", metavar="DIR", required=True, help="where the task directories go, one each")
+    build.add_argument("--base", metavar="SIF", help="image to build the tasks' image over; without it none is built")
+    build.add_argument(
+        "--image", metavar="SIF", help="the image to make; default: NAME.sif beside DIR, NAME from the file"
+    )
+    build.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these bugs")
+    build.add_argument(
+        "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
+    )
+    add_json(build)
+    build.set_defaults(run=run_build)
+
+    validate = verb("validate", "prove that tasks give reward 0 as they are and 1 with their solution", VALIDATE_EPILOG)
+    validate.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
+    validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: NAME.sif beside DIR")
+    validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
+    validate.add_argument("--jobs", metavar="N", type=int, default=2, help="sandboxes at once (default 2)")
+    add_json(validate)
+    validate.set_defaults(run=run_validate)
+
+    listing = verb("list", "print the tasks of a directory", LIST_EPILOG)
+    listing.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
+    add_json(listing)
+    listing.set_defaults(run=run_list)
+
+
+def run_build(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments import bugs, releases
+
+    content, where = bugs.read_bugs(arguments.bugs)
+    chosen = bugs.select(content.bugs, arguments.only)
+    output = Path(arguments.output).absolute()
+    cache = Path(arguments.cache) if arguments.cache else releases.cache_directory()
+    built = bugs.build_tasks(content, chosen, output, cache.absolute(), where, note)
+    image = Path(arguments.image).absolute() if arguments.image else output.parent / f"{content.image}.sif"
+    if arguments.base:
+        bugs.build_image(content, Path(arguments.base).absolute(), image, note)
+    else:
+        note(f"no image built; add --base SIF, or map {content.image!r} in environment.images of the campaign")
+    if arguments.json:
+        tasks = [
+            {"id": task.id, "path": str(task.path), "package": task.bug.package, "kind": task.bug.kind}
+            | {"patch_lines": task.lines, "built": task.fresh}
+            for task in built
+        ]
+        print_json({"tasks": tasks, "image": str(image) if arguments.base else None, "image_name": content.image})
+    else:
+        print(f"{len(built)} tasks in {output}" + (f", image {image}" if arguments.base else ""))
+    return 0
+
+
+def task_directories(directory: str) -> list[Path]:
+    """``directory`` itself if it is a task, else the tasks in it."""
+    root = Path(directory).absolute()
+    if (root / "task.toml").is_file():
+        return [root]
+    found = sorted(path.parent for path in root.glob("*/task.toml") if not path.parent.name.startswith("."))
+    if not found:
+        raise ConfigError(
+            f"{root}: no Harbor task directory (one with task.toml) there; make some with: megaflow-hpc tasks build"
+        )
+    return found
+
+
+def run_validate(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.agents.oracle import OracleAgent
+    from megaflow_hpc.environments.harbor import read_harbor_task
+    from megaflow_hpc.environments.images import resolve_images
+    from megaflow_hpc.environments.provider import ApptainerProvider
+    from megaflow_hpc.environments.validation import Validation, validate
+
+    directories = task_directories(arguments.directory)
+    unknown = set(arguments.only) - {path.name for path in directories}
+    if unknown:
+        raise ConfigError(
+            f"--only {sorted(unknown)[0]}: no such task in {arguments.directory}; see: megaflow-hpc tasks list"
+        )
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs {arguments.jobs}: expected 1 or more")
+    tasks = [read_harbor_task(path) for path in directories if not arguments.only or path.name in arguments.only]
+    mapping = {task.image: arguments.image or str(_image_beside(Path(task.path), task.image)) for task in tasks}
+    images = resolve_images(tasks, mapping, Path.cwd(), where="--image")
+
+    async def go() -> list[Validation]:
+        done = []
+        async with ApptainerProvider(max_sandboxes=arguments.jobs) as provider:
+            async for result in validate(tasks, images, OracleAgent(), provider):
+                done.append(result)
+                counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept"
+                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({counts}, {result.duration_s:.1f} s)")
+                for problem in result.problems[:10]:
+                    note(f"  {problem}")
+        return sorted(done, key=lambda result: result.task)
+
+    results = asyncio.run(go())
+    invalid = [result.task for result in results if not result.valid]
+    if arguments.json:
+        print_json({"valid": not invalid, "tasks": [result.to_dict() for result in results]})
+    else:
+        rows = [
+            (
+                r.task,
+                r.before.reward,
+                r.after.reward,
+                len(r.after.failing),
+                len(r.after.passing),
+                "ok" if r.valid else "NO",
+            )
+            for r in results
+        ]
+        print(table(("task", "reward before", "reward after", "failing tests", "passing tests", "valid"), rows))
+        print(f"{len(results) - len(invalid)} of {len(results)} tasks are valid")
+    return 1 if invalid else 0
+
+
+def _image_beside(task: Path, name: str) -> Path:
+    return task.parent.parent / f"{name}.sif"
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.harbor import read_harbor_task
+
+    tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]
+    keys = ("package", "buggy", "fixed", "kind", "changelog")
+    rows = [{"id": task.id, **{key: task.metadata.get(key, "") for key in keys}} for task in tasks]
+    if arguments.json:
+        print_json([{**row, "path": task.path, "image": task.image} for row, task in zip(rows, tasks, strict=True)])
+    else:
+        print(table(("id", *keys), [tuple(row.values()) for row in rows]))
+    return 0
