@@ -262,13 +262,13 @@ class Container:
             timed_out = False
             try:
                 if timeout_s is None:
-                    status = await running.done
+                    status = await asyncio.shield(running.done)
                 else:
                     await asyncio.wait((running.done,), timeout=max(0.0, timeout_s - (time.monotonic() - started)))
                     if not running.done.done():
                         timed_out = True
                         await self._kill_command(running)
-                    status = await running.done
+                    status = await asyncio.shield(running.done)
             except asyncio.CancelledError:
                 if not running.done.done():
                     await asyncio.shield(self._kill_command(running))

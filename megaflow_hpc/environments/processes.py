@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -94,6 +96,22 @@ def namespace_init(pid: int) -> int | None:
     return None
 
 
+def limit_processes(init: int, count: int) -> bool:
+    """At most ``count`` processes and threads in the user namespace of a container just started; ``False`` if not here.
+
+    Linux counts RLIMIT_NPROC per user namespace from 5.14 on; before, all processes of the user would count.
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    if version < (5, 14):
+        return False
+    for pid in (init, *descendants(init)):
+        try:
+            resource.prlimit(pid, resource.RLIMIT_NPROC, (count, count))
+        except (OSError, ValueError):
+            return False
+    return True
+
+
 def session(pid: int) -> int:
     fields = _stat(pid)
     return int(fields[3]) if fields else 0
@@ -134,12 +152,3 @@ def dies_with_parent() -> list[str]:
     """Words to put before a command so that the kernel kills it when the thread that started it ends."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.005) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-    return True

@@ -18,6 +18,7 @@ import asyncio
 import os
 import shlex
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,8 @@ from types import TracebackType
 from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv
 from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
-from megaflow_hpc.environments.processes import Identity
+from megaflow_hpc.environments.network import listen_inside
+from megaflow_hpc.environments.processes import Identity, limit_processes
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.types import ExecResult
@@ -104,6 +106,8 @@ class ApptainerSandbox:
         except SandboxError as error:
             raise SandboxError(f"{self.spec.image}: {error}") from error
         self._container = container
+        if self.spec.processes and container.init is not None and os.geteuid() != 0:
+            limit_processes(container.init.pid, self.spec.processes)
         if self.spec.workdir:
             made = await self.exec(["mkdir", "-p", self.spec.workdir], cwd="/", timeout_s=self._start_timeout_s)
             if made.exit_code:
@@ -192,6 +196,19 @@ class ApptainerSandbox:
             timeout_s=timeout_s,
             limit=self._output_limit if output_limit is None else output_limit,
         )
+
+    async def listen(self, port: int = 8000) -> socket.socket:
+        """A listening socket on 127.0.0.1:``port`` as seen inside, to be served (and closed) by the caller.
+
+        For network ``gateway``: what the caller serves is all that can be reached. Until the next
+        ``kill_processes`` or ``reset``, which bring a new network namespace.
+        """
+        if self.spec.network != "gateway":
+            raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
+        self._running()
+        if self.pid is None:
+            raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
+        return await listen_inside(self.pid, port)
 
     async def upload(self, source: str, target: str) -> None:
         """Copies a file or a directory's contents of the host to ``target``, whose parents are made.

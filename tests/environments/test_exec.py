@@ -1,0 +1,302 @@
+"""What a command in a sandbox gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.types import ExecResult
+
+InSandbox = Callable[..., Any]
+
+
+def test_exit_codes_signals_and_streams_are_exact(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[ExecResult]:
+        commands = (
+            "exit 0",
+            "exit 3",
+            "exit 255",
+            "kill -TERM $$",
+            "kill -9 $$",
+            "no-such-command",
+            "echo out; echo err >&2",
+        )
+        return [await sandbox.exec(command) for command in commands]
+
+    results = in_sandbox(use)
+    assert [r.exit_code for r in results] == [0, 3, 255, 143, 137, 127, 0]
+    assert (results[-1].stdout, results[-1].stderr) == ("out\n", "err\n")
+    assert not any(r.timed_out or r.truncated for r in results)
+
+
+def test_a_sequence_is_run_as_it_is_and_a_string_by_the_shell(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        hostile = "a b'c\"$HOME`id`\n\\n*"
+        plain = await sandbox.exec(["printf", "%s", hostile])
+        quoted = await sandbox.exec(f"cat <<'END'\n{hostile}\nEND\n")
+        return [plain.stdout, quoted.stdout[:-1], hostile, hostile]
+
+    first, second, *expected = in_sandbox(use)
+    assert [first, second] == expected
+
+
+def test_every_byte_value_passes_in_both_directions(in_sandbox: InSandbox) -> None:
+    data = bytes(range(256)) * 300
+
+    async def use(sandbox: ApptainerSandbox) -> ExecResult:
+        return await sandbox.exec("tee /dev/stderr", user_input=data)
+
+    result = in_sandbox(use)
+    assert result.stdout_bytes == data
+    assert result.stderr_bytes == data
+
+
+def test_standard_input_is_empty_unless_given(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        return [(await sandbox.exec("cat", timeout_s=5)).stdout, (await sandbox.exec("cat", user_input="täxt")).stdout]
+
+    assert in_sandbox(use) == ["", "täxt"]
+
+
+def test_directory_and_environment_hold_for_one_command(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[Any]:
+        value = "x'y\n$z"
+        first = await sandbox.exec('pwd; printf "%s|%s" "$MINE" "$BASE"', cwd="/usr/lib", env={"MINE": value})
+        second = await sandbox.exec('pwd; printf "%s|%s" "$MINE" "$BASE"')
+        relative = await sandbox.exec("pwd", cwd="sub")
+        missing = await sandbox.exec("pwd", cwd="/no/such")
+        return [first.stdout, second.stdout, relative.stdout, missing.exit_code, missing.stderr]
+
+    async def with_sub(sandbox: ApptainerSandbox) -> list[Any]:
+        await sandbox.exec("mkdir sub")
+        return await use(sandbox)
+
+    first, second, relative, missing, said = in_sandbox(with_sub, workdir="/made/here", env={"BASE": "b b"})
+    assert first == "/usr/lib\nx'y\n$z|b b"
+    assert second == "/made/here\n|b b"
+    assert relative == "/made/here/sub\n"
+    assert missing == 126
+    assert "/no/such" in said
+
+
+def test_commands_longer_than_an_argument_may_be(in_sandbox: InSandbox) -> None:
+    text = "x" * 300_000
+
+    async def use(sandbox: ApptainerSandbox) -> ExecResult:
+        return await sandbox.exec(f"cat <<'END' | wc -c\n{text}\nEND\n")
+
+    assert in_sandbox(use).stdout.strip() == "300001"
+
+
+def test_signals_have_their_default_effect_in_commands(in_sandbox: InSandbox) -> None:
+    """A shell's "&" would leave SIGINT and SIGQUIT ignored for good, and Python without KeyboardInterrupt."""
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        code = "import signal as s; print(s.getsignal(s.SIGINT).__name__, s.getsignal(s.SIGQUIT), s.pthread_sigmask(0, []))"
+        return (await sandbox.exec(["python3", "-c", code])).stdout.strip()
+
+    assert in_sandbox(use) == "default_int_handler 0 set()"
+
+
+def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> ExecResult:
+        return await sandbox.exec("echo first; head -c 1000000000 /dev/zero; echo last; echo e >&2", timeout_s=60)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = in_sandbox(use)
+    assert result.exit_code == 0
+    assert result.truncated
+    assert len(result.stdout_bytes) < 600_000
+    assert result.stdout_bytes.startswith(b"first\n")
+    assert result.stdout_bytes.endswith(b"last\n")
+    assert b"bytes left out" in result.stdout_bytes
+    assert result.stderr == "e\n"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_a_timeout_kills_everything_the_command_started(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, str, float]:
+        other = asyncio.create_task(sandbox.exec("sleep 1.5; echo fine"))
+        started = time.monotonic()
+        command = "echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & (setsid sh -c 'sleep 1003 & sleep 1004' &) ; sleep 1005"
+        result = await sandbox.exec(command, timeout_s=0.5)
+        took = time.monotonic() - started
+        left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 100[0-9]'")).stdout
+        assert (await other).stdout == "fine\n"
+        return result, left, took
+
+    result, left, took = in_sandbox(use)
+    assert (result.exit_code, result.timed_out, result.stdout) == (124, True, "begun\n")
+    assert left == ""
+    assert took < 5
+
+
+def test_commands_run_at_the_same_time_in_one_sandbox(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[float, list[str]]:
+        started = time.monotonic()
+        results = await asyncio.gather(*(sandbox.exec(f"sleep 1; echo {i}") for i in range(12)))
+        return time.monotonic() - started, [r.stdout for r in results]
+
+    took, outputs = in_sandbox(use)
+    assert outputs == [f"{i}\n" for i in range(12)]
+    assert took < 6
+
+
+def test_a_background_process_outlives_its_command_and_may_go_on_printing(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[float, str, int]:
+        started = time.monotonic()
+        first = await sandbox.exec("(while :; do echo noise; sleep 0.01; done) & echo $!")
+        took = time.monotonic() - started
+        await asyncio.sleep(0.3)
+        for _ in range(3):
+            quiet = await sandbox.exec("echo quiet")
+        return took, quiet.stdout, (await sandbox.exec(f"kill -0 {first.stdout.splitlines()[0]}")).exit_code
+
+    took, quiet, alive = in_sandbox(use)
+    assert took < 2
+    assert quiet == "quiet\n"
+    assert alive == 0
+
+
+def test_a_process_that_kills_its_group_or_everyone_leaves_the_sandbox_usable_or_reports_it(
+    in_sandbox: InSandbox,
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> ExecResult:
+        assert (await sandbox.exec("kill -9 0")).exit_code == 137
+        assert (await sandbox.exec("kill -9 1; kill -9 $$")).exit_code == 137
+        after = await sandbox.exec("echo still here")
+        with pytest.raises(SandboxError):
+            await sandbox.exec("kill -9 -1", timeout_s=10)
+        return after
+
+    assert in_sandbox(use).stdout == "still here\n"
+
+
+def test_cancelling_a_command_ends_it(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> str:
+        task = asyncio.create_task(sandbox.exec("sleep 2001"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 2001'")).stdout
+
+    assert in_sandbox(use).strip() == "0"
+
+
+def test_the_number_of_processes_is_bounded_per_sandbox(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> ExecResult:
+        return await sandbox.exec("i=0; while [ $i -lt 80 ]; do sleep 5 & i=$((i+1)); done", timeout_s=20)
+
+    result = in_sandbox(use, processes=50)
+    assert result.exit_code != 0
+    assert "fork" in result.stderr.lower()
+
+
+def test_uploads_and_downloads_keep_contents_modes_and_links(in_sandbox: InSandbox, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep" / "er").mkdir(parents=True)
+    (source / "deep" / "er" / "data").write_bytes(bytes(range(256)))
+    (source / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (source / "run.sh").chmod(0o755)
+    (source / "link").symlink_to("deep/er/data")
+    back = tmp_path / "back"
+
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        await sandbox.upload(str(source), "/place/with blank")
+        await sandbox.upload(str(source / "run.sh"), "/place/renamed.sh")
+        await sandbox.upload(str(source / "run.sh"), "/place/dir/")
+        await sandbox.download("/place/with blank", str(back))
+        await sandbox.download("/place/renamed.sh", str(tmp_path / "one.sh"))
+        ran = ["'/place/with blank/run.sh'", "/place/renamed.sh", "/place/dir/run.sh"]
+        return [(await sandbox.exec(command)).stdout for command in ran]
+
+    assert in_sandbox(use) == ["ran\n"] * 3
+    assert (back / "deep" / "er" / "data").read_bytes() == bytes(range(256))
+    assert os.readlink(back / "link") == "deep/er/data"
+    assert os.access(back / "run.sh", os.X_OK)
+    assert (tmp_path / "one.sh").read_text() == "#!/bin/sh\necho ran\n"
+
+
+def test_a_download_cannot_write_outside_its_target(in_sandbox: InSandbox, tmp_path: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await sandbox.exec(
+            "mkdir /out && ln -s /etc/passwd /out/a && ln -s ../../escape /out/b && mkfifo /out/c && echo x > /out/d"
+        )
+        await sandbox.download("/out", str(tmp_path / "in"))
+
+    in_sandbox(use)
+    assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["d"]
+
+
+def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        look = "ls -d /kept /etc/hostname-not 2>/dev/null; cat /tmp/note 2>/dev/null; ls /proc | grep -c '^[0-9]'"
+        await sandbox.exec("touch /kept; echo note > /tmp/note; rm -rf /opt; (setsid sleep 500 &)")
+        await sandbox.kill_processes()
+        after_kill = (await sandbox.exec(look)).stdout
+        await sandbox.reset()
+        return [after_kill, (await sandbox.exec(look + "; ls -d /opt")).stdout]
+
+    after_kill, after_reset = in_sandbox(use)
+    kept, note, first_count = after_kill.split()
+    count, opt = after_reset.split()
+    assert (kept, note, opt) == ("/kept", "note", "/opt")
+    assert count == first_count
+
+
+def test_a_stopped_sandbox_says_so_and_leaves_no_files(rootfs: str, scratch: Path) -> None:
+    async def main() -> None:
+        async with ApptainerProvider(scratch) as provider:
+            sandbox = await provider.start(SandboxSpec(rootfs))
+            await sandbox.exec("mkdir -p /a/b && chmod 0 /a")
+            await sandbox.stop()
+            await sandbox.stop()
+            assert not os.path.exists(sandbox.directory)
+            with pytest.raises(SandboxError, match="stopped"):
+                await sandbox.exec("true")
+
+    asyncio.run(main())
+
+
+def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratch: Path) -> None:
+    async def main() -> None:
+        async with ApptainerProvider(scratch, max_sandboxes=4) as provider:
+
+            async def one() -> None:
+                async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                    assert (await sandbox.exec("echo x; sleep 300 &")).stdout == "x\n"
+
+            await one()
+            before = sorted(os.listdir("/proc/self/fd"))
+            await asyncio.gather(*(one() for _ in range(20)))
+            assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
+        assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"network": "tor"}, "tor"),
+        ({"workdir": "here"}, "absolute"),
+        ({"env": {"A-B": "x"}}, "A-B"),
+        ({"mode": "x"}, "ephemeral"),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_its_value(in_sandbox: InSandbox, spec: dict[str, Any], said: str) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        raise AssertionError("started")
+
+    with pytest.raises(ConfigError, match=said):
+        in_sandbox(use, **spec)

@@ -1,0 +1,244 @@
+"""What a sandbox must not see, reach, or leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.janitor import sweep
+from megaflow_hpc.environments.processes import Identity, descendants
+from megaflow_hpc.errors import SandboxError
+
+InSandbox = Callable[..., Any]
+CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"
+
+
+def test_neither_home_nor_host_environment_is_inside(
+    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    for name in ("APPTAINER_BINDPATH", "SINGULARITY_BINDPATH", "APPTAINER_BIND"):
+        monkeypatch.setenv(name, f"{secret}:/mnt/secret")
+    monkeypatch.setenv("APPTAINERENV_LEAK_A", "leaked")
+    monkeypatch.setenv("SINGULARITYENV_LEAK_B", "leaked")
+    for name in ("LEAK_C", "OPENAI_API_KEY", "SLURM_JOB_ID", "PMI_FD", "LD_PRELOAD_NOT"):
+        monkeypatch.setenv(name, "leaked")
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
+        # PID 1's environment as well: a command can read it.
+        env = await sandbox.exec("env; tr '\\0' '\\n' < /proc/1/environ")
+        files = await sandbox.exec(
+            ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
+        )
+        return env.stdout, files.stdout
+
+    env, files = in_sandbox(use)
+    assert "leaked" not in env
+    assert str(Path.home()) not in env
+    assert files == ""
+    names = {line.partition("=")[0] for line in env.splitlines() if "=" in line}
+    assert not {name for name in names if name.startswith(("SLURM", "PMI"))}
+
+
+def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        code = "import os; print(sorted(os.listdir('/proc/self/fd'))[:-1])"  # the last is listdir's own
+        return (await sandbox.exec(["python3", "-c", code])).stdout.strip()
+
+    try:
+        assert in_sandbox(use) == "['0', '1', '2']"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(in_sandbox: InSandbox) -> None:
+    marker = Path("/tmp") / f"megaflow-test-{os.getpid()}"
+    marker.write_text("host")
+
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        commands = (
+            f"cat {marker}",
+            "ls /proc | grep -c '^[0-9]'",
+            "ls /dev/shm | wc -l",
+            "grep NoNewPrivs /proc/self/status",
+            "grep CapEff /proc/self/status",
+            "touch /.megaflow/x /sys/x; mount -t tmpfs x /mnt; echo $?",
+        )
+        return [(await sandbox.exec(command)).stdout.strip() for command in commands]
+
+    try:
+        tmp, processes, shm, privileges, capabilities, written = in_sandbox(use)
+    finally:
+        marker.unlink()
+    assert tmp == ""
+    assert int(processes) < 10
+    assert shm == "0"
+    assert privileges.split() == ["NoNewPrivs:", "1"]
+    assert int(capabilities.split()[1], 16) == 0
+    assert written != "0"
+
+
+def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(rootfs: str, scratch: Path) -> None:
+    async def main() -> list[int]:
+        async with ApptainerProvider(scratch) as provider:
+            first, second = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(2)))
+            await first.exec("echo x > /etc/mine; rm -rf /usr/bin/git")
+            return [(await s.exec("test -e /etc/mine || test ! -e /usr/bin/git")).exit_code for s in (first, second)]
+
+    assert asyncio.run(main()) == [0, 1]
+    assert not Path(rootfs, "etc", "mine").exists()
+
+
+def test_only_host_network_reaches_a_live_listener_of_the_host(in_sandbox: InSandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+
+        async def use(sandbox: ApptainerSandbox) -> int:
+            return (await sandbox.exec(["python3", "-c", CONNECT, port], timeout_s=20)).exit_code
+
+        assert in_sandbox(use, network="host") == 0
+        assert in_sandbox(use, network="none") == 1
+        assert in_sandbox(use, network="gateway") == 1
+
+
+def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[bytes, int, int]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            received.set_result(await reader.readexactly(1))
+            writer.close()
+
+        received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(serve, sock=await sandbox.listen(8123))
+        async with server:
+            good = await sandbox.exec(["python3", "-c", CONNECT, "8123"])
+            other = await sandbox.exec(["python3", "-c", CONNECT, "8124"])
+            return await received, good.exit_code, other.exit_code
+
+    assert in_sandbox(use, network="gateway") == (b"x", 0, 1)
+
+
+def test_an_unprivileged_user_is_not_uid_0(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        return [
+            (await sandbox.exec("id -u")).stdout.strip(),
+            (await sandbox.exec("touch /x && echo ok")).stdout.strip(),
+        ]
+
+    assert in_sandbox(use) == ["0", "ok"]
+    assert in_sandbox(use, user="agent")[0] != "0"
+
+
+OWNER = """
+import asyncio, json, os, sys
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+async def main():
+    provider = ApptainerProvider(sys.argv[1])
+    sandboxes = [await provider.start(SandboxSpec(sys.argv[2])) for _ in range(3)]
+    for sandbox in sandboxes:
+        await sandbox.exec("for i in 1 2 3; do setsid sleep 3000 & done")
+    busy = asyncio.create_task(sandboxes[0].exec("sleep 3000"))
+    await asyncio.sleep(0.2)
+    print(json.dumps([sandbox.pid for sandbox in sandboxes]), flush=True)
+    await asyncio.sleep(3000)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("setpriv", [True, False], ids=["parent-death signal", "end of the command pipe alone"])
+def test_a_killed_owner_leaves_no_process_and_the_janitor_removes_the_rest(
+    rootfs: str, tmp_path: Path, setpriv: bool
+) -> None:
+    scratch = tmp_path / "scratch"
+    hide = "" if setpriv else "import megaflow_hpc.environments.container as c; c.dies_with_parent = lambda: []\n"
+    owner = subprocess.Popen([sys.executable, "-c", hide + OWNER, str(scratch), rootfs], stdout=subprocess.PIPE)
+    assert owner.stdout
+    inits = json.loads(owner.stdout.readline())
+    everyone = [Identity.of(pid) for init in inits for pid in (init, *descendants(init))]
+    everyone += [Identity.of(pid) for pid in descendants(owner.pid)]
+    assert len([identity for identity in everyone if identity]) > 12
+    assert sweep(scratch)["owners"] == 0  # it lives
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 10
+    while any(identity and identity.alive() for identity in everyone) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [identity for identity in everyone if identity and identity.alive()] == []
+    assert len(list((scratch / "owners").iterdir())) == 1
+    counts = sweep(scratch)
+    assert (counts["owners"], counts["sandboxes"], counts["left"]) == (1, 3, 0)
+    assert list((scratch / "owners").iterdir()) == []
+
+
+def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) -> None:
+    left = subprocess.Popen(["sleep", "3000"], start_new_session=True)
+    identity = Identity.of(left.pid)
+    sandbox = tmp_path / "owners" / "1-1" / "s1"
+    sandbox.mkdir(parents=True)
+    (sandbox / "owner").write_text(f"{identity}\n")
+    other = tmp_path / "owners" / "1-1" / "s2"
+    other.mkdir()
+    (other / "owner").write_text(f"{os.getpid()}-1\n")  # our pid, another start time: must live
+    assert sweep(tmp_path)["processes"] == 1
+    assert left.wait(10) == -signal.SIGKILL
+
+
+def test_an_image_without_a_shell_is_named_as_the_cause(scratch: Path, tmp_path: Path) -> None:
+    image = tmp_path / "empty-image"
+    for name in ("etc", "proc", "sys", "dev", "tmp", "bin"):
+        (image / name).mkdir(parents=True)
+
+    async def main() -> None:
+        async with ApptainerProvider(scratch) as provider:
+            await provider.start(SandboxSpec(str(image)))
+
+    with pytest.raises(SandboxError, match=r"empty-image: .*no /bin/sh"):
+        asyncio.run(main())
+
+
+def test_an_image_that_is_none_is_refused_with_its_path(scratch: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.sif"
+    broken.write_text(textwrap.dedent("not an image"))
+
+    async def start(image: str) -> None:
+        async with ApptainerProvider(scratch) as provider:
+            await provider.start(SandboxSpec(image))
+
+    with pytest.raises(SandboxError, match=r"broken\.sif: cannot be unpacked"):
+        asyncio.run(start(str(broken)))
+    with pytest.raises(SandboxError, match=r"missing\.sif: no such image"):
+        asyncio.run(start(str(tmp_path / "missing.sif")))
+
+
+def test_an_image_is_unpacked_once_by_several_processes(base_sif: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    code = "import sys; from pathlib import Path; from megaflow_hpc.environments.staging import stage;"
+    code += "from megaflow_hpc.environments.apptainer import find_apptainer;"
+    code += "print(stage(sys.argv[1], Path(sys.argv[2]), find_apptainer()))"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(base_sif), str(scratch)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = {process.communicate()[0].strip() for process in started}
+    assert len(outputs) == 1
+    assert Path(outputs.pop(), "bin", "sh").exists()
+    assert sorted(path.name for path in next(scratch.iterdir()).iterdir()) == ["lock", "rootfs"]
