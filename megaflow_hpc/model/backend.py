@@ -7,6 +7,14 @@ refuse the parameters below.
 scripted engine have both). The engine renders the whole history anew, so a history whose text does not encode to the
 sampled ids starts a new sequence.
 
+``split`` (vLLM with ``--enable-scale-out``): ``…/render`` makes the prompt's token ids, ``/inference/v1/generate`` goes
+from ids to ids, ``…/derender`` makes the agent's answer of them. Between the first and the second, the part of the
+prompt that is this rollout's own earlier answers is replaced by the ids that were sampled, so a conversation that is
+only appended to is one sequence whatever its text encodes to::
+
+    rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
+    sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
+
 What an agent asked for and what is added are kept apart: the answer it sees is the one it would get from the engine.
 """
 
@@ -15,11 +23,11 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
-from megaflow_hpc.model.recorder import Sample
+from megaflow_hpc.model.recorder import Recorder, Sample
 from megaflow_hpc.model.router import Server
 
 RETRIED = frozenset({401, 403, 408, 429})
@@ -79,40 +87,45 @@ async def post(
     return reply
 
 
-async def ask(
-    session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
-) -> Answer:
+class Call(NamedTuple):
+    """One request of an agent, at one server."""
+
+    session: aiohttp.ClientSession
+    server: Server
+    path: str
+    body: Mapping[str, Any]
+    timeout_s: float
+    recorder: Recorder
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await post(self.session, self.server, path, body, self.timeout_s)
+
+    def asked(self, **changes: Any) -> dict[str, Any]:
+        """The body as it goes to the engine."""
+        body = {k: v for k, v in self.body.items() if k != "stream_options"}
+        return {**body, "model": self.server.model_name, "stream": False, **changes}
+
+
+async def ask(call: Call) -> Answer:
     """One call in the protocol that the server's engine has; raises as :func:`post` does."""
-    return await PROTOCOLS[server.protocol](session, server, path, body, timeout_s)
+    return await PROTOCOLS[call.server.protocol](call)
 
 
-async def text(
-    session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
-) -> Answer:
+async def text(call: Call) -> Answer:
     """A call of which only the text is kept."""
-    asked = {k: v for k, v in body.items() if k != "stream_options"}
-    reply = await post(session, server, path, {**asked, "model": server.model_name, "stream": False}, timeout_s)
+    reply, server = await call.post(call.path, call.asked()), call.server
     if not reply.get("choices"):
         raise Unavailable(f"{server.name}: an answer without choices")
     message = reply["choices"][0].get("message")
     return Answer(reply, message=_brief(message) if message else None)
 
 
-async def plain(
-    session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
-) -> Answer:
+async def plain(call: Call) -> Answer:
     """A call of ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
-    chat = path.endswith("/chat/completions")
-    asked = {
-        **body,
-        "model": server.model_name,
-        "stream": False,
-        "return_token_ids": True,
-        "logprobs": (True if chat else max(1, int(body.get("logprobs") or 0))),
-    }
-    asked.pop("stream_options", None)
+    server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
     version = server.weight_version
-    reply = await post(session, server, path, asked, timeout_s)
+    scores = True if chat else max(1, int(body.get("logprobs") or 0))
+    reply = await call.post(call.path, call.asked(return_token_ids=True, logprobs=scores))
     try:
         samples = [_sample(reply, choice, chat, version, server.name) for choice in reply["choices"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -120,6 +133,78 @@ async def plain(
     reply["model"] = body.get("model") or server.model_name
     _strip(reply, body, chat)
     return Answer(reply, samples)
+
+
+async def split(call: Call) -> Answer:
+    """A chat call in three: render, generate, derender. What these cannot do goes the plain way."""
+    body = call.body
+    if not call.path.endswith("/chat/completions") or body.get("stop") or (body.get("n") or 1) > 1:
+        return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
+    server, version = call.server, call.server.weight_version
+    asked = call.asked(logprobs=True)
+    request = await call.post(call.path + "/render", asked)
+    try:
+        rendered, sampling = list(request["token_ids"]), dict(request["sampling_params"])
+        prompt = rendered if request.get("features") else await _continued(call, rendered)
+        if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+            sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
+        sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
+        generate = {**request, "token_ids": prompt, "sampling_params": sampling, "stream": False}
+        generated = await call.post("/inference/v1/generate", generate)
+        (choice,) = generated["choices"]
+        tokens = list(choice["token_ids"])
+        scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        if len(tokens) != len(scores):
+            raise ValueError(f"{len(tokens)} token ids, {len(scores)} log-probabilities")
+        told = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
+        reply = await call.post(
+            call.path + "/derender", {"model": server.model_name, "prompt_tokens": len(prompt), **told}
+        )
+        message = _brief(reply["choices"][0]["message"])
+        finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Unavailable(
+            f"{server.name}: an answer of render, generate or derender lacks a part ({error!r})"
+        ) from error
+    sample = Sample(
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=scores,
+        text=message.get("content") or "",
+        finish_reason=finish,
+        weight_version=version,
+        server=server.name,
+        message=message,
+        request_id=str(generated.get("request_id", "")),
+        rendered=rendered,
+        stopped=choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str),
+    )
+    reply["model"] = body.get("model") or server.model_name
+    _strip(reply, body, chat=True)
+    return Answer(reply, [sample])
+
+
+async def _continued(call: Call, rendered: list[int]) -> list[int]:
+    """``rendered`` with this rollout's own earlier answers as they were sampled; itself where none is known."""
+    messages = call.body.get("messages") or ()
+    found = call.recorder.tip(rendered, messages)
+    if found is None:
+        return rendered
+    sequence, tip = found
+    after = rendered[len(tip.rendered) :]
+    if tip.stop is not None:
+        if tip.stop not in after:
+            return rendered
+        tail = after[after.index(tip.stop) + 1 :]
+    else:
+        # A limit cut the answer off, so no token in it marks its end: what follows an answer without text is the rest.
+        emptied = [dict(m) for m in messages]
+        emptied[tip.messages] = {"role": "assistant", "content": ""}
+        bare = list((await call.post(call.path + "/render", call.asked(messages=emptied)))["token_ids"])
+        tail = bare[len(tip.rendered) :]
+        if bare[: len(tip.rendered)] != list(tip.rendered) or not tail or after[-len(tail) :] != tail:
+            return rendered
+    return [*sequence.tokens[: tip.end], *tail]
 
 
 def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, version: int, server: str) -> Sample:
@@ -161,5 +246,4 @@ def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
             choice["logprobs"] = None
 
 
-Protocol = Callable[[aiohttp.ClientSession, Server, str, Mapping[str, Any], float], Awaitable[Answer]]
-PROTOCOLS: Mapping[str, Protocol] = {"text": text, "plain": plain}
+PROTOCOLS: Mapping[str, Callable[[Call], Awaitable[Answer]]] = {"text": text, "plain": plain, "split": split}

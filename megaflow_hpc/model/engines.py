@@ -78,7 +78,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         [python, "-m", "vllm.entrypoints.openai.api_server", *flags({**built_in, **options})],
         {k: os.environ.get(k, v) for k, v in env.items()},
         model_name=str(options.get("served-model-name", policy)),
-        protocol="plain",
+        protocol="split" if options.get("enable-scale-out", True) else "plain",
     )
     result.uds = socket_path(private)
     result.command += ["--uds", result.uds]
@@ -224,6 +224,9 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
 
+FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
+"""Errors that only say that there was another."""
+
 
 def cause(log_tail: str, exit_code: int | None) -> str:
     """Why an engine ended, in one line: a known cause and the line that shows it, else the last error line."""
@@ -232,7 +235,7 @@ def cause(log_tail: str, exit_code: int | None) -> str:
         for line in reversed(lines):
             if re.search(pattern, line):
                 return f"{meaning}: {_plain(line)}"
-    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", line)]
+    errors = [x for x in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", x) and not re.search(FOLLOWS, x)]
     last = _plain((errors or lines or ["it printed nothing"])[-1])
     return f"exit code {exit_code}: {last}" if exit_code is not None else last
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from megaflow_hpc.model.recorder import Recorder
 from megaflow_hpc.model.router import Router, Server
 from megaflow_hpc.types import ModelEndpoint, Recording
 
+LOG = logging.getLogger(__name__)
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 MAX_BODY = 256 * 2**20
@@ -151,25 +153,29 @@ class ModelGateway:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Lets through who has the key of the rollout in the path, and gives every error the API's shape."""
+        rollout: _Rollout | None = None
         try:
             parts = request.path.split("/", 3)
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(_key(request).encode(), rollout.key.encode()):
                 return error_response(401, "no such rollout, or not its key", "authentication_error")
-            request["rollout"] = rollout
             return await handler(request)
         except web.HTTPException as refusal:
             return error_response(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+        except Exception as error:
+            LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
+            return error_response(500, f"in the gateway: {type(error).__name__}: {error}", "server_error")
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": request["rollout"].policy, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
+        policy = self._by_token[request.match_info["token"]].policy
+        card = {"id": policy, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _later(self, request: web.Request) -> web.Response:
         return error_response(501, f"{request.path.rpartition('/')[2]}: not served yet; use chat/completions")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        rollout: _Rollout = request["rollout"]
+        rollout: _Rollout = self._by_token[request.match_info["token"]]
         try:
             body = json.loads(await request.read())
             if not isinstance(body, dict):
@@ -216,7 +222,9 @@ class ModelGateway:
             server.outstanding += 1
             began = time.monotonic()
             try:
-                answer = await backend.ask(self._session, server, path, body, self.request_timeout_s)
+                answer = await backend.ask(
+                    backend.Call(self._session, server, path, body, self.request_timeout_s, rollout.recorder)
+                )
             except backend.Unavailable as error:
                 server.failed()
                 cause = str(error)

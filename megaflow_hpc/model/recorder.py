@@ -42,6 +42,24 @@ class Sample:
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message; ``None`` for plain completions."""
     request_id: str = ""
+    rendered: Sequence[int] | None = None
+    """The prompt as the engine rendered it from the messages, where that is known; ``prompt`` is what it was given."""
+    stopped: bool = False
+    """The last token ended the turn."""
+
+
+@dataclass
+class Tip:
+    """The end of a sequence: what is needed to go on from the sampled ids when the conversation comes back as text."""
+
+    rendered: array[int]
+    messages: int
+    """How many were sent."""
+    answer: Mapping[str, Any]
+    end: int
+    """Tokens of the sequence up to and with the answer."""
+    stop: int | None
+    """The token that ended the turn; ``None`` where a limit did."""
 
 
 @dataclass
@@ -53,6 +71,7 @@ class Recorder:
     recording: Recording = field(default_factory=Recording)
     sampled: int = 0
     calls: int = 0
+    tips: dict[int, Tip] = field(default_factory=dict, repr=False)
     _last_answer: float = field(default=0.0, repr=False)
 
     def request_arrived(self) -> None:
@@ -105,6 +124,10 @@ class Recorder:
         self.recording.turns.append(turn)
         self.calls += 1
         self.sampled += len(sample.tokens)
+        if sample.rendered is not None and sample.message is not None:
+            stop = sample.tokens[-1] if sample.stopped else None
+            rendered = array("i", sample.rendered)
+            self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop)
         self._keep_messages(messages, sample.message)
         self._keep_raw(sample)
         self._last_answer = time.monotonic()
@@ -115,6 +138,15 @@ class Recorder:
         self.calls += 1
         self._keep_messages(messages, answer)
         self._last_answer = time.monotonic()
+
+    def tip(self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> tuple[TokenSequence, Tip] | None:
+        """The latest turn that this conversation goes on from: same prompt, then our answer, unchanged."""
+        candidate = array("i", rendered)
+        for number, tip in reversed(self.tips.items()):
+            goes_on = len(messages) > tip.messages and same_message(messages[tip.messages], tip.answer)
+            if goes_on and candidate[: len(tip.rendered)] == tip.rendered:
+                return self.recording.sequences[number], tip
+        return None
 
     def finish(self) -> Recording:
         self.request_arrived()
@@ -141,6 +173,15 @@ class Recorder:
                 "finish_reason": sample.finish_reason,
             }
         )
+
+
+def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two OpenAI messages say the same; fields that are empty count as absent."""
+
+    def said(message: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "reasoning") and v}
+
+    return said(one) == said(other)
 
 
 def _extend(sequence: TokenSequence, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:

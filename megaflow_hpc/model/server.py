@@ -47,6 +47,8 @@ DRAIN_S = 25.0
 """Slurm's preemption gives 30 s before SIGKILL by default (KillWait)."""
 STARTS = 3
 """Starts in a row that may fail."""
+WARM_UP = 3
+"""Tokens of the first completion: one is the prompt's work alone, the next ones compile the decoding."""
 BACKOFF_S = (1.0, 5.0)
 STEADY_S = 60.0
 """An engine that ran this long starts the count anew."""
@@ -103,6 +105,7 @@ class EngineServer:
         self._why = ""
         self._beats = 0
         self._fingerprint = ""
+        self._log_start = 0
         self._record: dict[str, Any] = {}
         self._proxy: Proxy
 
@@ -196,6 +199,7 @@ class EngineServer:
         self._say(f"starting {' '.join(launch.command[:3])} …; its output goes to {self.log_file}")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_"))}
         descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._log_start = os.fstat(descriptor).st_size
         try:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megaflow_hpc.model.lifeline", *launch.command),
@@ -220,7 +224,7 @@ class EngineServer:
         while time.monotonic() < deadline:
             for path, body in tries:
                 try:
-                    request = {"model": launch.model_name, "max_tokens": 1, **body}
+                    request = {"model": launch.model_name, "max_tokens": WARM_UP, **body}
                     status, text = await self._proxy.ask(path, request, timeout_s=120)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     last = f"{type(error).__name__}: {error}"
@@ -289,7 +293,7 @@ class EngineServer:
     def _cause(self, engine: asyncio.subprocess.Process | None) -> str:
         try:
             with self.log_file.open("rb") as file:
-                file.seek(max(0, self.log_file.stat().st_size - TAIL))
+                file.seek(max(self._log_start, self.log_file.stat().st_size - TAIL))
                 tail = file.read().decode("utf-8", "replace")
         except OSError:
             tail = ""

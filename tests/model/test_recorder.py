@@ -35,7 +35,7 @@ def test_every_sampled_token_is_kept_once_and_every_call_can_be_read_back(steps:
     context: list[int] = [1, 2, 3]
     for kind, new, sampled, version in steps:
         if kind == "edit":
-            context = context[: len(context) // 2] + [999]
+            context = [*context[: len(context) // 2], 999]
         elif kind == "fresh":
             context = [1000 + len(calls)]
         elif kind == "extend":

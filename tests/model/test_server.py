@@ -176,7 +176,7 @@ def test_engine_options_become_flags() -> None:
         ("a\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nTraceback", "out of GPU memory"),
         ("OSError: [Errno 98] Address already in use", "its port was taken"),
         ("OSError: x does not appear to have a file named config.json", "the model cannot be found"),
-        ("noise\nValueError: odd thing\nmore noise", "ValueError: odd thing"),
+        ("noise\nValueError: odd thing\nEngineDeadError: See stack trace", "ValueError: odd thing"),
         ("", "it printed nothing"),
     ],
 )

@@ -1,0 +1,151 @@
+"""mini-swe-agent against the scripted engine, through the real gateway, with real commands."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_sandbox import LocalSandbox
+from serving import Servers
+
+from megaflow_hpc.agents import create
+from megaflow_hpc.errors import ModelServiceError, SandboxError
+from megaflow_hpc.model.scripted import script_from_patch
+from megaflow_hpc.types import AgentResult, Recording, Task
+
+PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"
+
+
+def block(command: str) -> str:
+    return f"THOUGHT: so.\n\n```mswea_bash_command\n{command}\n```"
+
+
+def make_task() -> Task:
+    return Task(id="sum", instruction="m.py prints the wrong sum", image="base", path="/nowhere")
+
+
+async def roll(
+    servers: Servers, sandbox: LocalSandbox, *, gateway_options: dict[str, Any] | None = None, **spec: Any
+) -> tuple[AgentResult, Recording]:
+    agent = create({"name": "mini-swe-agent", **spec})
+    async with servers.gateway(**(gateway_options or {})) as gateway:
+        model = await gateway.open("sum/default/0", "default")
+        result = await agent.run(make_task(), sandbox, model)
+        return result, await gateway.close("sum/default/0")
+
+
+def test_it_repairs_a_file_and_every_token_is_recorded(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"tasks": [script_from_patch("wrong sum", PATCH)]})
+    sandbox = LocalSandbox(tmp_path / "box")
+    (sandbox.work / "m.py").write_text("print(1 - 1)\n")
+    result, recording = asyncio.run(roll(servers, sandbox))
+    assert (result.status, result.exit_code, result.error) == ("completed", 0, "")
+    assert (sandbox.work / "m.py").read_text() == "print(1 + 1)\n"
+    assert [t.finish_reason for t in recording.turns] == ["stop"] * 3
+    assert len(recording.sequences) == 1
+    assert len(result.sandbox_s) == 3
+    assert all(s > 0 for s in result.sandbox_s)
+    assert recording.messages == result.messages
+    sequence = recording.sequences[0]
+    text = bytes(t for t, m in zip(sequence.tokens, sequence.loss_mask, strict=True) if m and t < 256).decode()
+    assert text == "".join(m["content"] for m in result.messages if m["role"] == "assistant")
+    assert [m["role"] for m in result.messages[:4]] == ["system", "user", "assistant", "user"]
+    assert "<returncode>0</returncode>" in result.messages[3]["content"]
+
+
+def test_a_limit_of_turns_truncates(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"default": [block("echo on")]})
+    result, recording = asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), max_turns=4))
+    assert (result.status, result.exit_code) == ("truncated", 0)
+    assert len(recording.turns) == 4
+
+
+def test_the_gateways_budget_truncates(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"default": [block("echo on")]})
+    sandbox = LocalSandbox(tmp_path / "box")
+    result, recording = asyncio.run(roll(servers, sandbox, gateway_options={"max_calls": 3}))
+    assert result.status == "truncated"
+    assert len(recording.turns) == 3
+
+
+def test_a_full_context_truncates(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"default": [block("seq 300")]}, **{"max-model-len": 7000})
+    result, recording = asyncio.run(roll(servers, LocalSandbox(tmp_path / "box")))
+    assert result.status == "truncated"
+    assert "maximum context length" in result.error
+    assert recording.turns
+
+
+def test_answers_without_a_command_end_it_as_its_own_failure(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"default": ["I do not know"]})
+    result, recording = asyncio.run(roll(servers, LocalSandbox(tmp_path / "box")))
+    assert (result.status, result.exit_code, result.error) == ("completed", 1, "RepeatedFormatError")
+    assert len(recording.turns) == 3
+    assert len(recording.sequences) == 1, "an answer in the wrong format stays in the conversation"
+
+
+def test_a_command_that_hangs_is_ended_and_reported_to_the_model(servers: Servers, tmp_path: Path) -> None:
+    submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo done")
+    servers.script({"default": [block("echo before; sleep 60"), submit]})
+    result, _ = asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), args={"command_timeout_s": 0.5}))
+    assert (result.status, result.exit_code) == ("completed", 0)
+    observation = result.messages[3]["content"]
+    assert "ended after 0.5 seconds" in observation
+    assert "before" in observation
+
+
+def test_bytes_that_are_no_text_do_not_end_it(servers: Servers, tmp_path: Path) -> None:
+    submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    servers.script({"default": [block("printf '\\377\\376'; echo oops >&2; exit 3"), submit]})
+    result, _ = asyncio.run(roll(servers, LocalSandbox(tmp_path / "box")))
+    assert result.status == "completed"
+    assert "<returncode>3</returncode>" in result.messages[3]["content"]
+    assert "oops" in result.messages[3]["content"]
+
+
+def test_a_model_that_no_engine_serves_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"tasks": [{"when": "wrong sum", "answers": [{"status": 500}]}]})
+    with pytest.raises(ModelServiceError):
+        asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), gateway_options={"wait_s": 1.0}))
+
+
+def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"default": [block("echo on")]})
+    sandbox = LocalSandbox(tmp_path / "box")
+
+    async def scenario() -> None:
+        rolling = asyncio.create_task(roll(servers, sandbox))
+        await asyncio.sleep(3)
+        await sandbox.stop()
+        await rolling
+
+    with pytest.raises(SandboxError):
+        asyncio.run(scenario())
+
+
+def test_a_cancelled_rollout_leaves_no_thread(servers: Servers, tmp_path: Path) -> None:
+    servers.script({"default": [block("sleep 30")]})
+
+    async def scenario() -> float:
+        rolling = asyncio.create_task(roll(servers, LocalSandbox(tmp_path / "box")))
+        await asyncio.to_thread(servers.record, 0)
+        deadline = time.monotonic() + 20
+        while not any(t.name.startswith("mini-swe-agent") for t in threading.enumerate()):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1)
+        began = time.monotonic()
+        rolling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rolling
+        return time.monotonic() - began
+
+    assert asyncio.run(scenario()) < 3
+    deadline = time.monotonic() + 5
+    while any(t.name.startswith("mini-swe-agent") for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "the agent's thread goes on"
+        time.sleep(0.05)
