@@ -84,7 +84,7 @@ def register(subparsers: Any) -> None:
 
 
 def run_build(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments import bugs, releases
+    from megaflow_hpc.environments import bug_image, bugs, releases
 
     content, where = bugs.read_bugs(arguments.bugs)
     chosen = bugs.select(content.bugs, arguments.only)
@@ -93,7 +93,7 @@ def run_build(arguments: argparse.Namespace) -> int:
     built = bugs.build_tasks(content, chosen, output, cache.absolute(), where, note)
     image = Path(arguments.image).absolute() if arguments.image else output.parent / f"{content.image}.sif"
     if arguments.base:
-        bugs.build_image(content, Path(arguments.base).absolute(), image, note)
+        bug_image.build_image(content, Path(arguments.base).absolute(), image, note)
     else:
         note(f"no image built; add --base SIF, or map {content.image!r} in environment.images of the campaign")
     if arguments.json:

@@ -11,8 +11,7 @@ a Harbor task directory::
       solution/            solve.sh applies fix.patch, the code that differs between the releases
       tests/               test.sh runs named_tests.py: the fixed release's tests, judged by id
 
-All tasks share one image that holds pytest and whatever the tests import. It is built from a definition file over a
-base image, offline, from wheels downloaded beforehand: the host's pip settings need not reach into the build.
+All tasks share one image (bug_image.py) that holds pytest and whatever the tests import.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-import subprocess
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -34,23 +31,19 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config import Section, explain, line_of, read_yaml
-from megaflow_hpc.environments import apptainer as runtime
 from megaflow_hpc.environments import named_tests
-from megaflow_hpc.environments.images import BUILD_OPTIONS
 from megaflow_hpc.environments.releases import (
     Patch,
     Release,
     commit,
     difference,
     fetch,
-    fetch_wheels,
     is_test,
     source_root,
     tree_files,
     unpack,
 )
-from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.rundir import write_atomic, write_json
+from megaflow_hpc.errors import ConfigError
 
 MAX_LINES = 400
 """Releases further apart than this are not one bug."""
@@ -310,7 +303,7 @@ result. There is no network.
 
 
 def task_toml(image: str, bug: Bug, patch: Patch, root: str, stamp: str) -> str:
-    """``task.toml``, Harbor's schema 1.4. With an image and no Dockerfile ``environment/`` is uploaded to ``workdir``."""
+    """``task.toml``, Harbor's schema 1.4. Image and no Dockerfile: ``environment/`` is uploaded to ``workdir``."""
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {
         "metadata": {
@@ -345,98 +338,3 @@ def task_toml(image: str, bug: Bug, patch: Patch, root: str, stamp: str) -> str:
 def _toml(value: Any) -> str:
     """JSON's notation of strings, numbers and lists of them is TOML's too."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-# --- the image ------------------------------------------------------------------------------------------------------
-
-DEFINITION = """\
-Bootstrap: localimage
-From: {base}
-
-%files
-    {wheels} /opt/wheels
-
-%post
-    set -e
-    python3 -c 'import sys, unittest, sqlite3, venv; assert sys.version_info[:2] == ({python})'
-    git --version
-    python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-cache-dir \\
-        --break-system-packages --root-user-action=ignore --ignore-installed {requirements}
-    rm -rf /opt/wheels
-    mkdir -p {workdir}
-
-%labels
-    megaflow_hpc.image {name}
-"""
-
-
-def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
-    """Everything the image must hold, without repetition."""
-    return list(dict.fromkeys([*content.requires, *(need for bug in bugs for need in bug.requires)]))
-
-
-def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bool:
-    """Builds the shared image over ``base`` (a SIF or an unpacked directory); false where it was there already.
-
-    It holds what every bug of the file needs, whichever were selected: its content does not depend on ``--only``.
-    """
-    if not base.exists():
-        raise ConfigError(f"--base {base}: no such image; build one with: megaflow-hpc images build, or launchers/demo")
-    needs = requirements(content, content.bugs)
-    status = base.stat()
-    made_from = json.dumps(
-        [LAYOUT, DEFINITION, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns]
-    )
-    stamp = {"fingerprint": hashlib.sha256(made_from.encode()).hexdigest()[:32]}
-    stamp_file = target.with_name(target.name + ".json")
-    if target.exists() and _read_json(stamp_file) == stamp:
-        say(f"{target}: there already")
-        return False
-    apptainer = runtime.find_apptainer()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-        major, minor = _python_of(apptainer, base)
-        say(f"{target}: downloading wheels for Python {major}.{minor}: {', '.join(needs)}")
-        wheels = Path(scratch) / "wheels"
-        wheels.mkdir()
-        files = fetch_wheels([*needs, "pip"], f"{major}.{minor}", wheels)
-        definition = Path(scratch) / "image.def"
-        definition.write_text(
-            DEFINITION.format(
-                base=base.resolve(),
-                wheels=wheels,
-                python=f"{major}, {minor}",
-                pip=next(name for name in files if re.match(r"pip-[\d.]+-", name)),
-                requirements=" ".join(f"'{need}'" for need in needs),
-                workdir=WORKDIR,
-                name=content.image,
-            )
-        )
-        say(f"{target}: building over {base}")
-        image = Path(scratch) / "image.sif"
-        runtime.build(apptainer, image, str(definition), *BUILD_OPTIONS, cwd=Path(scratch))
-        stamp_file.unlink(missing_ok=True)
-        os.replace(image, target)
-        write_atomic(target.with_suffix(".def"), definition.read_text(), 0o644)
-    write_json(stamp_file, stamp, 0o644)
-    return True
-
-
-def _python_of(apptainer: str, image: Path) -> tuple[str, str]:
-    """Major and minor version of an image's ``python3``."""
-    program = "import sys; print(*sys.version_info[:2])"
-    command = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", str(image), "python3", "-c", program]
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", env=runtime.clean_environment(), cwd="/", check=False
-    )
-    answer = re.fullmatch(r"(\d+) (\d+)", done.stdout.strip())
-    if done.returncode != 0 or answer is None:
-        raise SiteError(f"{image}: its python3 cannot be run: {runtime.last_line(done.stderr + done.stdout)}")
-    return answer[1], answer[2]
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

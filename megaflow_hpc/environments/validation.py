@@ -2,7 +2,7 @@
 
 Each task runs twice in fresh sandboxes, along the path a rollout takes: prepared, left alone or solved, verified. Where
 the verifier writes ``results.json`` (named_tests.py does) single tests are judged too: those named as failing must
-*fail* without the solution, which a test that cannot be collected does not, and pass with it; the others pass both times.
+*fail* without the solution, which a test that cannot be collected does not, and pass with it; the others pass always.
 """
 
 from __future__ import annotations
