@@ -217,9 +217,10 @@ class EngineServer:
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": "Are you ready?"}]
+        scores = launch.protocol != "text"  # as the gateway will ask, so that all is compiled before it does
         tries: list[tuple[str, dict[str, Any]]] = [
-            ("/v1/chat/completions", {"messages": messages}),
-            ("/v1/completions", {"prompt": "Are you ready?"}),
+            ("/v1/chat/completions", {"messages": messages, "logprobs": scores}),
+            ("/v1/completions", {"prompt": "Are you ready?", "logprobs": 1 if scores else None}),
         ]
         while time.monotonic() < deadline:
             for path, body in tries:
