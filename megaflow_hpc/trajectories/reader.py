@@ -1,0 +1,255 @@
+"""Reading trajectories: from a run directory, finished or not, or from one ``trajectories.h5``.
+
+    with open_trajectories(run.path) as store:
+        for row in store:
+            print(row.id, row.reward, len(row.messages))
+        batch = store.batch(store.ids[:64], pad=0)
+
+A store is a snapshot: what it shows does not change while it is open, whatever the campaign does. Rows are lazy.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.trajectories.hdf5 import recorded_sources
+from megaflow_hpc.trajectories.sources import Hdf5Source, JournalSource, SequenceView, Source
+from megaflow_hpc.trajectories.winners import Seals, fingerprint, seals_of
+from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+
+_SCALARS = frozenset(
+    {"id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"}
+    | {"sample_index", "attempt", "epoch", "reward", "started_at", "finished_at"}
+)
+
+
+class Row:
+    """One trajectory; every attribute is read when it is used. Holds while its store is open."""
+
+    __slots__ = ("_source", "index")
+
+    id: str
+    task_id: str
+    group_id: str
+    policy: str
+    agent: str
+    status: str
+    error_kind: str
+    error: str
+    node: str
+    job_id: str
+    sample_index: int
+    attempt: int
+    epoch: int
+    reward: float
+    """NaN unless verified."""
+    started_at: float
+    """Seconds UTC."""
+    finished_at: float
+
+    def __init__(self, source: Source, index: int) -> None:
+        self._source = source
+        self.index = index
+        """Row number in the store."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SCALARS:
+            return self._source.scalar(name, self.index)
+        raise AttributeError(f"a trajectory has no attribute {name!r}")
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By name, those that the rollout has."""
+        return self._source.rewards(self.index)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """OpenAI message form."""
+        return self._source.messages(self.index)
+
+    @property
+    def sequences(self) -> list[SequenceView]:
+        return self._source.sequences(self.index)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Sequence numbers and token spans count within this trajectory, unlike in the file."""
+        return self._source.turns(self.index)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return self._source.attempts(self.index)
+
+    @property
+    def artifacts(self) -> list[Artifact]:
+        return self._source.artifacts(self.index)
+
+    def trajectory(self) -> Trajectory:
+        """All of it, independent of the store."""
+        scalars = {name: getattr(self, name) for name in _SCALARS}
+        scalars["reward"] = None if np.isnan(self.reward) else self.reward
+        sequences = [
+            TokenSequence(
+                s.policy,
+                array("i", s.tokens.tobytes()),
+                array("f", s.logprobs.tobytes()),
+                array("B", s.loss_mask.tobytes()),
+                array("i", s.weight_versions.tobytes()),
+            )
+            for s in self.sequences
+        ]
+        ragged = {name: getattr(self, name) for name in ("rewards", "messages", "turns", "attempts", "artifacts")}
+        return Trajectory(**scalars, sequences=sequences, **ragged)
+
+    def __repr__(self) -> str:
+        return f"<trajectory {self.id} {self.status} reward={self.reward:g}>"
+
+
+class TrajectoryStore:
+    """The trajectories of one campaign, in commit order. Made by :func:`open_trajectories`; a context manager."""
+
+    def __init__(self, source: Source, path: Path) -> None:
+        self._source = source
+        self.path = path
+        """The file or run directory it reads."""
+
+    def __enter__(self) -> TrajectoryStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._source.close()
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """Rollout ids by row number."""
+        return self._source.ids()
+
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        return {rollout: row for row, rollout in enumerate(self.ids)}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __contains__(self, rollout: object) -> bool:
+        return rollout in self._row_of
+
+    def __iter__(self) -> Iterator[Row]:
+        return (Row(self._source, row) for row in range(len(self)))
+
+    def __getitem__(self, key: int | str) -> Row:
+        """By row number, negative from the end, or by rollout id.
+
+        Raises:
+            IndexError: no such row.
+            KeyError: no such id.
+        """
+        return Row(self._source, self._row(key))
+
+    def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, NDArray[Any]]:
+        """The token sequences of some trajectories, ready for a trainer.
+
+        Args:
+            ids: rollout ids or row numbers; sequences come in this order. A rollout without tokens adds none.
+            pad: with ``None`` the token columns are flat, of all tokens T; with a number they are (S, longest),
+                filled with it in ``tokens`` and, elsewhere, with what stands for not sampled.
+
+        Returns:
+            ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (NaN where not sampled), ``weight_version``
+            int32 (-1 where not sampled): (T,) or (S, longest). ``offsets`` int64 (S+1): sequence s is tokens
+            ``[offsets[s], offsets[s+1])`` of the flat columns. Per sequence, (S,): ``trajectory`` int64, the row
+            number; ``group`` and ``policy``, strings; ``reward`` float32, NaN unless verified.
+
+        Raises:
+            KeyError, IndexError: no such trajectory.
+        """
+        rows = [self._row(key) for key in ids]
+        found: list[tuple[int, SequenceView]] = []
+        for row in rows:
+            found += [(row, sequence) for sequence in self._source.sequences(row)]
+        counts = {row: 0 for row in rows}
+        for row, _ in found:
+            counts[row] = 1
+        groups = {row: self._source.scalar("group_id", row) for row, used in counts.items() if used}
+        rewards = {row: self._source.scalar("reward", row) for row, used in counts.items() if used}
+        lengths = [len(sequence.tokens) for _, sequence in found]
+        sequences = [sequence for _, sequence in found]
+        shape = None if pad is None else (len(found), max(lengths, default=0))
+        return {
+            "tokens": _join([s.tokens for s in sequences], np.int32, shape, pad),
+            "loss_mask": _join([s.loss_mask for s in sequences], np.uint8, shape, 0),
+            "logprobs": _join([s.logprobs for s in sequences], np.float32, shape, np.nan),
+            "weight_version": _join([s.weight_versions for s in sequences], np.int32, shape, -1),
+            "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            "trajectory": np.array([row for row, _ in found], np.int64),
+            "group": np.array([groups[row] for row, _ in found], np.str_),
+            "reward": np.array([rewards[row] for row, _ in found], np.float32),
+            "policy": np.array([s.policy for s in sequences], np.str_),
+        }
+
+    def _row(self, key: int | str) -> int:
+        if isinstance(key, str):
+            if key not in self._row_of:
+                raise KeyError(f"{key}: no such rollout in {self.path} ({len(self)} trajectories)")
+            return self._row_of[key]
+        row = int(key)
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} in {self.path}")
+        return row % len(self)
+
+
+def _join(parts: list[Any], dtype: Any, shape: tuple[int, int] | None, fill: Any) -> NDArray[Any]:
+    """The parts end to end, or one per line of ``shape``."""
+    if shape is None:
+        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
+    padded = np.full(shape, fill, dtype)
+    for line, part in zip(padded, parts, strict=True):
+        line[: len(part)] = part
+    return padded
+
+
+def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) -> TrajectoryStore:
+    """Opens a campaign's trajectories for reading.
+
+    Args:
+        path: a run directory, also while its campaign runs, or one ``trajectories.h5``. In a run directory the file is
+            used if it holds all that the journals do; else the journals are read, and show the same.
+        seals: for a run directory, instead of what its ledger says.
+
+    Raises:
+        ConfigError: nothing there, not a run directory, or a file that is foreign, damaged or of a newer version.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return TrajectoryStore(Hdf5Source(path), path)
+    run = RunDir(path)
+    if not (run.journal.is_dir() or run.trajectories.exists()):
+        run.read_run()
+    seals = seals_of(run) if seals is None else seals
+    recorded = recorded_sources(run.trajectories)
+    now = fingerprint(run, seals)
+    if run.trajectories.exists() and _covers(recorded, now):
+        return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories)
+    return TrajectoryStore(JournalSource(run, seals), run.path)
+
+
+def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+    """Whether a file holds all there is now. Journals may have been removed since; without any, the file is all."""
+    if not now["journals"]:
+        return True
+    if recorded is None:
+        return False
+    known = recorded.get("journals", {})
+    return all(known.get(name) == size for name, size in now["journals"].items()) and recorded["seals"] == now["seals"]

@@ -1,0 +1,186 @@
+"""The columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``: the one table that writer, reader,
+validator and docs/trajectory-format.md share.
+
+One dataset per column, all one-dimensional. Ragged data lie flat: the entries of item i are ``[offset[i],
+offset[i+1])`` of the flat columns, and an offset column has one entry more than there are items. Only the filters
+shuffle and deflate are used, so any HDF5 reads it. Readers ignore datasets they do not know; a column may be added
+without a new version, and a change of meaning is a new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+FORMAT = "megaflow-hpc/trajectories"
+FORMAT_VERSION = 1
+
+STRING = "string"
+"""Variable-length UTF-8."""
+
+STATUSES = ("completed", "truncated", "failed", "cancelled")
+
+
+class Column(NamedTuple):
+    """A dataset. ``extent`` names its length: an item count of the file, with ``+1`` for offsets."""
+
+    group: str
+    name: str
+    dtype: str
+    extent: str
+    doc: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.group}/{self.name}"
+
+    @property
+    def is_offset(self) -> bool:
+        return self.extent.endswith("+1")
+
+
+class Group(NamedTuple):
+    name: str
+    doc: str
+    columns: tuple[tuple[str, str, str, str], ...]
+    """name, dtype, extent, doc"""
+
+
+GROUPS = (
+    Group(
+        "trajectories",
+        "One row per rollout, in commit order. `n` rows.",
+        (
+            ("id", STRING, "n", "`<task_id>/<policy>/<sample_index>`, unique"),
+            ("task_id", STRING, "n", "the task"),
+            ("group_id", STRING, "n", "`<task_id>/<policy>`: the samples that are compared with one another"),
+            ("policy", STRING, "n", "the policy that was rolled out"),
+            ("agent", STRING, "n", "key of the agent in the campaign"),
+            ("status", STRING, "n", "`completed`, `truncated` (both verified), `failed` or `cancelled`"),
+            ("error_kind", STRING, "n", "empty, or agent, model, sandbox, verifier, node, walltime, user"),
+            ("error", STRING, "n", "the cause in words"),
+            ("node", STRING, "n", "host that carried it out"),
+            ("job_id", STRING, "n", "Slurm job, `<array job>_<element>`"),
+            ("sample_index", "int32", "n", "number of the sample within its group, from 0"),
+            ("attempt", "int32", "n", "number of the attempt that counts, from 0"),
+            ("epoch", "int32", "n", "epoch of the claim under which it was committed"),
+            ("turns", "int32", "n", "number of model calls"),
+            ("reward", "float32", "n", "NaN unless verified"),
+            ("started_at", "float64", "n", "seconds UTC since 1970"),
+            ("finished_at", "float64", "n", "seconds UTC since 1970"),
+            ("sequence_offset", "int64", "n+1", "into `/sequences`"),
+            ("turn_offset", "int64", "n+1", "into `/turns`"),
+            ("message_offset", "int64", "n+1", "into `/messages/offset`: which messages"),
+            ("attempt_offset", "int64", "n+1", "into `/attempts`"),
+        ),
+    ),
+    Group(
+        "sequences",
+        "Token sequences: consecutive calls whose prompts extend one another. A new one starts only where a call's "
+        "prompt does not extend what came before. `m` rows, in the order of their trajectories.",
+        (
+            ("trajectory", "int64", "m", "row of `/trajectories`"),
+            ("token_offset", "int64", "m+1", "into `/tokens`"),
+            ("policy", STRING, "m", "the policy that sampled it"),
+        ),
+    ),
+    Group(
+        "turns",
+        "Model calls. `t` rows, in the order of their trajectories.",
+        (
+            ("sequence", "int64", "t", "row of `/sequences`; -1 where the engine gave no token ids"),
+            ("token_start", "int64", "t", "first sampled token, a row of `/tokens` (not relative to the sequence)"),
+            ("token_end", "int64", "t", "behind the last sampled token"),
+            ("finish_reason", STRING, "t", "as the engine said: stop, length, tool_calls, …"),
+            ("model_s", "float32", "t", "seconds in the engine"),
+            ("sandbox_s", "float32", "t", "seconds in the sandbox after the call"),
+            ("agent_s", "float32", "t", "seconds in the agent itself"),
+            ("wait_s", "float32", "t", "seconds waiting for an engine"),
+            ("server", STRING, "t", "the engine server that answered"),
+        ),
+    ),
+    Group(
+        "tokens",
+        "One entry per token, prompts included. `k` rows.",
+        (
+            ("id", "int32", "k", "token id in the policy's vocabulary"),
+            ("logprob", "float32", "k", "natural logarithm, as sampled; NaN where not sampled"),
+            ("loss_mask", "uint8", "k", "1 exactly where sampled"),
+            ("weight_version", "int32", "k", "version of the weights that sampled it; -1 where not sampled"),
+        ),
+    ),
+    Group(
+        "messages",
+        "The conversation. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object in OpenAI message "
+        "form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain JSON. `q` messages.",
+        (
+            ("offset", "int64", "q+1", "into `json`"),
+            ("json", "uint8", "qb", "UTF-8 bytes"),
+        ),
+    ),
+    Group(
+        "attempts",
+        "Every attempt with its cause, the last one included where the pod listed it. `a` rows.",
+        (
+            ("attempt", "int32", "a", "number within the rollout and epoch, from 0"),
+            ("status", STRING, "a", "as of a trajectory"),
+            ("error_kind", STRING, "a", "as of a trajectory"),
+            ("error", STRING, "a", "the cause in words"),
+            ("node", STRING, "a", "host"),
+            ("job_id", STRING, "a", "Slurm job"),
+            ("started_at", "float64", "a", "seconds UTC since 1970"),
+            ("finished_at", "float64", "a", "seconds UTC since 1970"),
+        ),
+    ),
+    Group(
+        "artifacts",
+        "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
+        "trajectories.",
+        (
+            ("name", STRING, "f", "file name"),
+            ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
+            ("offset", "int64", "f+1", "into `bytes`"),
+            ("bytes", "uint8", "fb", "content"),
+        ),
+    ),
+)
+
+REWARDS_DOC = "One dataset per reward the verifiers named, float32 `(n)`: the reward, NaN where the rollout has none."
+
+ROOT_ATTRIBUTES = (
+    ("format", f"`{FORMAT}`"),
+    ("format_version", f"{FORMAT_VERSION}; readers refuse a greater one"),
+    ("campaign", "name of the campaign"),
+    ("software", "name and version of what wrote the file"),
+    ("sources", "JSON: sizes of the journals and checksum of the seals it was gathered from"),
+)
+
+
+def columns() -> Iterator[Column]:
+    for group in GROUPS:
+        for name, dtype, extent, doc in group.columns:
+            yield Column(group.name, name, dtype, extent, doc)
+
+
+COLUMNS = {column.path: column for column in columns()}
+
+
+def chunk(column: Column) -> int:
+    """Entries per chunk: some ten to hundred kB, small enough that one rollout's tokens touch few chunks."""
+    if column.extent in ("qb", "fb"):
+        return 65536
+    if column.group == "tokens":
+        return 16384
+    return 1024
+
+
+def markdown() -> str:
+    """The tables of docs/trajectory-format.md."""
+    lines = ["| root attribute | holds |", "| --- | --- |"]
+    lines += [f"| `{name}` | {doc} |" for name, doc in ROOT_ATTRIBUTES]
+    for group in GROUPS:
+        lines += ["", f"### `/{group.name}`", "", group.doc, "", "| dataset | type | length | holds |"]
+        lines += ["| --- | --- | --- | --- |"]
+        lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
+    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC]
+    return "\n".join(lines) + "\n"
