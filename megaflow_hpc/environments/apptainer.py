@@ -20,6 +20,9 @@ from megaflow_hpc.errors import SiteError
 CONTROL_DIR = "/.megaflow"
 """Where the host's side of a sandbox appears inside, read-only."""
 
+_ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
+"""What uid 0 of a sandbox may, in its own namespaces only: as in Docker, so that scripts written for root run."""
+
 _PASSED = ("LANG", "LC_ALL", "TZ")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -68,7 +71,13 @@ def exec_argv(
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]
     if spec.as_root:
-        argv += ["--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command"]
+        argv += [
+            "--fakeroot",
+            "--ignore-subuid",
+            "--ignore-fakeroot-command",
+            "--add-caps",
+            ",".join(f"CAP_{name}" for name in _ROOT_MAY),
+        ]
     elif os.geteuid() == 0:
         argv += ["--userns"]
     if spec.network != "host":

@@ -164,6 +164,8 @@ class _Toml:
                     return number
             elif current == section and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
                 return number
+        if section and "." in section:  # an inline table
+            return self._line(*section.rsplit(".", 1))
         return None
 
     def table(self, section: str, key: str | None = None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ async def verify(task: Task, sandbox: Sandbox) -> Verdict:
     """
     harbor = task.metadata.get("harbor", {})
     await sandbox.kill_processes()
-    # PATH as the image has it may hold directories the agent filled; these three are looked up in the system's.
+    # PATH as the image has it may hold directories the agent filled; these tools are looked up in the system's.
     cleaned = await sandbox.exec(
         "PATH=/usr/sbin:/usr/bin:/sbin:/bin; if [ -L /logs ] || [ ! -d /logs ]; then rm -rf /logs; fi; "
         "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier",

@@ -101,7 +101,7 @@ def test_signals_have_their_default_effect_in_commands(in_sandbox: InSandbox) ->
     """A shell's "&" would leave SIGINT and SIGQUIT ignored for good, and Python without KeyboardInterrupt."""
 
     async def use(sandbox: ApptainerSandbox) -> str:
-        code = "import signal as s; print(s.getsignal(s.SIGINT).__name__, s.getsignal(s.SIGQUIT), s.pthread_sigmask(0, []))"
+        code = "import signal as s; print(s.getsignal(2).__name__, s.getsignal(3), s.pthread_sigmask(0, []))"
         return (await sandbox.exec(["python3", "-c", code])).stdout.strip()
 
     assert in_sandbox(use) == "default_int_handler 0 set()"
@@ -127,7 +127,8 @@ def test_a_timeout_kills_everything_the_command_started(in_sandbox: InSandbox) -
     async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, str, float]:
         other = asyncio.create_task(sandbox.exec("sleep 1.5; echo fine"))
         started = time.monotonic()
-        command = "echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & (setsid sh -c 'sleep 1003 & sleep 1004' &) ; sleep 1005"
+        daemon = "(setsid sh -c 'sleep 1003 & sleep 1004' &)"
+        command = f"echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & {daemon}; sleep 1005"
         result = await sandbox.exec(command, timeout_s=0.5)
         took = time.monotonic() - started
         left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 100[0-9]'")).stdout

@@ -92,7 +92,8 @@ def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(in_sandbox: In
     assert int(processes) < 10
     assert shm == "0"
     assert privileges.split() == ["NoNewPrivs:", "1"]
-    assert int(capabilities.split()[1], 16) == 0
+    # As Docker's: no CAP_SYS_ADMIN, CAP_NET_ADMIN or CAP_SYS_PTRACE, and only in the sandbox's own namespaces.
+    assert int(capabilities.split()[1], 16) & (1 << 21 | 1 << 12 | 1 << 19) == 0
     assert written != "0"
 
 

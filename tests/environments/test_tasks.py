@@ -1,0 +1,253 @@
+"""Harbor directories and Dockerfiles: what is read, and how what is wrong is said."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest
+from megaflow_hpc.environments.harbor import read_harbor_task
+from megaflow_hpc.environments.images import ImageStore, definition_digest, resolve_images
+from megaflow_hpc.environments.tasks import load_tasks
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import Limits, Task
+
+TOML = """\
+version = "1.0"
+[metadata]
+difficulty = "easy"
+[agent]
+timeout_sec = 120.0
+[verifier]
+timeout_sec = 30
+env = { MODE = "strict" }
+[environment]
+docker_image = "org/base:1"
+workdir = "/app"
+cpus = 2
+memory = "2G"
+storage_mb = 500
+allow_internet = false
+"""
+
+
+def write_task(root: Path, name: str = "one", toml: str = TOML, dockerfile: str | None = None) -> Path:
+    task = root / name
+    (task / "tests").mkdir(parents=True)
+    (task / "environment").mkdir()
+    (task / "task.toml").write_text(toml)
+    (task / "instruction.md").write_text("Fix it.\n")
+    (task / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    if dockerfile is not None:
+        (task / "environment" / "Dockerfile").write_text(textwrap.dedent(dockerfile))
+    return task
+
+
+def test_a_task_is_read_with_its_limits_and_survives_json(tmp_path: Path) -> None:
+    task = read_harbor_task(write_task(tmp_path))
+    assert (task.id, task.image, task.workdir, task.instruction) == ("one", "org/base:1", "/app", "Fix it.\n")
+    assert (task.agent_timeout_s, task.verifier_timeout_s, task.network) == (120.0, 30.0, "gateway")
+    assert task.limits == Limits(memory_mb=2048, cpus=2.0, disk_mb=500)
+    assert task.metadata["difficulty"] == "easy"
+    assert task.metadata["harbor"]["verifier_env"] == {"MODE": "strict"}
+    assert task.metadata["harbor"]["upload_environment"]
+    assert Task.from_dict(task.to_dict()) == task
+
+
+def test_the_later_schema_and_host_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_TEST", "t1")
+    toml = """\
+    schema_version = "1.4"
+    [task]
+    name = "org/one"
+    [environment]
+    docker_image = "i"
+    network_mode = "public"
+    memory_mb = 64
+    [environment.env]
+    A = "${TOKEN_OF_TEST}-${ABSENT_OF_TEST:-dflt}"
+    """
+    task = read_harbor_task(write_task(tmp_path, toml=textwrap.dedent(toml)))
+    assert (task.network, task.limits.memory_mb, dict(task.env)) == (None, 64, {"A": "t1-dflt"})
+
+
+def test_an_image_with_a_dockerfile_takes_only_its_workdir(tmp_path: Path) -> None:
+    toml = '[environment]\ndocker_image = "i"\n'
+    text = "FROM a AS b\nWORKDIR /x\nFROM b\nWORKDIR /srv\nWORKDIR app\nRUN <<END\nrm -rf /\nEND\n"
+    task = read_harbor_task(write_task(tmp_path, toml=toml, dockerfile=text))
+    assert (task.image, task.workdir, task.metadata["harbor"]["upload_environment"]) == ("i", "/srv/app", False)
+
+
+def test_a_dockerfile_that_only_names_its_base_needs_no_build(tmp_path: Path) -> None:
+    text = 'ARG TAG=12\nFROM debian:${TAG}\nENV A="x y"\nWORKDIR /w\nCMD ["sh"]\n'
+    task = read_harbor_task(write_task(tmp_path, toml="", dockerfile=text))
+    assert (task.image, task.workdir, dict(task.env)) == ("debian:12", "/w", {"A": "x y"})
+    assert "dockerfile" not in task.metadata["harbor"]
+
+
+def test_tasks_with_equal_dockerfiles_share_an_image_and_others_do_not(tmp_path: Path) -> None:
+    text = "FROM debian:12\nCOPY data /data\n"
+    paths = [write_task(tmp_path, name, "", text) for name in ("a", "b", "c")]
+    for path, data in zip(paths, ("1", "1", "2"), strict=True):
+        (path / "environment" / "data").write_text(data)
+    images = [read_harbor_task(path).image for path in paths]
+    assert images[0] == images[1] != images[2]
+    assert images[0].startswith("debian:12+")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("timeout_sec = 120.0", 'timeout_sec = "long"'),
+            r"task\.toml:5: \[agent\] timeout_sec = 'long': expected a number",
+        ),
+        (
+            ("timeout_sec = 30", "timeout_sec = -1"),
+            r"task\.toml:7: \[verifier\] timeout_sec = -1: expected a number above 0",
+        ),
+        (('memory = "2G"', 'memory = "lots"'), r"task\.toml:13: .*memory = 'lots': expected a size"),
+        (('workdir = "/app"', 'workdir = "app"'), r"task\.toml:11: .*workdir = 'app': expected an absolute path"),
+        (('"strict"', '"${NOT_SET_ANYWHERE}"'), r"task\.toml:8: .*NOT_SET_ANYWHERE.*export NOT_SET_ANYWHERE"),
+        (("cpus = 2", "gpus = 1"), r"task\.toml:12: .*gpus = 1: expected none"),
+        (("allow_internet = false", 'network_mode = "some"'), r"task\.toml:15: .*network_mode = 'some'"),
+        (("[metadata]", "[metadata"), r"task\.toml: not valid TOML"),
+        (('docker_image = "org/base:1"', ""), r"neither \[environment\] docker_image nor environment/Dockerfile"),
+        (("[agent]", '[[steps]]\nname = "s"\n[agent]'), r"task\.toml:4: steps .*multi-step tasks are not supported"),
+    ],
+)
+def test_a_wrong_task_names_file_line_value_and_remedy(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    assert change[0] in TOML
+    with pytest.raises(ConfigError, match=said):
+        read_harbor_task(write_task(tmp_path, toml=TOML.replace(*change, 1)))
+
+
+def test_a_task_without_tests_or_with_services_is_refused(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (task / "tests" / "test.sh").unlink()
+    with pytest.raises(ConfigError, match=r"one/tests/test\.sh: missing; .* add tests/test\.sh"):
+        read_harbor_task(task)
+    (task / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(ConfigError, match="several services"):
+        read_harbor_task(task)
+
+
+def test_sources_are_globbed_filtered_and_limited(tmp_path: Path) -> None:
+    for name in ("c", "a", "b", "d-slow"):
+        write_task(tmp_path / "tasks", name)
+    (tmp_path / "tasks" / "README").write_text("not a task")
+    (tmp_path / "tasks" / "notes").mkdir()
+    source: dict[str, Any] = {"path": "tasks/*", "include": (), "exclude": ("*-slow",), "limit": 2}
+    assert [task.id for task in load_tasks([source], tmp_path)] == ["a", "b"]
+    assert [task.id for task in load_tasks(["tasks/a", {"path": "tasks/*", "include": ["d*"]}], tmp_path)] == [
+        "a",
+        "d-slow",
+    ]
+
+
+def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Path) -> None:
+    write_task(tmp_path / "x", "same")
+    write_task(tmp_path / "y", "same")
+    with pytest.raises(ConfigError, match=r"same is there twice: .*/x/same and .*/y/same"):
+        load_tasks(["x/*", "y/*"], tmp_path)
+    for source, said in (("z/*", "no Harbor task directory"), ("x", r"write x/\*"), ("t.jsonl", "not supported yet")):
+        with pytest.raises(ConfigError, match=said):
+            load_tasks([source], tmp_path)
+    with pytest.raises(ConfigError, match=r"none is left by include \['nope'\]"):
+        load_tasks([{"path": "x/*", "include": ["nope"]}], tmp_path)
+
+
+def parse(tmp_path: Path, text: str) -> Dockerfile:
+    path = tmp_path / "Dockerfile"
+    path.write_text(textwrap.dedent(text))
+    return Dockerfile.read(path)
+
+
+def test_the_definition_keeps_the_order_of_the_dockerfile(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "d").mkdir()
+    found = parse(
+        tmp_path,
+        """\
+        # a comment
+        FROM debian:12
+        ARG V=1
+        ENV PATH=/opt/bin:$PATH NAME="x y"
+        RUN echo first && \\
+            # in between
+            echo "$V"
+        WORKDIR /srv
+        COPY a.txt d sub/
+        RUN ["echo", "it's"]
+        WORKDIR app
+        USER agent
+        """,
+    )
+    kinds = [step.split()[0] for step in found.steps]
+    assert kinds == ["(", "mkdir", "copy", "copy", "(", "mkdir"]
+    assert "echo first" in found.steps[0]
+    assert "cd /" in found.steps[0]
+    assert found.steps[2] == "copy /.megaflow-context/a.txt /srv/sub/ into ''"
+    assert "cd /srv" in found.steps[4]
+    assert (found.workdir, found.user, found.environment["NAME"]) == ("/srv/app", "agent", "x y")
+    text = found.definition("/images/base.sif")
+    assert text.startswith("Bootstrap: localimage\nFrom: /images/base.sif\n")
+    assert text.index("echo first") < text.index("a.txt /srv")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("FROM a\nFROM b\n", r"Dockerfile:2: a second FROM: multi-stage"),
+        ("FROM a\nADD https://x.example/y /y\n", r"Dockerfile:2: ADD https://x\.example/y: addresses"),
+        ("FROM a\nRUN <<EOF\necho\nEOF\n", r"Dockerfile:2: RUN with a here-document"),
+        ('FROM a\n\nSHELL ["bash", "-c"]\n', r"Dockerfile:3: SHELL is not supported"),
+        ("FROM a\nCOPY gone /x\n", r"Dockerfile:2: COPY gone: no such file"),
+        ("FROM a\nCOPY ../up /x\n", r"Dockerfile:2: COPY \.\./up: outside of the build context"),
+        ("FROM a\nCOPY --from=b /x /y\n", r"Dockerfile:2: COPY --from=b is not supported"),
+        ("RUN x\n", r"Dockerfile:1: RUN before FROM"),
+        ("# nothing\n", r"Dockerfile: no FROM"),
+    ],
+)
+def test_what_a_definition_cannot_express_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(tmp_path, text)
+
+
+def test_image_keys_follow_contents(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("1")
+    first = context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n"))
+    assert context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n")) == first
+    (tmp_path / "f").write_text("2")
+    assert context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n")) != first
+    assert context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n"), base="other") != first
+    definition = tmp_path / "x.def"
+    definition.write_text("Bootstrap: localimage\nFrom: base.sif\n%files\n    f /f\n%post\n    true\n")
+    before = definition_digest(definition)
+    (tmp_path / "f").write_text("3")
+    assert definition_digest(definition) != before
+
+
+def test_an_image_that_is_not_mapped_names_task_and_remedy(tmp_path: Path) -> None:
+    task = read_harbor_task(write_task(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"environment\.images: image 'org/base:1', which .*one/task\.toml asks for, is not mapped"
+    ):
+        resolve_images([task], {"other": "x.sif"}, tmp_path, store=tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"org/base:1: .*/x\.sif: no such file"):
+        resolve_images([task], {"org/base:1": "x.sif"}, tmp_path, store=tmp_path / "store")
+    (tmp_path / "x.sif").write_text("")
+    found = resolve_images([task], {"org/base:1": "x.sif"}, tmp_path, store=tmp_path / "store")
+    assert found == {"org/base:1": str(tmp_path / "x.sif")}
+    assert not (tmp_path / "store").exists()
+
+
+def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "store")
+    path = store.resolve("a", {"a": "docker://debian:12"}, tmp_path, build=False)
+    assert path.parent == store.root
+    assert not store.root.exists()
+    assert store.list() == []
