@@ -6,13 +6,18 @@ receive spins a core. No collectives, no pickle, no message to a rank known dead
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
+import time
 from typing import Any, Protocol
 
 from megaflow_hpc.pod.wire import Link, Message, pack, unpack
 
 TAG = 77
+INIT_S = 120
+"""Seconds that starting MPI may take."""
 
 
 class Comm(Protocol):
@@ -34,6 +39,20 @@ def world_hint() -> tuple[int, int]:
     return 0, 1
 
 
+def forget_shared_memory() -> None:
+    """Unlinks the shared-memory files of MPI that this process has mapped; call when every rank has them mapped.
+
+    They stay mapped and vanish with the last rank. A rank that is killed, or leaves by ``os._exit`` as ours do, would
+    leave them on the node; MPICH names them by job and step, so a requeued job would even attach to the old ones.
+    """
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/" in line}
+    for path in mapped:
+        if not path.endswith("(deleted)"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
 class MpiComm:
     """Point-to-point over MPI_COMM_WORLD."""
 
@@ -42,6 +61,9 @@ class MpiComm:
 
         mpi4py.rc.thread_level = "funneled"
         mpi4py.rc.finalize = False  # MPI_Finalize would wait for a rank that is dead
+        # One rank that dies in MPI_Init leaves the others waiting in it for ever; SIGALRM ends them.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(INIT_S)
         from mpi4py import MPI
 
         self._mpi: Any = MPI
@@ -51,6 +73,9 @@ class MpiComm:
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
         self._outgoing: list[tuple[Any, bytes]] = []
+        self._world.Barrier()
+        signal.alarm(0)
+        forget_shared_memory()
 
     def send(self, rank: int, message: Message) -> None:
         data = pack(message)
@@ -68,8 +93,6 @@ class MpiComm:
 
     def flush(self, seconds: float) -> None:
         """Gives messages on their way this long to leave."""
-        import time
-
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
             self._outgoing = [(r, d) for r, d in self._outgoing if not r.Test()]

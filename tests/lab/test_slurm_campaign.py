@@ -172,6 +172,7 @@ def test_nothing_of_a_campaign_is_left_on_the_node(make_campaign: Make) -> None:
         return True
 
     until(gone, "every process of the run has ended", 30)
+    assert not [path for path in Path("/dev/shm").glob("mpich*") if path.stat().st_uid == os.getuid()]
 
 
 def ranks_of(run: Run) -> dict[bool, list[int]]:
