@@ -83,6 +83,7 @@ class Container:
 
     @property
     def alive(self) -> bool:
+        """``False`` once every process is gone; a command can do that (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -180,14 +181,17 @@ class Container:
             while self._read_stderr(process.stderr.fileno()):
                 pass
             loop.remove_reader(process.stderr.fileno())
-        error = SandboxError(f"the sandbox's container has ended: {self.last_words()}")
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError(f"the container did not start: {self.last_words()}"))
         for command in list(self._commands.values()):
-            self._withdraw(command)
-            if not command.done.done():
-                command.done.set_exception(error)
-                command.done.exception()
+            if self._killing:
+                self._withdraw(command)
+                if not command.done.done():
+                    command.done.set_exception(SandboxError("the sandbox was stopped or reset while a command ran"))
+                    command.done.exception()
+            else:
+                command.buffers[1].feed(b"[every process of the sandbox was killed]\n")
+                self._finish(command, 137)
 
     def _release(self) -> None:
         loop = asyncio.get_running_loop()
@@ -363,8 +367,10 @@ class Container:
             marker = b"%s=%d" % (_MARKER.encode(), command.number)
             await asyncio.to_thread(kill_marked, init.pid, marker)
         await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
-        if not command.done.done():
-            await self.kill()
+        if not command.done.done():  # not even SIGKILL ends it: the container goes
+            if init is not None:
+                init.kill()
+            await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
 
     # --- small parts --------------------------------------------------------------------------------------------
 

@@ -109,7 +109,14 @@ class ApptainerSandbox:
         if self.spec.processes and container.init is not None and os.geteuid() != 0:
             limit_processes(container.init.pid, self.spec.processes)
         if self.spec.workdir:
-            made = await self.exec(["mkdir", "-p", self.spec.workdir], cwd="/", timeout_s=self._start_timeout_s)
+            made = await container.run(
+                ["mkdir", "-p", self.spec.workdir],
+                cwd="/",
+                env=None,
+                user_input=None,
+                timeout_s=self._start_timeout_s,
+                limit=self._output_limit,
+            )
             if made.exit_code:
                 raise SandboxError(
                     f"{self.spec.image}: workdir {self.spec.workdir} cannot be made: {made.stderr.strip()}"
@@ -155,6 +162,17 @@ class ApptainerSandbox:
             await container.kill()
             shutil.rmtree(container.control, ignore_errors=True)
 
+    async def _alive(self) -> Container:
+        """The container; a fresh one on the same layer if a command has killed every process of the last."""
+        container = self._running()
+        if container.alive:
+            return container
+        async with self._changing:
+            if self._running() is container:
+                await self._drop_container()
+                await self._start_container()
+            return self._running()
+
     def _running(self) -> Container:
         if self._stopped:
             raise SandboxError("the sandbox is stopped")
@@ -184,9 +202,10 @@ class ApptainerSandbox:
             output_limit: bytes kept of each stream, half of them its head.
 
         Raises:
-            SandboxError: the container is gone. What a command does is never an exception.
+            SandboxError: the sandbox is stopped, or no container comes up. What a command does is never an exception:
+                one that kills every process of the sandbox gives 137, and the next finds a fresh container.
         """
-        container = self._running()
+        container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
         return await container.run(
             command,
@@ -216,7 +235,7 @@ class ApptainerSandbox:
         As ``docker cp``: a directory's contents go *into* ``target``; a file becomes ``target``, or goes into it if
         ``target`` is a directory or ends with ``/``. Symbolic links are copied as links.
         """
-        container = self._running()
+        container = await self._alive()
         self._uploads += 1
         name = f"u{self._uploads}"
         staged = os.path.join(container.control, name)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.files import remove_tree
 
 Use = Callable[[ApptainerSandbox], Awaitable[Any]]
 
 
 @pytest.fixture(scope="session")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scratch")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("scratch")
+    yield path
+    remove_tree(path)
 
 
 @pytest.fixture(scope="session")

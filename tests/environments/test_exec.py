@@ -168,18 +168,28 @@ def test_a_background_process_outlives_its_command_and_may_go_on_printing(in_san
     assert alive == 0
 
 
-def test_a_process_that_kills_its_group_or_everyone_leaves_the_sandbox_usable_or_reports_it(
-    in_sandbox: InSandbox,
-) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ExecResult:
+def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[ExecResult]:
         assert (await sandbox.exec("kill -9 0")).exit_code == 137
         assert (await sandbox.exec("kill -9 1; kill -9 $$")).exit_code == 137
-        after = await sandbox.exec("echo still here")
-        with pytest.raises(SandboxError):
-            await sandbox.exec("kill -9 -1", timeout_s=10)
-        return after
+        everyone = await sandbox.exec("echo said; touch kept; kill -9 -1", timeout_s=10)
+        return [everyone, await sandbox.exec("ls kept")]
 
-    assert in_sandbox(use).stdout == "still here\n"
+    everyone, after = in_sandbox(use, workdir="/w")
+    assert (everyone.exit_code, everyone.stdout) == (137, "said\n")
+    assert "every process" in everyone.stderr
+    assert after.stdout == "kept\n"
+
+
+def test_stopping_ends_a_command_under_way_with_an_error(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        task = asyncio.create_task(sandbox.exec("sleep 3000"))
+        await asyncio.sleep(0.2)
+        await sandbox.stop()
+        with pytest.raises(SandboxError, match="stopped"):
+            await task
+
+    in_sandbox(use)
 
 
 def test_cancelling_a_command_ends_it(in_sandbox: InSandbox) -> None:
