@@ -19,11 +19,11 @@ examples:
   megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs
       task directories only
   megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs --base base.sif
-      and tasks/megaflow-bugs.sif, the image they all name, built over base.sif (needs python3 and git in it)
+      and tasks/images/megaflow-bugs.sif, the image they all name, built over base.sif (which needs python3 and git)
 
 then, in a campaign file:
   tasks: [tasks/bugs/*]
-  environment: {images: {megaflow-bugs: tasks/megaflow-bugs.sif}}
+  environment: {images: {megaflow-bugs: tasks/images/megaflow-bugs.sif}}
 """
 
 VALIDATE_EPILOG = """\
@@ -33,7 +33,7 @@ Exit status 1 if a task is not valid.
 
 examples:
   megaflow-hpc tasks validate tasks/bugs
-  megaflow-hpc tasks validate tasks/bugs/tomlkit-integer-division --image tasks/megaflow-bugs.sif --json
+  megaflow-hpc tasks validate tasks/bugs/tomlkit-integer-division --image tasks/images/megaflow-bugs.sif --json
 """
 
 LIST_EPILOG = """\
@@ -59,9 +59,7 @@ def register(subparsers: Any) -> None:
     build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
     build.add_argument("--output", metavar="DIR", required=True, help="where the task directories go, one each")
     build.add_argument("--base", metavar="SIF", help="image to build the tasks' image over; without it none is built")
-    build.add_argument(
-        "--image", metavar="SIF", help="the image to make; default: NAME.sif beside DIR, NAME from the file"
-    )
+    build.add_argument("--image", metavar="SIF", help="the image to make; default: images/NAME.sif beside DIR")
     build.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these bugs")
     build.add_argument(
         "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
@@ -71,7 +69,7 @@ def register(subparsers: Any) -> None:
 
     validate = verb("validate", "prove that tasks give reward 0 as they are and 1 with their solution", VALIDATE_EPILOG)
     validate.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
-    validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: NAME.sif beside DIR")
+    validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif beside DIR")
     validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
     validate.add_argument("--jobs", metavar="N", type=int, default=2, help="sandboxes at once (default 2)")
     add_json(validate)
@@ -91,7 +89,9 @@ def run_build(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output).absolute()
     cache = Path(arguments.cache) if arguments.cache else releases.cache_directory()
     built = bugs.build_tasks(content, chosen, output, cache.absolute(), where, note)
-    image = Path(arguments.image).absolute() if arguments.image else output.parent / f"{content.image}.sif"
+    image = Path(arguments.image).absolute() if arguments.image else output.parent / "images" / f"{content.image}.sif"
+    for stranger in bugs.strangers(content, output):
+        note(f"{stranger}: built from a bug that {arguments.bugs} no longer has; delete it if you do not want it")
     if arguments.base:
         bug_image.build_image(content, Path(arguments.base).absolute(), image, note)
     else:
@@ -173,7 +173,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 
 def _image_beside(task: Path, name: str) -> Path:
-    return task.parent.parent / f"{name}.sif"
+    return task.parent.parent / "images" / f"{name}.sif"
 
 
 def run_list(arguments: argparse.Namespace) -> int:

@@ -207,6 +207,12 @@ def read_stamp(task: Path) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
+def strangers(content: BugFile, output: Path) -> list[Path]:
+    """Task directories in ``output`` that were built from bugs the file does not have."""
+    ids = {bug.id for bug in content.bugs}
+    return sorted(path for path in output.glob("[!.]*") if path.name not in ids and "fingerprint" in read_stamp(path))
+
+
 def _publish(task: Path, target: Path, replaced: Path) -> None:
     if target.exists():
         os.replace(target, replaced)

@@ -186,7 +186,8 @@ def unpack(archive: Path, directory: Path) -> Path:
         if len(roots) != 1:
             raise ValueError(f"{len(roots)} directories at its top, expected one")
     except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{archive}: not a source distribution ({error}); delete it and try again") from error
+        reason = str(error).splitlines()[0].rstrip(":")
+        raise ConfigError(f"{archive}: not a source distribution ({reason}); delete it and try again") from error
     return roots[0]
 
 
