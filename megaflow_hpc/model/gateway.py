@@ -126,7 +126,7 @@ class ModelGateway:
         return rollout.recorder.finish()
 
     def trouble(self, rollout_id: str) -> str:
-        """Why the latest call of an open rollout got no answer from any engine; empty where it got one.
+        """Why the latest call of an open rollout got no answer from any engine, or still waits; empty where it got one.
 
         For agents whose client swallows the 503: the rollout failed by the model service, whatever the agent says.
         """
@@ -215,6 +215,8 @@ class ModelGateway:
         deadline = arrived + self.wait_s
         cause = ""
         while True:
+            if self._router.pick(rollout.policy) is None:  # should the agent's time run out here, it is not its fault
+                rollout.trouble = cause or self._router.describe(rollout.policy)
             try:
                 server = await self._router.acquire(rollout.policy, deadline, rollout.server)
             except ModelServiceError as error:

@@ -118,8 +118,10 @@ class EngineServer:
         try:
             context = None
             if os.environ.get("MEGAFLOW_TLS", "1") != "0":
-                from megaflow_hpc.model.tls import make_context
-
+                try:
+                    from megaflow_hpc.model.tls import make_context
+                except ImportError as error:
+                    raise ConfigError(f"{error}: TLS needs it; install it with: pip install cryptography") from error
                 context, self._fingerprint = make_context(private)
             self._proxy = Proxy(context)
             await self._proxy.start()
