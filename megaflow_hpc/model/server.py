@@ -102,7 +102,6 @@ class EngineServer:
         self.start_id = secrets.token_hex(8)
         self.weight_version = 0
         self._leave = asyncio.Event()
-        self._why = ""
         self._beats = 0
         self._fingerprint = ""
         self._log_start = 0
@@ -132,6 +131,9 @@ class EngineServer:
                 watcher.cancel()
                 self._unregister()
                 await self._proxy.stop()
+        except ConfigError as error:
+            self._record_failure(str(error))
+            return error.exit_status
         finally:
             shutil.rmtree(private, ignore_errors=True)
 
@@ -148,9 +150,6 @@ class EngineServer:
                 launch = engines.launch(self.what.model, self.what.policy, private)
                 await self._one_life(launch)
                 return 0
-            except ConfigError as error:
-                self._record_failure(str(error))
-                return error.exit_status
             except ModelServiceError as error:
                 self._unregister()
                 failures = 1 if time.monotonic() - started > STEADY_S and self._beats else failures + 1
