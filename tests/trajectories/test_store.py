@@ -12,11 +12,11 @@ import textwrap
 import h5py
 import numpy as np
 import pytest
-from trajectory_samples import commit, run_dir, trajectory
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories import writer as writer_module
+from tests.trajectories.samples import commit, run_dir, trajectory
 
 
 def same(left, right) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from trajectory_samples import commit, run_dir, trajectory
 
 from megaflow_hpc.trajectories import gather, validate
 from megaflow_hpc.trajectories.schema import markdown
+from tests.trajectories.samples import commit, run_dir, trajectory
 
 
 def put(path, row, value):

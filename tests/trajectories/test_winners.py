@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from trajectory_samples import commit, run_dir, trajectory
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectories.winners import index
 from megaflow_hpc.types import Attempt
+from tests.trajectories.samples import commit, run_dir, trajectory
 
 
 def winner(run, seals=None):

@@ -1,0 +1,243 @@
+"""``show``: one trajectory for a person; ``validate``: a campaign file against the schema."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.cli.output import add_json, print_json
+from megaflow_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.reader import Row, TrajectoryStore
+
+HEAD_LINES, TAIL_LINES = 20, 10
+"""What is left of a long message unless ``--full``."""
+LINE_CHARACTERS = 2000
+"""A longer line is cut unless ``--full``: a prompt on one line is not read by anybody."""
+
+_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+_STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
+
+
+def register(subparsers: Any) -> None:
+    show = subparsers.add_parser(
+        "show",
+        help="print one trajectory",
+        description="Prints one rollout of a campaign: its outcome, conversation, model calls and attempts. Works "
+        "while the campaign runs.",
+        epilog="examples:\n  megaflow-hpc show RUN fix-humanize/default/0\n  megaflow-hpc show RUN 0 --tokens | less\n"
+        "  megaflow-hpc show RUN/trajectories.h5 fix-humanize/default/0 --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
+    show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
+    show.add_argument("--tokens", action="store_true", help="also print token ids, log-probabilities and masks")
+    show.add_argument("--full", action="store_true", help="fold nothing")
+    add_json(show)
+    show.set_defaults(run=_show)
+
+    validate = subparsers.add_parser(
+        "validate",
+        help="check a trajectories.h5 against the schema",
+        description="Checks datasets, types, offsets and what must hold between columns. Exit status 1 if anything is "
+        "wrong, 2 if the file is none of ours.",
+        epilog="example:\n  megaflow-hpc validate RUN/trajectories.h5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    validate.add_argument("file", metavar="FILE")
+    add_json(validate)
+    validate.set_defaults(run=_validate)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.trajectories import validate
+
+    problems = validate(arguments.file)
+    if arguments.json:
+        print_json({"file": arguments.file, "valid": not problems, "problems": problems})
+    elif problems:
+        print("\n".join(f"{arguments.file}: {problem}" for problem in problems))
+    else:
+        print(f"{arguments.file}: valid")
+    return 1 if problems else 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.trajectories import open_trajectories
+
+    with open_trajectories(arguments.run_dir) as store:
+        row = _find(store, arguments.id)
+        if arguments.json:
+            print_json(as_json(row, tokens=arguments.tokens))
+        else:
+            _print(row, arguments.tokens, arguments.full)
+    return 0
+
+
+def _find(store: TrajectoryStore, wanted: str) -> Row:
+    if wanted in store:
+        return store[wanted]
+    if wanted.isdigit() and int(wanted) < len(store):
+        return store[int(wanted)]
+    near = difflib.get_close_matches(wanted, store.ids, 3, 0.4) or store.ids[:3]
+    hint = f"; there are: {', '.join(near)}" if near else ""
+    raise ConfigError(f"{store.path}: no trajectory {wanted!r} among {len(store)}{hint}")
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(row: Row, tokens: bool) -> dict[str, Any]:
+    """The trajectory as plain JSON: null for NaN; artifacts by name and size; token columns on demand."""
+    trajectory = row.trajectory()
+    found = {name: value for name, value in vars(trajectory).items() if name not in ("sequences", "artifacts")}
+    for name in ("turns", "attempts"):
+        found[name] = [vars(item) for item in found[name]]
+    found["artifacts"] = [{"name": artifact.name, "bytes": len(artifact.data)} for artifact in trajectory.artifacts]
+    found["sequences"] = []
+    for sequence in trajectory.sequences:
+        entry: dict[str, Any] = {"policy": sequence.policy, "length": len(sequence.tokens)}
+        if tokens:
+            entry["tokens"] = sequence.tokens.tolist()
+            entry["logprobs"] = [_number(value) for value in sequence.logprobs]
+            entry["loss_mask"] = sequence.loss_mask.tolist()
+            entry["weight_version"] = sequence.weight_versions.tolist()
+        found["sequences"].append(entry)
+    return found
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# --- for a person ----------------------------------------------------------------------------------------------------
+
+
+def _print(row: Row, tokens: bool, full: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to stop
+    console = Console(highlight=False, soft_wrap=True)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style))
+
+    for text, style in _head(row):
+        say(text, style)
+    for number, message in enumerate(row.messages):
+        role = str(message.get("role", "?"))
+        say(f"\n[{number}] {printable(role)}", f"bold {_COLOURS.get(role, 'cyan')}")
+        for line in _fold(_content(message), full):
+            say(line)
+    for text, style in _calls(row):
+        say(text, style)
+    if tokens:
+        for text, style in _tokens(row):
+            say(text, style)
+
+
+def _head(row: Row) -> Iterator[tuple[str, str]]:
+    yield printable(row.id), "bold"
+    reward = "not verified" if math.isnan(row.reward) else f"{row.reward:g}"
+    yield f"  status    {row.status}", _STATUS.get(row.status, "")
+    rewards = ", ".join(f"{printable(name)} {value:g}" for name, value in row.rewards.items())
+    yield f"  reward    {reward}" + (f"  ({rewards})" if rewards else ""), ""
+    if row.error_kind or row.error:
+        yield f"  error     {row.error_kind}: {printable(row.error)}", "red"
+    yield f"  agent     {printable(row.agent)}, policy {printable(row.policy)}", ""
+    yield f"  where     node {printable(row.node) or '-'}, job {printable(row.job_id) or '-'}", ""
+    yield f"  when      {_utc(row.started_at)}, {row.finished_at - row.started_at:.1f} s", ""
+    yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
+    sampled = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
+    count = sum(len(sequence.tokens) for sequence in row.sequences)
+    yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled", ""
+    for artifact in row.artifacts:
+        yield f"  artifact  {printable(artifact.name)}, {len(artifact.data)} bytes", ""
+
+
+def _calls(row: Row) -> Iterator[tuple[str, str]]:
+    turns = row.turns
+    if turns:
+        yield f"\n{len(turns)} model calls (seconds: model, sandbox, agent, waiting)", "bold"
+    for number, turn in enumerate(turns):
+        times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
+        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})"
+        yield f"  {number:3}  {times}  {where}  {printable(turn.finish_reason)}  {printable(turn.server)}", ""
+    attempts = row.attempts
+    if len(attempts) > 1 or any(attempt.error for attempt in attempts):
+        yield f"\n{len(attempts)} attempts", "bold"
+        for attempt in attempts:
+            cause = f"  {attempt.error_kind}: {printable(attempt.error)}" if attempt.error else ""
+            yield f"  {attempt.attempt}  {attempt.status}  node {printable(attempt.node) or '-'}{cause}", ""
+
+
+def _tokens(row: Row) -> Iterator[tuple[str, str]]:
+    """Runs of prompt tokens as ids, of sampled tokens as id:log-probability."""
+    for number, sequence in enumerate(row.sequences):
+        yield f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold"
+        columns = (sequence.loss_mask.tolist(), sequence.weight_versions.tolist())
+        start = 0
+        for (mask, version), run in groupby(zip(*columns, strict=True)):
+            end = start + sum(1 for _ in run)
+            ids, logprobs = sequence.tokens[start:end].tolist(), sequence.logprobs[start:end].tolist()
+            if mask:
+                yield f"  [{start}, {end}) sampled, loss mask 1, weights {version}, id:logprob", "green"
+                cells = [f"{token}:{logprob:.4f}" for token, logprob in zip(ids, logprobs, strict=True)]
+            else:
+                yield f"  [{start}, {end}) not sampled, loss mask 0", "dim"
+                cells = [str(token) for token in ids]
+            width = 8 if mask else 16
+            for first in range(0, len(cells), width):
+                yield "    " + " ".join(cells[first : first + width]), "" if mask else "dim"
+            start = end
+
+
+def _content(message: dict[str, Any]) -> str:
+    """The words of a message: its text, then its tool calls."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
+        content = "\n".join(str(part) for part in parts)
+    lines = [] if content in (None, "") else [str(content)]
+    for field in ("reasoning_content", "reasoning"):
+        if message.get(field):
+            lines.insert(0, f"({field}) {message[field]}")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {}) if isinstance(call, dict) else {}
+        lines.append(f"→ {function.get('name', '?')}({function.get('arguments', '')})")
+    return "\n".join(lines)
+
+
+def _fold(text: str, full: bool) -> list[str]:
+    lines = printable(text).split("\n")
+    if full:
+        return lines
+    if len(lines) > HEAD_LINES + TAIL_LINES + 1:
+        folded = len(lines) - HEAD_LINES - TAIL_LINES
+        lines = [*lines[:HEAD_LINES], f"… {folded} lines folded (--full)", *lines[-TAIL_LINES:]]
+    return [line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]} … cut (--full)" for line in lines]
+
+
+def printable(text: str) -> str:
+    """``text`` without what could steer a terminal: control characters and lone surrogates become escapes."""
+
+    def shown(character: str) -> str:
+        code = ord(character)
+        if character in "\n\t" or 32 <= code < 127 or 160 <= code < 0xD800 or code > 0xDFFF:
+            return character
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return "".join(map(shown, text))
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "-"

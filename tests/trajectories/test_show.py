@@ -1,0 +1,114 @@
+"""The verbs ``show`` and ``validate`` through the real command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import h5py
+import pytest
+
+from megaflow_hpc.trajectories import gather
+from tests.trajectories.samples import commit, run_dir, trajectory
+
+
+def megaflow(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", timeout=60, env=os.environ | environment
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = run_dir(tmp_path / "run")
+    call = {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "repair [bold]it[/bold]"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "\x1b]0;evil\x07 \udcff\n" + "\n".join(f"line {n}" for n in range(200))},
+    ]
+    commit(run, "a", (0, 0, trajectory(5, messages=talk)), (0, 0, trajectory(0, status="failed", error="node lost")))
+    return run
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_show_prints_a_trajectory_for_a_person(run, gathered):
+    if gathered:
+        gather(run)
+    result = megaflow("show", run, "task/default/5")
+    assert (result.returncode, result.stderr) == (0, "")
+    for words in (
+        "status    completed",
+        "reward    1  (tests 0.5)",
+        "node node-1, job 17_3",
+        "2023-11-14 22:13:25 UTC, 0.2 s",
+        "repair [bold]it[/bold]",
+        '→ bash({"command": "ls"})',
+        "\\x1b]0;evil\\x07 \\udcff",
+        "… 171 lines folded (--full)",
+        "model calls",
+        "server-0",
+    ):
+        assert words in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "line 100\n" not in result.stdout
+    assert "line 100\n" in megaflow("show", run, "task/default/5", "--full").stdout
+    assert "node lost" in megaflow("show", run, "1").stdout
+
+
+def test_show_tokens_prints_every_id_with_its_logprob(run):
+    result = megaflow("show", run, "task/default/5", "--tokens")
+    for sequence in trajectory(5).sequences:
+        for token, logprob, mask in zip(sequence.tokens, sequence.logprobs, sequence.loss_mask, strict=True):
+            assert f" {token}:{logprob:.4f}" in result.stdout if mask else f" {token}" in result.stdout
+
+
+def test_show_json_is_strict_and_whole(run):
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    result = megaflow("show", run, "task/default/5", "--tokens", "--json")
+    shown = json.loads(result.stdout, parse_constant=refuse)
+    expected = trajectory(5)
+    assert shown["id"] == "task/default/5"
+    assert shown["messages"][2]["content"].startswith("\x1b]0;evil\x07 \udcff")
+    assert [s["tokens"] for s in shown["sequences"]] == [list(s.tokens) for s in expected.sequences]
+    assert shown["artifacts"] == [{"name": "patch.diff", "bytes": 5}]
+    assert len(shown["turns"]) == len(expected.turns)
+    failed = json.loads(megaflow("show", run, "1", "--json").stdout, parse_constant=refuse)
+    assert (failed["status"], failed["reward"], "tokens" in failed) == ("failed", None, False)
+
+
+def test_show_works_on_a_terminal_without_utf8(run):
+    result = megaflow("show", run, "task/default/5", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0
+    assert "\\u2192 bash" in result.stdout
+
+
+def test_an_unknown_id_is_answered_with_those_there_are(run, tmp_path):
+    result = megaflow("show", run, "task/default/55")
+    assert result.returncode == 2
+    assert "no trajectory 'task/default/55' among 2; there are: task/default/5" in result.stderr
+    result = megaflow("show", tmp_path / "nowhere", "x")
+    assert result.returncode == 2
+    assert "cannot be read" in result.stderr
+
+
+def test_validate_says_what_is_wrong(run):
+    path = gather(run)
+    good = megaflow("validate", path)
+    assert (good.returncode, good.stdout) == (0, f"{path}: valid\n")
+    with h5py.File(path, "r+") as file:
+        file["tokens/loss_mask"][0] = 2
+    bad = megaflow("validate", path)
+    assert bad.returncode == 1
+    assert f"{path}: /tokens/loss_mask: row 0: neither 0 nor 1" in bad.stdout
+    shown = json.loads(megaflow("validate", path, "--json").stdout)
+    assert (shown["valid"], len(shown["problems"])) == (False, 1)
+    path.write_text("no HDF5")
+    foreign = megaflow("validate", path)
+    assert (foreign.returncode, foreign.stdout) == (2, "")
+    assert "not an HDF5 file" in foreign.stderr
