@@ -73,6 +73,8 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         wheels = Path(scratch) / "wheels"
         wheels.mkdir()
         files = fetch_wheels([*needs, "pip"], f"{major}.{minor}", wheels)
+        for package in under_test(content, files):
+            say(f"{target}: the tests' requirements need {package} itself: an agent can read another release of it")
         definition = Path(scratch) / "image.def"
         definition.write_text(
             DEFINITION.format(
@@ -92,6 +94,16 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         os.replace(image, target)
     write_json(stamp_file, stamp, 0o644)
     return True
+
+
+def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
+    """Packages with a bug that are among the wheels: the fix may be there to copy."""
+
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    installed = {normal(name.split("-")[0]) for name in wheels}
+    return sorted({bug.package for bug in content.bugs if normal(bug.package) in installed})
 
 
 def _python_of(apptainer: str, image: Path) -> tuple[str, str]:

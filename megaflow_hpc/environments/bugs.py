@@ -31,7 +31,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config import Section, explain, line_of, read_yaml
-from megaflow_hpc.environments import named_tests
+from megaflow_hpc.environments import named_tests, releases
 from megaflow_hpc.environments.releases import (
     Patch,
     Release,
@@ -48,8 +48,6 @@ from megaflow_hpc.errors import ConfigError
 MAX_LINES = 400
 """Releases further apart than this are not one bug."""
 WORKDIR = "/testbed"
-LAYOUT = 1
-"""Part of every fingerprint: raise it when what is emitted changes."""
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 """At the top of ``environment/`` these would mean something else to a reader of Harbor tasks."""
 
@@ -193,8 +191,9 @@ def build_tasks(
 
 
 def fingerprint(content: BugFile, bug: Bug) -> str:
-    """What a task directory was made from; the same value means nothing to do."""
-    made_from = [LAYOUT, content.image, bug.model_dump(mode="json"), Path(named_tests.__file__).read_text()]
+    """What a task directory was made from, this code included; the same value means nothing to do."""
+    code = [Path(file).read_text() for file in (__file__, releases.__file__, named_tests.__file__)]
+    made_from = [content.image, bug.model_dump(mode="json"), code]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -241,7 +240,7 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
     root = source_root(buggy)
     os.replace(buggy, task / "environment")
     (task / "task.toml").write_text(task_toml(content.image, bug, patch, root, stamp))
-    (task / "instruction.md").write_text(instruction(bug, root))
+    (task / "instruction.md").write_text(instruction(bug))
     (task / "solution" / "fix.patch").write_bytes(patch.text)
     _script(task / "solution" / "solve.sh", SOLVE)
     _script(task / "tests" / "test.sh", TEST)
@@ -294,9 +293,9 @@ def _script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def instruction(bug: Bug, root: str) -> str:
+def instruction(bug: Bug) -> str:
     """What the agent is told: the issue, and where things are."""
-    run = f"PYTHONPATH={root} python3 -m pytest" if root != "." else "python3 -m pytest"
+    run = "python3 -m pytest -o addopts="
     return f"""\
 {bug.issue.strip()}
 

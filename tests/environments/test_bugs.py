@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.cli import tasks as verbs
-from megaflow_hpc.environments import bugs, named_tests, releases
+from megaflow_hpc.environments import bug_image, bugs, named_tests, releases
 from megaflow_hpc.environments.harbor import read_harbor_task
 from megaflow_hpc.environments.releases import Release
 from megaflow_hpc.environments.validation import Run, judge
@@ -186,7 +186,7 @@ def test_pytest_is_asked_once_for_each_test() -> None:
 @pytest.mark.parametrize(
     ("outcomes", "problem"),
     [
-        ({"t.py::new": "passed", "t.py::old": "passed", "t.py::skip": "skipped"}, None),
+        ({"t.py::new": "passed", "t.py::old": "passed", "t.py::skip": "skipped"}, ""),
         ({"t.py::new": "failed", "t.py::old": "passed"}, "t.py::new: failed"),
         ({"t.py::old": "passed"}, "t.py::new: not run"),
         ({"t.py::new": "skipped", "t.py::old": "passed"}, "t.py::new: skipped"),
@@ -195,9 +195,9 @@ def test_pytest_is_asked_once_for_each_test() -> None:
         ({}, "t.py::new: not run"),
     ],
 )
-def test_the_reward_needs_every_named_test(outcomes: dict[str, str], problem: str | None) -> None:
+def test_the_reward_needs_every_named_test(outcomes: dict[str, str], problem: str) -> None:
     _, _, problems = named_tests.grade(["t.py::new"], ["t.py"], outcomes)
-    assert (problems[:1] or [None]) == [problem] or problem in problems
+    assert problem in problems if problem else problems == []
 
 
 def run_verifier(task: Path, workdir: Path, logs: Path) -> dict[str, Any]:
@@ -269,6 +269,12 @@ def test_a_task_is_valid_only_if_its_tests_fail_before_and_pass_after() -> None:
     broken = judge(Run(reward=0.0, failing={"t::a": "failed"}, passing={"t::b": "failed"}), after)
     assert broken == ["t::b: failed without the solution; expected passed, since `passing` names it"]
     assert judge(Run(error="lost"), after)[0] == "without the solution: lost"
+
+
+def test_a_package_with_a_bug_that_gets_into_the_image_is_noticed(bug_file: Callable[..., Path]) -> None:
+    content, _ = bugs.read_bugs(bug_file(("package: xmltodict", "package: XML.To_Dict")))
+    assert bug_image.under_test(content, ["pytest-8.4.2-py3-none-any.whl", "pip-25.0-py3-none-any.whl"]) == []
+    assert bug_image.under_test(content, ["xml_to_dict-1.0-py3-none-any.whl"]) == ["XML.To_Dict"]
 
 
 # --- a real bug -----------------------------------------------------------------------------------------------------
