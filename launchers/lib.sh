@@ -49,14 +49,16 @@ settings() {
   export MEGAFLOW_TEST_BASE_SIF=${MEGAFLOW_TEST_BASE_SIF:-$MEGAFLOW_HOME/images/base.sif}
 }
 
-# What lies on PATH and may be entered, ours after the machine's own, but the venv first: it is what all this is for.
+# PATH: what the machine has and this user may enter; ours after it, but the venv first: it is what all this is for.
 user_path() {
-  local entry path=$VENV/bin
+  local entry
+  MACHINE_PATH=""
   while read -r entry; do
-    [[ -x $entry && :$path: != *:$entry:* ]] && path+=:$entry
+    # Ours are left out here, or a script called by another would take them for the machine's.
+    [[ -x $entry && :$MACHINE_PATH: != *:$entry:* && $entry != "$VENV"/* && $entry != "$MEGAFLOW_HOME"/* ]] || continue
+    MACHINE_PATH+=${MACHINE_PATH:+:}$entry
   done < <(tr : '\n' <<<"$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
-  PATH=$path:$MEGAFLOW_HOME/apptainer/bin:$PREFIX/bin
-  export PATH
+  export PATH=$VENV/bin:$MACHINE_PATH:$MEGAFLOW_HOME/apptainer/bin:$PREFIX/bin
 }
 
 # --- who works ------------------------------------------------------------------------------------------------------
@@ -218,8 +220,8 @@ debian_mirror() {
   if [[ -n ${MEGAFLOW_DEBIAN_MIRROR:-} ]]; then
     echo "${MEGAFLOW_DEBIAN_MIRROR%/}"
   else
-    # shellcheck disable=SC2016  # apt's own placeholders
-    apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/*$' | sed 's,/*$,,' || true
+    # (What update would fetch: it needs no lists to be there yet.)
+    apt-get update --print-uris -o Debug::NoLocking=1 2>/dev/null | sed -n "s,^'\(.*/debian\)/*/dists/.*,\1,p" | head -n1 || true
   fi
 }
 
@@ -262,7 +264,8 @@ root_prefix() {
 provide_packages() {
   local root names
   root=$(root_prefix)
-  names=$(missing_packages "$root")
+  # What the machine lacks, not counting what was unpacked before: the same answer every time.
+  names=$(PATH=$MACHINE_PATH PREFIX=/nonexistent missing_packages "$root")
   [[ -n $names ]] || return 0
   have apt-get || die "missing: ${names//$'\n'/ } (and no apt-get to fetch them with): install them, or load them as modules"
   if [[ -n $root ]]; then install_packages "$root" "$names"; else unpack_packages "$names"; fi
@@ -292,12 +295,12 @@ known_packages() {
 
 # The same packages, with everything they depend on that the machine lacks, unpacked into a directory of our own.
 unpack_packages() {
-  local apt=$MEGAFLOW_HOME/cache/apt-packages names dir deb key
+  local apt=$MEGAFLOW_HOME/cache/apt-packages names dir deb
+  dir=$MEGAFLOW_HOME/packages-$(sort -u <<<"$1" | hash_of)
+  [[ $(readlink "$PREFIX") != "$(basename "$dir")" ]] || return 0
   apt_private "$apt" apt-get update || die "apt-get could not fetch the lists of packages"
   mapfile -t names < <(known_packages "apt_private $apt apt-cache" "$1")
   say "without root: unpacking ${names[*]} into $PREFIX"
-  key=$(printf '%s\n' "${names[@]}" | hash_of)
-  dir=$MEGAFLOW_HOME/packages-$key
   rm -rf "$apt/cache/archives"
   mkdir -p "$apt/cache/archives/partial"
   quietly "$LOGS/apt-get.log" apt_private "$apt" apt-get install --yes --download-only --no-install-recommends "${names[@]}" ||
@@ -308,7 +311,9 @@ unpack_packages() {
     # Never a second C library beside the machine's own.
     [[ $(basename "$deb") == libc6_* ]] || dpkg-deb -x "$deb" "$dir"
   done
-  relocate_packages "$dir" >"$LOGS/relocate.log" 2>&1
+  # (Not in the foreground of a condition: there the shell would go on after an error.)
+  relocate_packages "$dir" >"$LOGS/relocate.log" 2>&1 &
+  wait "$!" || die "the unpacked packages could not be adapted to $dir: $(tail -n1 "$LOGS/relocate.log")"
   ln -sfn "$(basename "$dir")" "$PREFIX.new"
   mv -fT "$PREFIX.new" "$PREFIX"
   rm -rf "$apt/cache/archives"
@@ -319,12 +324,13 @@ relocate_packages() {
   local dir=$1 patch file name libraries
   patch=$(command -v patchelf || echo "$dir/usr/bin/patchelf")
   libraries=$(find "$dir" \( -type f -o -type l \) -name '*.so*' -printf '%h\n' | sort -u | paste -sd:)
-  find "$dir"/{usr/,}{bin,sbin,lib} -type f \( -name '*.so*' -o -perm -u+x \) ! -path '*/patchelf' 2>/dev/null | while read -r file; do
+  find "$dir" -type f \( -name '*.so*' -o -perm -u+x \) ! -path '*/bin/patchelf' | while read -r file; do
     [[ $(head -c4 "$file" | tr -d '\0') == $'\x7fELF' ]] || continue
     "$patch" --force-rpath --set-rpath "$libraries" "$file" || echo "left as it is: $file"
   done
   for file in "$dir"/{usr/,}{bin,sbin}/*; do
-    [[ -x $file && ! -d $file ]] || continue
+    # Python finds its library from where it is called: it must be called by its own path.
+    [[ -x $file && ! -d $file && $file != */python* ]] || continue
     # What the packages' scripts would have made with update-alternatives.
     name=$(basename "$file")
     name=${name%-wlm}
@@ -339,8 +345,8 @@ relocate_packages() {
 find_python() {
   local candidate
   for candidate in ${MEGAFLOW_PYTHON:-} python3.11 python3.12 python3.13 python3.14 python3 \
-    /usr/bin/python3.1[1-9] /usr/local/bin/python3.1[1-9] "$PREFIX/bin/python3.11"; do
-    candidate=$(command -v "$candidate") || continue
+    /usr/bin/python3.1[1-9] /usr/local/bin/python3.1[1-9] "$PREFIX/usr/bin/python3.11"; do
+    candidate=$(PATH=$MACHINE_PATH command -v "$candidate") || continue
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
       echo "$candidate"
       return 0
@@ -361,15 +367,20 @@ make_venv() {
   local dir=$1 python wheel
   "$dir/bin/python" -m pip --version >/dev/null 2>&1 && return 0
   python=$(find_python) || die "no Python 3.11 or later that $(id -un) can run: install one, or name it in MEGAFLOW_PYTHON"
+  # An environment that is broken is made anew, if it was we who made it.
+  if [[ -e $dir/pyvenv.cfg && ! -e $dir/.megaflow ]]; then
+    die "$dir is a virtual environment whose Python does not run, and not one of ours: repair it or name another"
+  fi
   rm -rf "${dir:?}"/{bin,lib,lib64,pyvenv.cfg,.dependencies,.wheel}
   mkdir -p "$dir"
+  touch "$dir/.megaflow"
   say "creating $dir with $("$python" --version) ($python)"
   if "$python" -c 'import ensurepip' 2>/dev/null && "$python" -m venv "$dir" 2>/dev/null; then
     return 0
   fi
   # Without ensurepip: pip from the package of wheels that Debian's ensurepip would have used, or the interpreter's own.
   "$python" -m venv --without-pip "$dir"
-  wheel=$(find "$PREFIX/usr/share/python-wheels" /usr/share/python-wheels -name 'pip-*.whl' 2>/dev/null | head -n1)
+  wheel=$(find "$PREFIX/usr/share/python-wheels" /usr/share/python-wheels -name 'pip-*.whl' 2>/dev/null | head -n1 || true)
   if [[ -n $wheel ]]; then
     "$dir/bin/python" "$wheel/pip" install -q pip
   else
