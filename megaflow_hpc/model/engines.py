@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import sys
@@ -86,15 +85,14 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 
 
 def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
-    port, key = free_port(), secrets.token_urlsafe(24)
+    port = free_port()
     built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
     built_in |= {"host": "127.0.0.1", "port": port, "tp": max(1, int(model.get("gpus") or 1))}
-    # SGLang has no variable for its key; on its command line others could read it, so its loopback port is unguarded.
+    # No key: SGLang takes one on its command line only, where others could read it.
     return Launch(
         [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://127.0.0.1:{port}",
-        key=key,
         model_name=policy,
     )
 
