@@ -18,28 +18,26 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
     Raises :class:`OSError` if something cannot be removed, such as a file of another uid.
     """
     try:
-        mode = os.lstat(path).st_mode
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        shutil.rmtree(path)
     except FileNotFoundError:
         return
-    if not stat.S_ISDIR(mode):
-        os.unlink(path)
-        return
-    waiting = [os.fspath(path)]
+    except PermissionError:
+        _open_directories(os.fspath(path))
+        shutil.rmtree(path)
+
+
+def _open_directories(path: str) -> None:
+    """Gives the owner every right on every directory of a tree."""
+    os.chmod(path, 0o700)
+    waiting = [path]
     while waiting:
-        directory = waiting.pop()
-        try:
-            entries = list(os.scandir(directory))
-        except PermissionError:
-            os.chmod(directory, 0o700)
-            entries = list(os.scandir(directory))
-        for entry in entries:
+        for entry in list(os.scandir(waiting.pop())):
             if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
                 waiting.append(entry.path)
-                if entry.stat(follow_symlinks=False).st_mode & 0o700 != 0o700:
-                    os.chmod(entry.path, 0o700)
-    if os.lstat(path).st_mode & 0o700 != 0o700:
-        os.chmod(path, 0o700)
-    shutil.rmtree(path)
 
 
 def copy_tree(source: Path, target: Path) -> None:

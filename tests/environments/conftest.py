@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,24 @@ def rootfs(base_sif: Path, scratch: Path) -> str:
             return await provider.stage(str(base_sif))
 
     return asyncio.run(stage())
+
+
+@pytest.fixture(scope="session")
+def small_rootfs(rootfs: str, scratch: Path) -> str:
+    """A shell and a dozen tools out of the base image: quick to build onto, and as bare as task images get."""
+    small = scratch / "small"
+    for name in ("etc", "proc", "sys", "dev", "tmp", "usr/bin", "usr/lib", "usr/lib64"):
+        (small / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (small / name).symlink_to(f"usr/{name}")
+    for tool in ("sh", "cat", "ls", "mkdir", "cp", "rm", "chmod", "dirname", "env", "head"):
+        shutil.copy2(Path(rootfs, "usr/bin", tool), small / "usr/bin" / tool)
+    for library in ("ld-linux-*", "libc.so.6", "libselinux.so.1", "libpcre2-8.so.0", "libacl.so.1", "libattr.so.1"):
+        for path in [*Path(rootfs).glob(f"usr/lib*/{library}"), *Path(rootfs).glob(f"usr/lib/*-linux-gnu/{library}")]:
+            target = small / path.relative_to(rootfs)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    return str(small)
 
 
 @pytest.fixture

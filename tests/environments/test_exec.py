@@ -265,6 +265,18 @@ def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(in_sandbo
     assert count == first_count
 
 
+def test_an_image_with_little_more_than_a_shell_is_enough(small_rootfs: str, scratch: Path) -> None:
+    async def main() -> ExecResult:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(small_rootfs, workdir="/w", env={"A": "b"})) as sandbox:
+                assert (await sandbox.exec("cat", user_input="in", timeout_s=5)).stdout == "in"
+                assert (await sandbox.exec("while :; do :; done", timeout_s=0.3)).timed_out
+                return await sandbox.exec('echo "$A"; kill -9 $$')
+
+    result = asyncio.run(main())
+    assert (result.exit_code, result.stdout, result.stderr) == (137, "b\n", "")
+
+
 def test_a_stopped_sandbox_says_so_and_leaves_no_files(rootfs: str, scratch: Path) -> None:
     async def main() -> None:
         async with ApptainerProvider(scratch) as provider:

@@ -144,7 +144,9 @@ def test_an_unhealthy_environment_fails_with_its_command(rootfs: str, scratch: P
         asyncio.run(main())
 
 
-def test_a_dockerfile_is_built_onto_the_mapped_base_in_its_order(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+def test_a_dockerfile_is_built_onto_the_mapped_base_in_its_order(
+    small_rootfs: str, scratch: Path, tmp_path: Path
+) -> None:
     dockerfile = """\
     FROM org/base:1
     ENV WHO="the builder"
@@ -161,8 +163,8 @@ def test_a_dockerfile_is_built_onto_the_mapped_base_in_its_order(rootfs: str, sc
     for name, text in (("one.txt", "1\n"), ("two.sh", "#!/bin/sh\necho two\n"), ("sub/three", "3\n")):
         (path / "environment" / name).write_text(text)
     task = read_harbor_task(path)
-    images = resolve_images([task], {"org/base:1": rootfs}, tmp_path, store=tmp_path / "store")
-    again = resolve_images([task], {"org/base:1": rootfs}, tmp_path, store=tmp_path / "store")
+    images = resolve_images([task], {"org/base:1": small_rootfs}, tmp_path, store=tmp_path / "store")
+    again = resolve_images([task], {"org/base:1": small_rootfs}, tmp_path, store=tmp_path / "store")
     assert images == again
 
     async def use(sandbox: ApptainerSandbox) -> str:
