@@ -301,9 +301,10 @@ def instruction(bug: Bug) -> str:
 
 ---
 
-The source of {bug.package} {bug.buggy} is in `{WORKDIR}`, a git repository. Correct the package there so that the
-problem is gone and everything else keeps working. `{run}` runs its tests; tests that are not in the tree will judge the
-result. There is no network.
+The source of {bug.package} {bug.buggy} is in `{WORKDIR}`, a git repository.
+Correct the package there so that the problem is gone and everything else keeps working.
+`{run}` runs its tests; tests that are not in the tree will judge the result.
+There is no network.
 """
 
 

@@ -33,6 +33,8 @@ class Run:
     failing: dict[str, str] = field(default_factory=dict)
     passing: dict[str, str] = field(default_factory=dict)
     output: str = ""
+    duration_s: float = 0.0
+    """In the sandbox: without waiting for one, and without staging its image."""
 
 
 @dataclass
@@ -43,7 +45,6 @@ class Validation:
     before: Run
     after: Run
     problems: list[str]
-    duration_s: float
 
     @property
     def valid(self) -> bool:
@@ -60,7 +61,7 @@ class Validation:
             "failing": {test: [self.before.failing.get(test), self.after.failing.get(test)] for test in tests},
             "passing": len(self.after.passing),
             "problems": self.problems,
-            "duration_s": round(self.duration_s, 2),
+            "duration_s": round(self.before.duration_s + self.after.duration_s, 2),
         }
 
 
@@ -95,10 +96,9 @@ async def validate(
     """
 
     async def one(task: Task) -> Validation:
-        started = time.monotonic()
         before = await _run(task, images[task.image], None, provider)
         after = await _run(task, images[task.image], oracle, provider)
-        return Validation(task.id, before, after, judge(before, after), time.monotonic() - started)
+        return Validation(task.id, before, after, judge(before, after))
 
     running = [asyncio.create_task(one(task)) for task in tasks]
     try:
@@ -125,6 +125,7 @@ async def _run(task: Task, image: str, agent: Agent | None, provider: ApptainerP
     )
     try:
         async with await provider.start(spec) as sandbox:
+            started = time.monotonic()
             await prepare(task, sandbox)
             if agent is not None:
                 result = await agent.run(task, sandbox, None)
@@ -138,6 +139,7 @@ async def _run(task: Task, image: str, agent: Agent | None, provider: ApptainerP
                     await sandbox.download("/logs/verifier/results.json", str(file))
                     results = json.loads(file.read_text())
                     run.failing, run.passing = results["failing"], results["passing"]
+            run.duration_s = time.monotonic() - started
             return run
     except SandboxError as error:
         return Run(error=str(error))
