@@ -145,10 +145,9 @@ def run_validate(arguments: argparse.Namespace) -> int:
         async with ApptainerProvider(max_sandboxes=arguments.jobs) as provider:
             async for result in validate(tasks, images, OracleAgent(), provider):
                 done.append(result)
-                counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept"
-                note(
-                    f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({counts}, {result.to_dict()['duration_s']:.1f} s)"
-                )
+                took_s = result.before.duration_s + result.after.duration_s
+                counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept, {took_s:.1f} s"
+                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({counts})")
                 for problem in result.problems[:10]:
                     note(f"  {problem}")
         return sorted(done, key=lambda result: result.task)
