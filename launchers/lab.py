@@ -349,7 +349,7 @@ StorageLoc=slurm_acct_db
             return [program("slurmdbd"), "-D"]
         if name == "slurmctld":
             return [program("slurmctld"), "-D"]
-        stepd = ["-d", str(usr / "sbin/slurmstepd")] if usr else []
+        stepd = ["-d", str(next(usr.glob("sbin/slurmstepd*")))] if usr else []
         return [program("slurmd"), "-D", "-N", name.partition("-")[2], *stepd]
 
     def mariadb_options(self) -> list[str]:

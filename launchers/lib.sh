@@ -148,11 +148,14 @@ EOF
 # The sources by way of a pipe, since the user may not be able to read the clone: BUILD/src is the latest of a few copies,
 # each named after its content, so that none changes under the feet of something that runs.
 copy_sources() {
-  local list=(tar -C "$CLONE" --exclude=./.git --exclude=./.venv --exclude=./runs --exclude='__pycache__' --exclude='.*_cache'
-    --exclude=./.hypothesis --sort=name --owner=0 --group=0 --mtime=@0 -c .) key
-  key=$("${list[@]}" | hash_of)
+  local archive key
+  archive=$(mktemp)
+  # Status 1 is a file that was written to meanwhile: a cache, or an editor at work.
+  tar -C "$CLONE" --exclude=./.git --exclude=./.venv --exclude=./runs --exclude='__pycache__' --exclude='.*_cache' \
+    --exclude=./.hypothesis --sort=name --owner=0 --group=0 --mtime=@0 -cf "$archive" . || [[ $? == 1 ]]
+  key=$(hash_of <"$archive")
   # shellcheck disable=SC2016  # expanded by the user's shell
-  "${list[@]}" | as_user bash -c '
+  as_user bash -c '
     set -e
     cd "$1"
     if [[ ! -d src-$2 ]]; then
@@ -161,12 +164,11 @@ copy_sources() {
       tar -xmf - -C src.new
       chmod -R u+rwX src.new
       mv -T src.new "src-$2"
-    else
-      cat >/dev/null
-      touch "src-$2"
     fi
+    touch "src-$2"
     ln -sfnT "src-$2" src
-    ls -dt src-*/ | tail -n +5 | xargs -r rm -rf' - "$BUILD" "$key" || die "the sources could not be copied to $BUILD"
+    ls -dt src-*/ | tail -n +5 | xargs -r rm -rf' - "$BUILD" "$key" <"$archive" || die "the sources could not be copied to $BUILD"
+  rm -f "$archive"
 }
 
 # .venv in the clone, as users know it: a link to where the environment is.
@@ -319,7 +321,7 @@ unpack_packages() {
   rm -rf "$apt/cache/archives"
 }
 
-# Tells every binary where its libraries are now, and gathers the programs in one bin.
+# Tells every binary (and fakeroot, a script) where its libraries are now, and gathers the programs in one bin.
 relocate_packages() {
   local dir=$1 patch file name libraries
   patch=$(command -v patchelf || echo "$dir/usr/bin/patchelf")
@@ -328,14 +330,15 @@ relocate_packages() {
     [[ $(head -c4 "$file" | tr -d '\0') == $'\x7fELF' ]] || continue
     "$patch" --force-rpath --set-rpath "$libraries" "$file" || echo "left as it is: $file"
   done
-  for file in "$dir"/{usr/,}{bin,sbin}/*; do
+  sed -i "s,=/usr,=$dir/usr," "$dir"/usr/bin/fakeroot-*
+  for file in "$dir"/usr/{bin,sbin}/* "$dir"/sbin/*; do
     # Python finds its library from where it is called: it must be called by its own path.
     [[ -x $file && ! -d $file && $file != */python* ]] || continue
-    # What the packages' scripts would have made with update-alternatives.
+    # Under its own name, and under that which the package's scripts would have given it (update-alternatives).
     name=$(basename "$file")
-    name=${name%-wlm}
-    name=${name%-sysv}
     ln -sfn "$file" "$dir/bin/$name"
+    name=${name%-wlm}
+    ln -sfn "$file" "$dir/bin/${name%-sysv}"
   done
 }
 
