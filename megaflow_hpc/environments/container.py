@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from megaflow_hpc.environments.apptainer import CONTROL_DIR, clean_environment, last_line
+from megaflow_hpc.environments.fragments import MARKER, command_text, environment_text
 from megaflow_hpc.environments.processes import Identity, dies_with_parent, kill_marked, namespace_init
 from megaflow_hpc.environments.spec import check_variables
 from megaflow_hpc.environments.streams import CappedBuffer, StreamPair, read_available
@@ -94,7 +94,7 @@ class Container:
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments").joinpath("runner.sh").read_bytes()
         self._write("runner.sh", runner)
-        self._write("env", _environment(env, as_root).encode("utf-8", "surrogateescape"))
+        self._write("env", environment_text(env, as_root).encode("utf-8", "surrogateescape"))
 
     async def start(self, argv: Sequence[str], *, temporary: str, timeout_s: float) -> None:
         """Runs ``argv``, whose last words must be the runner, until it says that it is ready."""
@@ -291,32 +291,49 @@ class Container:
         self, command: str | Sequence[str], cwd: str, env: Mapping[str, str], user_input: bytes | None, limit: int
     ) -> _Command:
         self._number += 1
-        number = self._number
         pair = self._free_pairs.pop() if self._free_pairs else self._add_pair()
         worker = self._idle_workers.pop() if self._idle_workers else self._add_worker(spawn=True)
-        running = _Command(number, worker, pair, limit)
+        running = _Command(self._number, worker, pair, limit)
+        try:
+            self._write_files(running, command, cwd, env, user_input)
+            pair.open()
+        except BaseException as error:
+            self._remove_files(running)
+            pair.close()
+            self._free_pairs.append(pair)
+            self._idle_workers.append(worker)
+            if isinstance(error, OSError):
+                raise SandboxError(
+                    f"{self.control}: a command cannot be handed over ({error}); is scratch full?"
+                ) from error
+            raise
+        loop = asyncio.get_running_loop()
+        for stream, descriptor in enumerate(pair.descriptors):
+            loop.add_reader(descriptor, self._read_output, running, stream)
+        self._commands[running.number] = running
+        os.write(self._worker_pipes[worker], b"%d\n" % running.number)
+        return running
+
+    def _write_files(
+        self,
+        running: _Command,
+        command: str | Sequence[str],
+        cwd: str,
+        env: Mapping[str, str],
+        user_input: bytes | None,
+    ) -> None:
+        number = running.number
         stdin = "/dev/null"
         if user_input:
             stdin = f"{CONTROL_DIR}/i{number}"
             running.files.append(f"i{number}")
             self._write(f"i{number}", user_input)
-        if (
-            isinstance(command, str)
-            and len(command) > _LONGEST_ARGUMENT // 4
-            and len(os.fsencode(command)) > _LONGEST_ARGUMENT
-        ):
+        if isinstance(command, str) and len(os.fsencode(command)) > _LONGEST_ARGUMENT:
             running.files.append(f"s{number}")
             self._write(f"s{number}", command.encode("utf-8", "surrogateescape"))
             command = ["/bin/sh", f"{CONTROL_DIR}/s{number}"]
-        fragment = _fragment(number, command, cwd, env, stdin, pair.names)
-        self._write(f"c{number}", fragment.encode("utf-8", "surrogateescape"))
-        pair.open()
-        loop = asyncio.get_running_loop()
-        for stream, descriptor in enumerate(pair.descriptors):
-            loop.add_reader(descriptor, self._read_output, running, stream)
-        self._commands[number] = running
-        os.write(self._worker_pipes[worker], b"%d\n" % number)
-        return running
+        text = command_text(number, command, cwd, env, stdin, running.pair.names)
+        self._write(f"c{number}", text.encode("utf-8", "surrogateescape"))
 
     def _read_output(self, command: _Command, stream: int) -> bool:
         """One read; ``True`` if there may be more. A closed end gives its reader up."""
@@ -350,6 +367,9 @@ class Container:
 
     def _withdraw(self, command: _Command) -> None:
         del self._commands[command.number]
+        self._remove_files(command)
+
+    def _remove_files(self, command: _Command) -> None:
         for name in command.files:
             try:
                 os.unlink(os.path.join(self.control, name))
@@ -364,7 +384,7 @@ class Container:
     async def _kill_command(self, command: _Command) -> None:
         init = self.init
         if init is not None:
-            marker = b"%s=%d" % (_MARKER.encode(), command.number)
+            marker = b"%s=%d" % (MARKER.encode(), command.number)
             await asyncio.to_thread(kill_marked, init.pid, marker)
         await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
         if not command.done.done():  # not even SIGKILL ends it: the container goes
@@ -408,43 +428,3 @@ class Container:
                 view = view[os.write(descriptor, view) :]
         finally:
             os.close(descriptor)
-
-
-_MARKER = "MEGAFLOW_COMMAND"
-"""Environment variable by which a command's processes are found when it runs out of time."""
-
-
-def _environment(env: Mapping[str, str], as_root: bool) -> str:
-    """What PID 1 exports. The runtime's own variables tell the host's paths, so they go."""
-    lines = [
-        "while IFS= read -r line; do",
-        "  line=${line#export }; line=${line#declare -x }",
-        '  case "$line" in APPTAINER* | SINGULARITY*) unset "${line%%=*}" ;; esac',
-        "done <<END",
-        "$(export -p)",
-        "END",
-        "unset line PROMPT_COMMAND PS1",
-        'case "$LD_LIBRARY_PATH" in /.singularity.d/libs) unset LD_LIBRARY_PATH ;; esac',
-        "ulimit -c 0",
-    ]
-    if as_root:
-        # uid 0 is the only uid there is, so tar must not try to give files to others.
-        lines += ["export HOME=/root USER=root LOGNAME=root TAR_OPTIONS=--no-same-owner"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _fragment(
-    number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
-) -> str:
-    """The shell text of one command: one fork, then ``exec`` to the end; its own session, hence process group."""
-    check_variables(env)
-    words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-    if not words or any("\0" in word for word in words):
-        raise SandboxError(f"command {command!r}: expected at least one word and no zero byte")
-    exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
-    return (
-        f"( cd {shlex.quote(cwd)} || exit 126\nexport {_MARKER}={number}{exports}\n"
-        f"exec $setsid {' '.join(map(shlex.quote, words))} )"
-        f" <{stdin} >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]}\n"
-    )

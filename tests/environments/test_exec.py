@@ -192,6 +192,18 @@ def test_stopping_ends_a_command_under_way_with_an_error(in_sandbox: InSandbox) 
     in_sandbox(use)
 
 
+def test_a_command_that_cannot_be_handed_over_costs_nothing_else(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> str:
+        for _ in range(70):  # more than there are workers
+            with pytest.raises(SandboxError, match="zero byte"):
+                await sandbox.exec(["echo", "a\0b"])
+            with pytest.raises(ConfigError, match="A-B"):
+                await sandbox.exec("true", env={"A-B": "x"})
+        return (await sandbox.exec("echo fine")).stdout
+
+    assert in_sandbox(use) == "fine\n"
+
+
 def test_cancelling_a_command_ends_it(in_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> str:
         task = asyncio.create_task(sandbox.exec("sleep 2001"))
