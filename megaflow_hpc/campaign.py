@@ -238,11 +238,11 @@ class Run:
             progress(status)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
-    def gather(self) -> Path:
-        """Writes ``trajectories.h5`` from the journals."""
+    def gather(self, rebuild: bool = False) -> Path:
+        """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
         from megaflow_hpc.trajectories import gather
 
-        return gather(self.dir, self.ledger.seals())
+        return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
 
     def stream(self, after: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """Trajectories as they become durable, each id once; ends with the campaign."""

@@ -355,8 +355,11 @@ def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
 
 
 def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one line: file, line, key, value and what to do."""
-    problem = error.errors()[0]
+    """The first problem of a validation error as one line: file, line, key, value and what to do.
+
+    An unknown key comes first: it is often the reason why another one is missing.
+    """
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
     line = line_of(node, location)
     where = f"{path}:{line}" if line else path

@@ -22,6 +22,12 @@ Network = Literal["none", "gateway", "host"]
 SandboxMode = Literal["ephemeral", "persistent"]
 
 
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``data`` that are fields of a dataclass: a later version may have written more."""
+    names = {f.name for f in fields(cls)}
+    return {key: value for key, value in data.items() if key in names}
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one sandbox may use. ``None`` is unlimited; sizes in MB (10^6 bytes), times in seconds."""
@@ -58,9 +64,7 @@ class Task:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
-        known = {f.name for f in fields(cls)}
-        kept = {k: v for k, v in data.items() if k in known}
-        return cls(**{**kept, "limits": Limits(**data.get("limits", {}))})
+        return cls(**{**_known(cls, data), "limits": Limits(**data.get("limits", {}))})
 
 
 @dataclass(frozen=True)
@@ -262,8 +266,7 @@ class Trajectory:
             values.frombytes(data)
             return values
 
-        known = {f.name for f in fields(cls)}
-        kept = {k: v for k, v in record.items() if k in known}
+        kept = _known(cls, record)
         kept["sequences"] = [
             TokenSequence(
                 policy=s["policy"],
@@ -274,9 +277,9 @@ class Trajectory:
             )
             for s in record.get("sequences", ())
         ]
-        kept["turns"] = [Turn(**t) for t in record.get("turns", ())]
-        kept["attempts"] = [Attempt(**a) for a in record.get("attempts", ())]
-        kept["artifacts"] = [Artifact(**a) for a in record.get("artifacts", ())]
+        kept["turns"] = [Turn(**_known(Turn, t)) for t in record.get("turns", ())]
+        kept["attempts"] = [Attempt(**_known(Attempt, a)) for a in record.get("attempts", ())]
+        kept["artifacts"] = [Artifact(**_known(Artifact, a)) for a in record.get("artifacts", ())]
         return cls(**kept)
 
 

@@ -35,44 +35,49 @@ def slurm() -> None:
     required("SLURM_CONF")
 
 
-@pytest.fixture
-def make_task() -> Callable[..., Path]:
+@pytest.fixture(scope="session")
+def write_task() -> Callable[..., Path]:
     """Writes a small Harbor task directory: the solution writes ``answer``, the test looks for it."""
+    return _write_task
 
-    def make(
-        root: Path, name: str, solution: str = "echo 42 > answer", test: str = "grep -q 42 answer", agent_s: float = 60
-    ) -> Path:
-        task = root / name
-        for part in ("environment", "solution", "tests"):
-            (task / part).mkdir(parents=True)
-        (task / "task.toml").write_text(
-            textwrap.dedent(
-                f"""\
-                version = "1.0"
-                [metadata]
-                category = "test"
-                [agent]
-                timeout_sec = {agent_s}
-                [verifier]
-                timeout_sec = 20.0
-                [environment]
-                docker_image = "base"
-                """
-            )
+
+@pytest.fixture
+def make_task(write_task: Callable[..., Path]) -> Callable[..., Path]:
+    return write_task
+
+
+def _write_task(
+    root: Path, name: str, solution: str = "echo 42 > answer", test: str = "grep -q 42 answer", agent_s: float = 60
+) -> Path:
+    task = root / name
+    for part in ("environment", "solution", "tests"):
+        (task / part).mkdir(parents=True)
+    (task / "task.toml").write_text(
+        textwrap.dedent(
+            f"""\
+            version = "1.0"
+            [metadata]
+            category = "test"
+            [agent]
+            timeout_sec = {agent_s}
+            [verifier]
+            timeout_sec = 20.0
+            [environment]
+            docker_image = "base"
+            """
         )
-        (task / "instruction.md").write_text(f"Task {name}: write 42 into the file answer.\n")
-        (task / "environment" / "README").write_text("nothing here\n")
-        scripts = {
-            "solution/solve.sh": solution,
-            "tests/test.sh": f"if {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
-        }
-        for path, body in scripts.items():
-            file = task / path
-            file.write_text(f"#!/bin/bash\n{body}\n")
-            file.chmod(file.stat().st_mode | stat.S_IXUSR)
-        return task
-
-    return make
+    )
+    (task / "instruction.md").write_text(f"Task {name}: write 42 into the file answer.\n")
+    (task / "environment" / "README").write_text("nothing here\n")
+    scripts = {
+        "solution/solve.sh": solution,
+        "tests/test.sh": f"if {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
+    }
+    for path, body in scripts.items():
+        file = task / path
+        file.write_text(f"#!/bin/bash\n{body}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return task
 
 
 @pytest.fixture

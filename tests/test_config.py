@@ -67,6 +67,7 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         (MINIMAL + "samples: many\n", "campaign.yaml:4: samples 'many': input should be a valid integer"),
         (MINIMAL + "samples: 0\n", "campaign.yaml:4: samples 0: input should be greater than or equal to 1"),
         ("name: x\nagent: nop\n", "campaign.yaml:1: 'tasks' is missing; add it"),
+        (MINIMAL.replace("agent:", "agnet:"), "campaign.yaml:3: unknown key 'agnet'; did you mean 'agent'?"),
         (MINIMAL.replace("fix-bugs", "fix bugs"), "campaign.yaml:1: name 'fix bugs': 'fix bugs' must be letters"),
         (MINIMAL + "name: y\n", "campaign.yaml:4: not valid YAML: key 'name' is given twice"),
         (MINIMAL + "model: {engine: vllm}\n", "campaign.yaml:4: model: engine vllm needs 'path'"),

@@ -76,7 +76,7 @@ def register(subparsers: Parsers) -> None:
 
     gather = verb("gather", "write trajectories.h5 from the journals", _gather, "gather RUN")
     gather.add_argument("run_dir", metavar="RUN")
-    gather.add_argument("--rebuild", action="store_true", help="from the journals alone (today the only way)")
+    gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
     gather.add_argument("--end-servers", action="store_true", help="also cancel engines that are still there")
     add_json(gather)
 
@@ -239,7 +239,7 @@ def _gather(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign import Run
 
     run = Run(arguments.run_dir)
-    path = run.gather()
+    path = run.gather(arguments.rebuild)
     ended = run.end_servers() if arguments.end_servers else []
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})

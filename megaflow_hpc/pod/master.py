@@ -85,6 +85,7 @@ class Master:
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
         self._dry = False
+        self._stuck = False
         self._failures = 0
         self._stored = 0
 
@@ -236,7 +237,16 @@ class Master:
             return
         if not self.pod.ledger.may_commit:
             self.pod.ledger.renew(force=True)
-        self.pod.journal.commit()
+        try:
+            self.pod.journal.commit()
+        except OSError as error:
+            # A full disk or quota: the records wait in memory, nothing new is started, each look tries again.
+            if not self._stuck:
+                self.pod.events.write("pod", state="started", why=f"the journal cannot be written: {error}")
+            self._stuck = True
+            time.sleep(TICK_S)
+            return
+        self._stuck = False
         settled, self._unacknowledged = self._unacknowledged, []
         for trajectory, block in settled:
             self._stored += 1
@@ -267,7 +277,7 @@ class Master:
     # --- work ---
 
     def _dispatch(self) -> bool:
-        if self._draining_since is not None:
+        if self._draining_since is not None or self._stuck:
             return False
         self._claim()
         started = False

@@ -1,0 +1,183 @@
+"""The demo's second campaign, small: engines in a GPU job array, agents in a pod array, every token in one file."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import h5py
+import numpy as np
+import pytest
+import yaml
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign import Run
+from megaflow_hpc.model import tiny
+from megaflow_hpc.slurm import accounting
+from tests.conftest import required
+from tests.model.serving import Servers
+
+pytestmark = [pytest.mark.lab, pytest.mark.engine, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(900)]
+
+ANSWERS = [
+    "THOUGHT: I write the file.\n\n```mswea_bash_command\necho 42 > answer\n```",
+    "THOUGHT: Done.\n\n```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```",
+]
+CAMPAIGN = """\
+name: model
+tasks: tasks/*
+agent: {name: mini-swe-agent, max_turns: 3, timeout_s: 240}
+samples: 2
+models:
+  tiny: {path: models/tiny, args: {max-model-len: 16384, dtype: float32}}
+  scripted: {engine: scripted, script: answers.yaml, samples: 1}
+slurm:
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem_gb: 2, time: 15}
+  servers: {partition: gpu, time: 15}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
+    subprocess.run([python, tiny.__file__, folder / "models" / "tiny"], check=True, timeout=300)
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
+    """The campaign, run to its end on the lab."""
+    for name in ("alpha", "beta"):
+        write_task(folder / "tasks", name)
+    text = CAMPAIGN + f"environment: {{images: {{base: {base_sif}}}}}\n"
+    (folder / "campaign.yaml").write_text(text)
+    run = Campaign.from_yaml(folder / "campaign.yaml").submit()
+    names = subprocess.check_output(["squeue", "-h", "-o", "%j", "-j", ",".join(run.job_ids())], text=True).split()
+    assert set(names) == {"model"}
+    summary = run.wait(timeout_s=600)
+    assert summary["state"] == "finished", summary
+    assert summary["rollouts"]["failed"] == 0, summary
+    return run
+
+
+@pytest.fixture
+def file(run: Run) -> Iterator[h5py.File]:
+    with h5py.File(run.dir.trajectories) as file:
+        yield file
+
+
+def strings(dataset: Any) -> list[str]:
+    return [value.decode() for value in dataset[:]]
+
+
+def sampled(file: h5py.File, row: int) -> list[tuple[list[int], list[float]]]:
+    """Token ids and log-probabilities of each turn of a trajectory, by the columns alone."""
+    turns = file["turns"]
+    first, last = file["trajectories/turn_offset"][row : row + 2]
+    spans = zip(turns["token_start"][first:last], turns["token_end"][first:last], strict=True)
+    tokens = file["tokens"]
+    return [(tokens["id"][a:b].tolist(), tokens["logprob"][a:b].tolist()) for a, b in spans]
+
+
+def artifact(file: h5py.File, row: int, name: str) -> bytes:
+    artifacts = file["artifacts"]
+    names = strings(artifacts["name"])
+    number = next(i for i, n in enumerate(names) if n == name and artifacts["trajectory"][i] == row)
+    start, end = artifacts["offset"][number : number + 2]
+    return artifacts["bytes"][start:end].tobytes()
+
+
+def test_scripted_rollouts_act_in_the_sandbox_and_are_rewarded(file: h5py.File) -> None:
+    rewards = dict(zip(strings(file["trajectories/id"]), file["trajectories/reward"][:].tolist(), strict=True))
+    assert rewards == {
+        **{f"{task}/tiny/{sample}": 0 for task in ("alpha", "beta") for sample in (0, 1)},
+        **{f"{task}/scripted/0": 1 for task in ("alpha", "beta")},
+    }
+
+
+def test_every_sampled_token_is_what_the_engine_answered(file: h5py.File) -> None:
+    checked = 0
+    for row in range(len(file["trajectories/id"])):
+        raw = [json.loads(line) for line in artifact(file, row, "engine.jsonl").splitlines()]
+        turns = sampled(file, row)
+        assert len(turns) == len(raw) > 0
+        for (ids, logprobs), call in zip(turns, raw, strict=True):
+            assert ids == call["token_ids"]
+            assert logprobs == pytest.approx(call["logprobs"], abs=1e-6)
+            checked += len(ids)
+    mask = file["tokens/loss_mask"][:]
+    assert checked == int(mask.sum())
+    assert np.array_equal(~np.isnan(file["tokens/logprob"][:]), mask == 1)
+    assert np.array_equal(file["tokens/weight_version"][:] >= 0, mask == 1)
+
+
+def test_the_tokens_decode_to_the_transcript(file: h5py.File) -> None:
+    for row, rollout in enumerate(strings(file["trajectories/id"])):
+        first, last = file["trajectories/message_offset"][row : row + 2]
+        offsets = file["messages/offset"][first : last + 1]
+        blobs = [file["messages/json"][a:b].tobytes() for a, b in itertools.pairwise(offsets)]
+        answers = [m["content"] for m in map(json.loads, blobs) if m["role"] == "assistant"]
+        decoded = [bytes(t for t in ids if t < 256).decode("utf-8", "replace") for ids, _ in sampled(file, row)]
+        assert len(answers) == len(decoded), rollout
+        for answer, text in zip(answers, decoded, strict=True):
+            # The engine holds back the bytes of a character that its answer ends within.
+            assert answer.rstrip("\ufffd") == text.rstrip("\ufffd"), rollout
+
+
+def test_the_recorded_ids_sent_back_score_as_recorded(folder: Path, file: h5py.File) -> None:
+    policies = strings(file["sequences/policy"])
+    offsets = file["sequences/token_offset"][:]
+    with Servers(folder / "again") as servers:
+        servers.start(
+            {"engine": "vllm", "path": str(folder / "models" / "tiny"), "gpus": 0, "args": {"dtype": "float32"}}
+        )
+        record = servers.record(0, timeout_s=300)
+        for number in [i for i, policy in enumerate(policies) if policy == "tiny"]:
+            part = slice(offsets[number], offsets[number + 1])
+            ids, mask = file["tokens/id"][part].tolist(), file["tokens/loss_mask"][part]
+            again = asyncio.run(prompt_logprobs(record, ids))
+            difference = np.abs(np.array(again) - file["tokens/logprob"][part])[mask == 1]
+            assert len(difference) > 0
+            assert difference.max() < 1e-2
+
+
+async def prompt_logprobs(record: dict[str, Any], ids: list[int]) -> list[float]:
+    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+    body = {"model": record["model_name"], "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
+        async with session.post(record["url"] + "/v1/completions", json=body, ssl=pin) as response:
+            entries = json.loads(await response.text())["choices"][0]["prompt_logprobs"]
+    return [float("nan")] + [entry[str(i)]["logprob"] for entry, i in zip(entries[1:], ids[1:], strict=True)]
+
+
+def test_engines_end_with_the_campaign_and_accounting_knows_all_three_jobs(run: Run) -> None:
+    deadline = time.monotonic() + 60
+    while run.live_jobs(0):
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    states = accounting.finished_jobs(run.job_ids())
+    assert len(states) == 4  # two engines, one pod, the gather job
+    assert {state.state for state in states.values()} == {"COMPLETED"}, states
+
+
+def test_h5dump_reads_the_file(run: Run) -> None:
+    dumped = subprocess.run(["h5dump", "-H", run.dir.trajectories], capture_output=True, text=True, check=False)
+    assert dumped.returncode == 0, dumped.stderr
+    assert 'GROUP "tokens"' in dumped.stdout
+
+
+def test_no_key_is_in_any_log(run: Run) -> None:
+    for path in run.dir.logs.rglob("*"):
+        if path.is_file():
+            assert b"sk-" not in path.read_bytes().replace(b"task-", b""), path
+    assert os.stat(run.path).st_mode & 0o077 == 0
