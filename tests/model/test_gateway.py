@@ -181,6 +181,16 @@ async def test_without_a_server_calls_wait_and_then_fail_with_the_cause() -> Non
 
 
 @in_loop
+async def test_a_rollout_cut_off_while_it_waits_for_a_server_knows_why() -> None:
+    async with ModelGateway(wait_s=60) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        assert not gateway.trouble("t/p/0")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call(model, {"messages": conversation("hello")}), 0.5)
+        assert "no server is registered" in gateway.trouble("t/p/0")
+
+
+@in_loop
 async def test_a_call_that_waits_goes_on_when_a_server_appears(servers: Servers) -> None:
     async with ModelGateway(wait_s=30) as gateway:
         model = await gateway.open("t/default/0", "default")
