@@ -188,6 +188,9 @@ def test_killed_daemons_are_started_again_and_jobs_survive(lab: Lab) -> None:
         f"while ! [ -e {flag} ]; do sleep 0.2; done; echo survived", "-w", "cpu1", "--output=%j.out", "--mem=100"
     )
     assert eventually(lambda: lab.slurm("squeue", "-h", "-j", job, "-o", "%T") == "RUNNING")
+    # The controller writes its job table every few seconds; a job that it had not written yet is lost with it.
+    running, table = time.time(), lab.dir / "state" / "job_state"
+    assert eventually(lambda: table.exists() and table.stat().st_mtime > running)
     before = lab.status()["daemons"]
     lab.kill("slurmctld", "slurmd-cpu1")
     assert lab.status()["state"] == "broken"
