@@ -166,6 +166,20 @@ def test_an_image_without_a_shell_fails_its_rollouts_and_no_other(
     assert rows(result["run"])["task0/nop/0"] == ("completed", 0)
 
 
+@pytest.mark.slow
+def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
+    tmp_path: Path, make_campaign: Make
+) -> None:
+    (tmp_path / "answers.yaml").write_text("nonsense: 1\n")
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    result, done = run_local(make_campaign(1, model, agent="mini-swe-agent"))
+    assert done.returncode == 1
+    assert result["failures"] == {"model": 1}
+    assert "answers.yaml" in result["servers"][0]["cause"]
+    with open_trajectories(result["run"]) as store:
+        assert "answers.yaml" in store[0].error
+
+
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [

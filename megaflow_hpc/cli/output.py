@@ -100,7 +100,9 @@ class Progress:
         serving = sum(server["state"] == "serving" for server in status["servers"])
         pods = sum(pod["state"] in ("started", "draining") for pod in status["pods"])
         parts = [f"{counts['running']} running", f"pods {pods}"]
+        broken = [server for server in status["servers"] if server["state"] == "failed"]
         parts += [f"servers {serving}"] if status["servers"] else []
+        parts += [f"{broken[0]['server']} cannot start: {broken[0].get('cause', 'see its log')}"] if broken else []
         parts += [f"failed {counts['failed']}"] if counts["failed"] else []
         parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
         detail = ", ".join(parts)

@@ -19,6 +19,8 @@ from megaflow_hpc.errors import ModelServiceError
 
 REST_S = 0.5
 REST_MAX_S = 30.0
+HOPELESS_S = 15.0
+"""A call waits this long when every server of its policy has given up; one may have been requeued to another node."""
 AFFINITY = 2
 """Requests by which a rollout's previous server may be busier and is still taken: its prefix cache is worth that."""
 
@@ -77,11 +79,16 @@ class Router:
     def __init__(self) -> None:
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
+        self._hopeless: set[str] = set()
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over what ``RUN/endpoints/`` lists: live servers, and the causes of those that gave up."""
+        """Takes over what ``RUN/endpoints/`` lists: live servers, and the causes of those that gave up.
+
+        A record marked ``hopeless`` says that every server its policy was given has given up.
+        """
         servers: dict[str, Server] = {}
+        self._hopeless = {str(record.get("policy", "")) for record in records if record.get("hopeless")}
         causes: dict[str, str] = {}
         for record in records:
             if not record.get("url"):
@@ -119,11 +126,14 @@ class Router:
         Raises:
             ModelServiceError: There was none, with what is known of the cause.
         """
+        began = time.monotonic()
         while True:
             server = self.pick(policy, previous)
             if server is not None:
                 return server
             now = time.monotonic()
+            if policy in self._hopeless:
+                deadline = min(deadline, began + HOPELESS_S)
             if now >= deadline:
                 raise ModelServiceError(self.describe(policy))
             wakes = [s.rests_until - now for s in self.servers(policy)]

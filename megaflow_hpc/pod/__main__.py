@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
             "slots": slots_per_rank(content),
         },
         tasks=content["tasks"],
+        servers=dict(Counter(server["policy"] for server in content["servers"])),
         uses_models=any(policy["model"] for policy in content["policies"].values()),
         journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
         stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status in ("completed", "truncated")},

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +60,8 @@ class Pod:
     init: Message
     tasks: dict[str, Any]
     """Task dictionaries by id."""
+    servers: dict[str, int]
+    """Engine servers that the campaign asks for, by policy; empty where they are external or there are none."""
     uses_models: bool
     journal_length: Callable[[str], int]
     stored: Callable[[], set[str]]
@@ -68,6 +71,12 @@ class Pod:
     job_id: str = ""
     slots_hint: int = 1
     _last: dict[str, float] = field(default_factory=dict)
+
+
+def _essence(endpoints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What of the endpoint files a gateway must hear of; a heartbeat is nothing new."""
+    keys = ("url", "started_at", "weight_version", "cause", "hopeless")
+    return {name: tuple(endpoint.get(key) for key in keys) for name, endpoint in endpoints.items()}
 
 
 class Master:
@@ -337,15 +346,15 @@ class Master:
     def _list_endpoints(self) -> None:
         found: dict[str, Any] = {}
         for path in sorted(self.pod.run.endpoints.glob("*.json")):
-            if path.name.endswith(".failed.json"):
-                continue
             try:
                 found[path.name] = json.loads(path.read_text())
             except (OSError, ValueError):
                 continue  # just withdrawn, or being replaced
-        keys = {name: (e.get("url"), e.get("started_at"), e.get("weight_version")) for name, e in found.items()}
-        before = {n: (e.get("url"), e.get("started_at"), e.get("weight_version")) for n, e in self._endpoints.items()}
-        if keys == before:
+        failed = Counter(endpoint["policy"] for endpoint in found.values() if not endpoint.get("url"))
+        for endpoint in found.values():
+            if failed[endpoint["policy"]] == self.pod.servers.get(endpoint["policy"]):
+                endpoint["hopeless"] = True  # all that were asked for have given up: nobody need wait long
+        if _essence(found) == _essence(self._endpoints):
             return
         self._endpoints = found
         self.pod.events.write("endpoints", servers=sorted(found))

@@ -17,7 +17,8 @@ done
 
 echo "server ${SLURM_ARRAY_TASK_ID:-0}: exit status $status"
 if [ -e "$RUN/ledger/finished" ] || [ -e "$RUN/ledger/cancelled" ]; then exit 0; fi
-if [ "$status" -ne 0 ] && [ "$ours" = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$MEGAFLOW_REQUEUES" ]; then
+# 2 is a mistake in the campaign or the installation: another node would say the same.
+if [ "$status" -ne 0 ] && [ "$status" -ne 2 ] && [ "$ours" = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$MEGAFLOW_REQUEUES" ]; then
     scontrol requeue "$SLURM_JOB_ID"
     sleep 30 # until Slurm ends this shell
 fi
