@@ -58,6 +58,9 @@ class _Command:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.files = [f"c{number}"]
 
+ENDED_FROM_WITHIN = 86
+"""Exit status of runner.sh when a command has killed every process but PID 1."""
+
 
 class Container:
     """Started once, used until :meth:`kill`. Belongs to the event loop that started it."""
@@ -80,6 +83,9 @@ class Container:
         self._ready: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
         self._killing = False
+        self._judgement: asyncio.Task[None] | None = None
+        self.lost = ""
+        """How the container ended, where nothing inside it did that: preemption, a kill of the job, the OOM killer."""
 
     @property
     def alive(self) -> bool:
@@ -183,15 +189,36 @@ class Container:
             loop.remove_reader(process.stderr.fileno())
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError(f"the container did not start: {self.last_words()}"))
-        for command in list(self._commands.values()):
-            if self._killing:
-                self._withdraw(command)
-                if not command.done.done():
-                    command.done.set_exception(SandboxError("the sandbox was stopped or reset while a command ran"))
-                    command.done.exception()
-            else:
+        if self._killing:
+            self._fail_commands("the sandbox was stopped or reset while a command ran")
+        else:
+            self._judgement = loop.create_task(self._judge(process))
+
+    async def _judge(self, process: subprocess.Popen[bytes]) -> None:
+        """Who ended the container? From within only all processes but PID 1 can be killed, and then it says so."""
+        await self._reap(process)
+        if process.returncode == ENDED_FROM_WITHIN:
+            for command in list(self._commands.values()):
                 command.buffers[1].feed(b"[every process of the sandbox was killed]\n")
                 self._finish(command, 137)
+            return
+        code = process.returncode
+        self.lost = f"the container was ended from outside ({f'signal {-code}' if code < 0 else f'status {code}'})"
+        self._fail_commands(self.lost)
+
+    def _fail_commands(self, why: str) -> None:
+        for command in list(self._commands.values()):
+            self._withdraw(command)
+            if not command.done.done():
+                command.done.set_exception(SandboxError(why))
+                command.done.exception()
+
+    async def check(self) -> None:
+        """Raises :class:`SandboxError` if the container was ended from outside."""
+        if self._judgement is not None:
+            await self._judgement
+        if self.lost:
+            raise SandboxError(self.lost)
 
     def _release(self) -> None:
         loop = asyncio.get_running_loop()

@@ -28,7 +28,7 @@ spawner() {
 start() {
   exec 3<&0 4>&1
   { worker "$1" </dev/null >&4 3<&- 4>&-; } | { exec <&3 >&4 3<&- 4>&-; spawner; }
-  exit
+  exit 86 # what PID 1 says when everything but itself was killed from within; a kill from outside looks different
 }
 
 echo ready

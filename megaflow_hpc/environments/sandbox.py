@@ -129,7 +129,7 @@ class ApptainerSandbox:
     async def kill_processes(self) -> None:
         """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
         async with self._changing:
-            self._running()
+            await self._running().check()
             await self._drop_container()
             await self._start_container()
 
@@ -167,6 +167,7 @@ class ApptainerSandbox:
         container = self._running()
         if container.alive:
             return container
+        await container.check()
         async with self._changing:
             if self._running() is container:
                 await self._drop_container()
@@ -202,8 +203,9 @@ class ApptainerSandbox:
             output_limit: bytes kept of each stream, half of them its head.
 
         Raises:
-            SandboxError: the sandbox is stopped, or no container comes up. What a command does is never an exception:
-                one that kills every process of the sandbox gives 137, and the next finds a fresh container.
+            SandboxError: the sandbox is stopped, no container comes up, or it was ended from outside (preemption, a
+                killed job). What a command does is never an exception: one that kills every process of the sandbox
+                gives 137, and the next finds a fresh container.
         """
         container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input

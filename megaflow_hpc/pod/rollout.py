@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ from megaflow_hpc.types import AgentResult, Artifact, Recording, Rollout, Sandbo
 MAX_ARTIFACT = 1 << 20
 """Bytes kept of one artifact."""
 KILL_S = 30.0
+SETTLE_S = 1.0
+"""After an agent died of SIGKILL: if it was the job that is being killed, the sandbox (and we) will be gone by then,
+and a preempted rollout must not be verified."""
 
 
 @dataclass
@@ -114,6 +118,8 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         for turn, seconds in zip(trajectory.turns, result.sandbox_s, strict=False):
             turn.sandbox_s = seconds
         _keep_raw(trajectory, recording)
+        if result.exit_code == 128 + signal.SIGKILL:
+            await asyncio.sleep(SETTLE_S)
         await sandbox.kill_processes()
         await _keep_patch(trajectory, task, sandbox)
         verdict = await verify(task, sandbox)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,22 @@ def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_san
     assert (everyone.exit_code, everyone.stdout) == (137, "said\n")
     assert "every process" in everyone.stderr
     assert after.stdout == "kept\n"
+
+
+def test_a_kill_from_outside_is_a_lost_sandbox_and_never_a_result(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        command = asyncio.create_task(sandbox.exec("sleep 60"))
+        await asyncio.sleep(0.3)
+        assert sandbox.pid is not None
+        os.kill(sandbox.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            await command
+        with pytest.raises(SandboxError, match="ended from outside"):
+            await sandbox.exec("true")
+        with pytest.raises(SandboxError, match="ended from outside"):
+            await sandbox.kill_processes()
+
+    in_sandbox(use)
 
 
 def test_stopping_ends_a_command_under_way_with_an_error(in_sandbox: InSandbox) -> None:
