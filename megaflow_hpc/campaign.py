@@ -30,6 +30,9 @@ Launcher = Literal["auto", "local", "slurm"]
 ASK_SLURM_S = 30.0
 """How often a following process asks squeue: one batched query, two a minute."""
 
+LEAVE_S = 30.0
+"""What engines may take to leave once the campaign is finished."""
+
 
 class Campaign:
     """A validated campaign file, not yet a run.
@@ -91,7 +94,9 @@ class Campaign:
         """The jobs that :meth:`submit` would queue; touches nothing."""
         self.check_site()
         made = plan_module.make(self.config, self.base, self.where, self._text, build=False)
-        return jobs_of(self.config, self._run_dir(run_dir), made.server_groups)
+        run = self._run_dir(run_dir)
+        gather = script.gather_job(self.config, run, "afterany:ID_OF_THE_POD_ARRAY")
+        return [*jobs_of(self.config, run, made.server_groups), gather]
 
     def check_site(self) -> None:
         """Partitions and array sizes that the campaign names must exist here."""
@@ -277,11 +282,14 @@ class Run:
         return []
 
     def end_servers(self) -> list[str]:
-        """Cancels engines that are still there; for the gather job."""
+        """Cancels engines that are still there some time after the campaign's end; for the gather job."""
         ids = self.job_ids("servers")
-        live = {job.id.split("_")[0] for job in accounting.live_jobs(ids).values() if job.live}
-        if live:
-            site.ask("scancel", *sorted(live))
+        end = time.monotonic() + LEAVE_S
+        while live := {job.id.split("_")[0] for job in accounting.live_jobs(ids).values() if job.live}:
+            if time.monotonic() > end:
+                site.ask("scancel", *sorted(live))
+                break
+            time.sleep(LEAVE_S / 2)  # they look for the finished mark every few seconds and leave by themselves
         return sorted(live)
 
     def resume(

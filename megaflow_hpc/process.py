@@ -1,8 +1,14 @@
-"""Processes by identity: a pid alone may have been given to somebody else since."""
+"""Where we run, and processes by identity: a pid alone may have been given to somebody else since."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def node_name() -> str:
+    """This node as Slurm calls it, else the host's name."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def start_time(pid: int) -> int | None:

@@ -58,6 +58,7 @@ class _Command:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.files = [f"c{number}"]
 
+
 ENDED_FROM_WITHIN = 86
 """Exit status of runner.sh when a command has killed every process but PID 1."""
 

@@ -77,6 +77,7 @@ class Monitor:
             pod.job_id = event.get("job_id", pod.job_id)
             pod.node = event.get("node", pod.node)
             pod.why = event.get("why", pod.why)
+            pod.stored = event.get("stored", pod.stored)
             if not pod.active:
                 pod.running = 0
         elif kind == "progress":

@@ -8,7 +8,6 @@ touches the run directory.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from megaflow_hpc.pod.comm import Backoff, Comm
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.scheduler import Scheduler, Work
 from megaflow_hpc.pod.wire import Message
+from megaflow_hpc.process import node_name
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Attempt, Trajectory
 
@@ -103,7 +103,7 @@ class Master:
     def run(self) -> str:
         pod = self.pod
         pod.ledger.register()
-        pod.events.write("pod", state="started", job_id=pod.job_id, node=os.uname().nodename, ranks=pod.comm.size)
+        pod.events.write("pod", state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
         for rank in self._awaited:
             pod.comm.send(rank, pod.init)
         started = time.monotonic()

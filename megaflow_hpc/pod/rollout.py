@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 import traceback
@@ -23,6 +22,7 @@ from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import verify
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.model.gateway import ModelGateway
+from megaflow_hpc.process import node_name
 from megaflow_hpc.types import AgentResult, Artifact, Recording, Rollout, Sandbox, Task, Trajectory
 
 MAX_ARTIFACT = 1 << 20
@@ -83,7 +83,7 @@ async def execute(services: Services, rollout: Rollout, task: Task, attempt: int
         sample_index=rollout.sample_index,
         attempt=attempt,
         status="failed",
-        node=os.uname().nodename,
+        node=node_name(),
         started_at=time.time(),
     )
     try:

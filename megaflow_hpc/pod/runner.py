@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import struct
@@ -18,6 +17,7 @@ from typing import Any
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.pod.rollout import Services, execute
 from megaflow_hpc.pod.wire import Message, frame, unpack
+from megaflow_hpc.process import node_name
 from megaflow_hpc.types import Rollout, Task
 
 
@@ -60,7 +60,7 @@ class Runner:
         config = CampaignConfig.model_validate(message["campaign"])
         policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
         self._services = await Services.open(config, policies, message["images"])
-        await self._send({"op": "ready", "slots": message["slots"], "node": os.uname().nodename})
+        await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
 
     async def _on_start(self, message: Message) -> None:
         rollout = Rollout(**message["rollout"])
