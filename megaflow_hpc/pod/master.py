@@ -135,7 +135,7 @@ class Master:
             return "paused" if self._paused else "drained"
         if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not self._dry:
             return None
-        return "done"
+        return "drained" if self._held else "done"
 
     @property
     def _may_retry(self) -> bool:
@@ -227,7 +227,10 @@ class Master:
             )
         )
         if trajectory.status == "cancelled":
-            return  # stopped by a drain: the block goes back, whoever takes it runs this rollout again
+            # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
+            # whoever takes it runs this rollout again.
+            self._drain("a rollout was stopped by a signal to the step")
+            return
         kind = trajectory.error_kind
         if trajectory.status == "failed" and self._may_retry and self.scheduler.retry(work, kind, rank):
             self.pod.events.write("attempt", id=trajectory.id, attempt=work.attempt, kind=kind, error=trajectory.error)

@@ -28,9 +28,10 @@ from megaflow_hpc.types import AgentResult, Artifact, Recording, Rollout, Sandbo
 MAX_ARTIFACT = 1 << 20
 """Bytes kept of one artifact."""
 KILL_S = 30.0
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 SETTLE_S = 1.0
-"""After an agent died of SIGKILL: if it was the job that is being killed, the sandbox (and we) will be gone by then,
-and a preempted rollout must not be verified."""
+"""After an agent was killed: if it is the job that ends, the signal will have reached the sandbox and us by then, and a
+preempted rollout is not to be judged."""
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Services:
     """Image name in the tasks → SIF or directory."""
     provider: ApptainerProvider
     gateway: ModelGateway
+    preempted: bool = False
+    """Slurm has signalled every process of the step: what ends from now on may have ended of that."""
 
     @classmethod
     async def open(cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str]) -> Services:
@@ -88,10 +91,15 @@ async def execute(services: Services, rollout: Rollout, task: Task, attempt: int
     )
     try:
         await _run(services, rollout, task, trajectory)
+        if services.preempted:
+            raise asyncio.CancelledError
     except asyncio.CancelledError:
         trajectory.status, trajectory.error = "cancelled", "stopped before it ended"
     except SandboxError as error:
-        _fail(trajectory, "sandbox", str(error))
+        if services.preempted:
+            trajectory.status, trajectory.error = "cancelled", f"preempted: {error}"
+        else:
+            _fail(trajectory, "sandbox", str(error))
     except ModelServiceError as error:
         _fail(trajectory, "model", str(error))
     except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
@@ -118,7 +126,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         for turn, seconds in zip(trajectory.turns, result.sandbox_s, strict=False):
             turn.sandbox_s = seconds
         _keep_raw(trajectory, recording)
-        if result.exit_code == 128 + signal.SIGKILL:
+        if result.exit_code in KILLED:
             await asyncio.sleep(SETTLE_S)
         await sandbox.kill_processes()
         await _keep_patch(trajectory, task, sandbox)

@@ -60,7 +60,13 @@ class Runner:
         config = CampaignConfig.model_validate(message["campaign"])
         policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
         self._services = await Services.open(config, policies, message["images"])
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._preempted)
         await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
+
+    def _preempted(self) -> None:
+        """Preemption and cancelling reach every process of a step; what dies of it is nobody's failure."""
+        assert self._services is not None
+        self._services.preempted = True
 
     async def _on_start(self, message: Message) -> None:
         rollout = Rollout(**message["rollout"])
