@@ -30,6 +30,10 @@ Launcher = Literal["auto", "local", "slurm"]
 ASK_SLURM_S = 30.0
 """How often a following process asks squeue: one batched query, two a minute."""
 
+GONE_S = 120.0
+MAX_DEPENDENCIES = 16
+"""Engines whose start pods wait for: any one of them is enough."""
+
 LEAVE_S = 30.0
 """What engines may take to leave once the campaign is finished."""
 
@@ -90,10 +94,10 @@ class Campaign:
         run.start(launcher, ranks)
         return run
 
-    def dry_run(self, run_dir: str | Path | None = None) -> list[script.Job]:
+    def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
         """The jobs that :meth:`submit` would queue; touches nothing."""
         self.check_site()
-        made = plan_module.make(self.config, self.base, self.where, self._text, build=False)
+        made = plan_module.make(self.config, self.base, self.where, self._text, only, build=False)
         run = self._run_dir(run_dir)
         gather = script.gather_job(self.config, run, "afterany:ID_OF_THE_POD_ARRAY")
         return [*jobs_of(self.config, run, made.server_groups), gather]
@@ -159,21 +163,29 @@ class Run:
 
             self.local = LocalPod(self.dir, ranks, len(self._content["servers"]))
             return
+        try:
+            engines: list[str] = []
+            for first, count, gpus in self._content["server_groups"]:
+                engines += self._queue(script.server_job(self.config, self.dir, count, gpus, first))
+            # Pods wait in the queue, not on a node, until an engine starts.
+            dependency = "?".join(f"after:{engine}" for engine in engines[:MAX_DEPENDENCIES]) or None
+            pods = self._queue(script.pod_job(self.config, self.dir, dependency=dependency))[0].split("_")[0]
+            servers = sorted({engine.split("_")[0] for engine in engines})
+            self._queue(script.gather_job(self.config, self.dir, f"afterany:{pods}", servers))
+        except BaseException:
+            self.cancel()  # half a campaign would hold GPUs for nothing
+            raise
+
+    def _queue(self, job: script.Job) -> list[str]:
+        """Submits and writes down at once: a submission that breaks off half-way can still be cancelled."""
         from megaflow_hpc.slurm.submission import submit
 
-        for job in jobs_of(self.config, self.dir, self._content["server_groups"]):
-            self._queued(job, submit(self.dir, job))
-        pods = self.jobs[-1].job_id.split("_")[0]
-        gather = script.gather_job(self.config, self.dir, f"afterany:{pods}")
-        self._queued(gather, submit(self.dir, gather))
-
-    def _queued(self, job: script.Job, handles: list[ArrayJob]) -> None:
-        """Written down at once: a submission that breaks off half-way can still be cancelled."""
+        handles = submit(self.dir, job)
         self.jobs += handles
-        self._content["jobs"].append(
-            {"role": job.role, "id": handles[0].job_id.split("_")[0], "elements": job.elements}
-        )
+        array = handles[0].job_id.split("_")[0]
+        self._content["jobs"].append({"role": job.role, "id": array, "elements": job.elements})
         write_json(self.dir.run_json, self._content)
+        return [handle.job_id for handle in handles]
 
     def job_ids(self, role: str | None = None) -> list[str]:
         """Every array this run is known to have, those submitted by hand included once they have started."""
@@ -234,10 +246,16 @@ class Run:
                         f"{self.dir}: not finished after {timeout_s:g} s; it goes on, see: megaflow-hpc status"
                     )
                 time.sleep(1.0)
-        finally:
+        except TimeoutError:
+            raise
+        except BaseException:
             if self.local is not None:
                 self.local.stop()
+            raise
+        if self.local is not None:
+            self.local.stop()
         self.gather()
+        self._recount()
         status = self.monitor.status(self.live_jobs(0))
         if progress:
             progress(status)
@@ -248,6 +266,25 @@ class Run:
         from megaflow_hpc.trajectories import gather
 
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
+
+    def _recount(self) -> None:
+        """Lets what is stored decide: the event files are flushed, not fsynced, and know nothing of seals."""
+        from megaflow_hpc.trajectories import open_trajectories
+
+        with open_trajectories(self.dir.path) as store:
+            self.monitor.settle(
+                {
+                    t.id: {
+                        "status": t.status,
+                        "kind": t.error_kind,
+                        "error": t.error[:300],
+                        "reward": None if t.reward != t.reward else t.reward,
+                        "seconds": round(t.finished_at - t.started_at, 2),
+                        "turns": len(t.turns),
+                    }
+                    for t in store
+                }
+            )
 
     def stream(self, after: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """Trajectories as they become durable, each id once; ends with the campaign."""
@@ -274,16 +311,12 @@ class Run:
             self.local.stop()
         ids = self.job_ids()
         if ids and site.has_slurm():
-            live = {job.id.split("_")[0] for job in accounting.live_jobs(ids).values() if job.live}
-            ids = [job for job in ids if job in live]
-            if ids:
-                site.ask("scancel", *ids)
-            return ids
-        return []
+            site.ask("scancel", "--quiet", *ids)  # jobs that have ended do not mind
+        self._live = (-ASK_SLURM_S, None)
+        return ids
 
-    def end_servers(self) -> list[str]:
-        """Cancels engines that are still there some time after the campaign's end; for the gather job."""
-        ids = self.job_ids("servers")
+    def end_servers(self, ids: Sequence[str]) -> list[str]:
+        """Cancels those of these engine arrays that are there some time after the end; for the gather job."""
         end = time.monotonic() + LEAVE_S
         while live := {job.id.split("_")[0] for job in accounting.live_jobs(ids).values() if job.live}:
             if time.monotonic() > end:
@@ -301,17 +334,31 @@ class Run:
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
         chosen = resolve_launcher(launcher)
+        mark = self.dir.ledger / "cancelled"
+        if mark.exists() and chosen == "slurm":
+            self._until_gone()
         self._mark_gone()
-        self.dir.ledger.joinpath("cancelled").unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
         if failed or only:
-            self._repeat(failed, only)
+            self._repeat(only)
         if self.ledger.finished:
             return False
         if self.pods_live():
             return True  # pods are queued or running; they take what was added
+        if chosen == "slurm" and (left := self.job_ids()):
+            site.ask("scancel", "--quiet", *left)  # engines of an earlier start; ours get new ones
+            self._until_gone()
         self.start(chosen, ranks)
         self._live = (-ASK_SLURM_S, None)
         return True
+
+    def _until_gone(self) -> None:
+        """Waits for jobs that were cancelled; Slurm gives their processes half a minute."""
+        end = time.monotonic() + GONE_S
+        while live := self.live_jobs(2.0):
+            if time.monotonic() > end:
+                raise SiteError(f"jobs {' '.join(sorted(live))} were cancelled and are still there; try again later")
+            time.sleep(1.0)
 
     def _mark_gone(self) -> None:
         """Frees the blocks of pods that are provably no more."""
@@ -329,17 +376,19 @@ class Run:
             if dead:
                 self.ledger.mark_gone(name)
 
-    def _repeat(self, failed: bool, only: Sequence[str]) -> None:
-        """Appends blocks with the rollouts that failed (``--failed``) or that were named and failed."""
-        self.monitor.refresh()
-        again = {
-            rollout_id
-            for rollout_id, event in self.monitor.rollouts.items()
-            if event["status"] in ("failed", "cancelled") and (failed or only)
-        }
+    def _repeat(self, only: Sequence[str]) -> None:
+        """Appends blocks with the rollouts that failed (of those, the ones that ``only`` names)."""
+        from megaflow_hpc.trajectories.winners import index
+
+        winners = index(self.dir, self.ledger.seals()).winners
+        again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
+        done = self.ledger.view().done
+        blocks = read_blocks(self.dir)
+        # A block that is not done yet will run its failures again by itself.
+        again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
         rollouts = {
             rollout.id: rollout
-            for block in read_blocks(self.dir)
+            for block in blocks
             for rollout in block.rollouts
             if rollout.id in again and plan_module.wanted(rollout, only)
         }

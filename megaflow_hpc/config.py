@@ -252,7 +252,7 @@ class CampaignConfig(Section):
             raise ValueError("give either model or models, not both")
         if len(self.agent) > 1 and (self.model or self.models):
             raise ValueError("a list of agents goes without a model; give each policy of models its own agent")
-        names = list(self.models) or [agent.name for agent in self.agent]
+        names = list(self.models) or [agent.name.rpartition(":")[2] for agent in self.agent]
         for name in names:
             if self.models and not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")

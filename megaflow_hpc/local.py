@@ -20,6 +20,9 @@ class LocalPod:
     """One pod and its engines on this machine. They end with :meth:`stop`; the pod ends by itself when all is done."""
 
     def __init__(self, run: RunDir, ranks: int, servers: int) -> None:
+        command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
+        if ranks > 1:
+            command = [_mpiexec(), "-n", str(ranks), *command]
         self._run = run
         self._directory = Path(tempfile.mkdtemp(prefix="megaflow-pod."))
         self._environment = {
@@ -30,9 +33,6 @@ class LocalPod:
             self._start([sys.executable, "-m", "megaflow_hpc.model.server", str(run), "--index", str(i)], f"server-{i}")
             for i in range(servers)
         ]
-        command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
-        if ranks > 1:
-            command = [_mpiexec(), "-n", str(ranks), *command]
         self.pod = self._start(command, "pod")
 
     def _start(self, command: list[str], role: str) -> subprocess.Popen[bytes]:

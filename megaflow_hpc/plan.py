@@ -80,8 +80,11 @@ def make(
         if str(error).startswith("/"):  # a task's own file, which names itself
             raise
         raise ConfigError(f"{where('tasks')}: {error}") from None
-    policies = {name: _absolute(policy, base, where, name) for name, policy in config.policies().items()}
+    policies = {
+        name: _absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
+    }
     check_agents(policies, where)
+    check_supported(config, where)
     rollouts = [rollout for rollout in expand(tasks, policies) if wanted(rollout, only)]
     if not rollouts:
         shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
@@ -114,23 +117,35 @@ def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
     servers = [
         {"policy": name, "model": policy.model.model_dump(mode="json", exclude={"agent"})}
         for name, policy in policies.items()
-        if policy.model and policy.model.engine != "external"
+        if policy.model
         for _ in range(policy.model.servers.max)
     ]
     return sorted(servers, key=lambda server: -server["model"]["gpus"])
 
 
+def check_supported(config: CampaignConfig, where: Where) -> None:
+    """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
+    for field in ("core_hours", "gpu_hours", "wall"):
+        if getattr(config.limits, field) is not None:
+            raise ConfigError(f"{where(f'limits.{field}')}: limits.{field} is not enforced yet; leave it out")
+    if config.environment.mode != "ephemeral":
+        raise ConfigError(f"{where('environment.mode')}: environment.mode: only 'ephemeral' is there yet")
+
+
 def check_agents(policies: dict[str, Policy], where: Where) -> None:
     from megaflow_hpc.agents import create
+    from megaflow_hpc.agents.registry import WITHOUT_MODEL
 
     for name, policy in policies.items():
         try:
             create(policy.agent)
+            if policy.model is None and policy.agent.name not in WITHOUT_MODEL and ":" not in policy.agent.name:
+                raise ConfigError(f"agent {policy.agent.name!r} needs a model; add a model: section")
         except ConfigError as error:
             raise ConfigError(f"{where(f'models.{name}.agent' if policy.model else 'agent')}: {error}") from None
 
 
-def _absolute(policy: Policy, base: Path, where: Where, name: str) -> Policy:
+def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
     """Paths of a model resolved against the campaign file; a name that is no file stays a name."""
     model = policy.model
     if model is None:
@@ -145,7 +160,7 @@ def _absolute(policy: Policy, base: Path, where: Where, name: str) -> Policy:
         if path.exists():
             changes[field] = str(path)
         elif looks_like_path and field != "python":
-            key = f"models.{name}.{field}"
+            key = f"models.{name}.{field}" if named else f"model.{field}"
             raise ConfigError(
                 f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path"
             )

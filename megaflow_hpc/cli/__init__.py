@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import megaflow_hpc
-from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.errors import ConfigError, MegaflowError
 
 GROUPS = ("campaign", "doctor", "show", "tasks", "images", "janitor")
 
@@ -54,9 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"megaflow-hpc: {error}", file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:
-        print("megaflow-hpc: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output left; nothing to complain about
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if arguments.debug:
+            raise
+        print(f"megaflow-hpc: {error}", file=sys.stderr)
+        return ConfigError.exit_status
+    except KeyboardInterrupt:
+        print("megaflow-hpc: interrupted", file=sys.stderr)
+        return 130

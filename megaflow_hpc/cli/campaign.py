@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, seconds, summary, table
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, MegaflowError
 
 Parsers = Any
 """What ``ArgumentParser.add_subparsers`` returns; argparse does not name its type in public."""
@@ -77,7 +77,7 @@ def register(subparsers: Parsers) -> None:
     gather = verb("gather", "write trajectories.h5 from the journals", _gather, "gather RUN")
     gather.add_argument("run_dir", metavar="RUN")
     gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
-    gather.add_argument("--end-servers", action="store_true", help="also cancel engines that are still there")
+    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="then cancel these engine arrays")
     add_json(gather)
 
 
@@ -121,8 +121,11 @@ def _start_and_follow(run: Any, arguments: argparse.Namespace, started: bool = F
     except KeyboardInterrupt:
         progress.close()
         note("interrupted: cancelling the jobs; what is stored stays")
-        run.cancel()
-        run.gather()
+        for step in (run.cancel, run.gather):
+            try:
+                step()
+            except MegaflowError as error:
+                note(f"{error}")
         note(f"continue with: megaflow-hpc resume {run.path}")
         return 130
     finally:
@@ -159,7 +162,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
     campaign = Campaign.from_yaml(arguments.campaign)
     if arguments.dry_run:
-        jobs = campaign.dry_run(arguments.run_dir)
+        jobs = campaign.dry_run(arguments.run_dir, arguments.only)
         texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
         if arguments.json:
             print_json({"scripts": texts})
@@ -240,7 +243,7 @@ def _gather(arguments: argparse.Namespace) -> int:
 
     run = Run(arguments.run_dir)
     path = run.gather(arguments.rebuild)
-    ended = run.end_servers() if arguments.end_servers else []
+    ended = run.end_servers(arguments.end_servers) if arguments.end_servers else []
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:

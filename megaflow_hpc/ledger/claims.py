@@ -85,6 +85,9 @@ class Ledger:
         self._counter = 0
         self._renewed = clock()
         self._leases: dict[str, tuple[int, float]] = {}
+        self._seen_alive: set[str] = set()
+        self.unsettled = False
+        """After :meth:`claim`: some block is held by a pod that was neither seen to renew nor is known to be gone."""
         self._owners: dict[tuple[int, int], str] = {}
 
     # --- paths ---
@@ -112,8 +115,13 @@ class Ledger:
         self.renew(force=True)
 
     def renew(self, force: bool = False) -> None:
-        """Counts the lease up when it is due. Call often; it costs nothing in between."""
+        """Counts the lease up when it is due. Call often; it costs nothing in between.
+
+        A lease that is too old stays so: somebody may be taking over.
+        """
         now = self._clock()
+        if self._counter and not self.may_commit:
+            return
         if not force and now - self._renewed < RENEW_S:
             return
         identity = self._require_identity()
@@ -156,10 +164,10 @@ class Ledger:
 
     def _is_gone(self, owner: str, leases: Mapping[str, Mapping[str, Any]], gone: set[str]) -> bool:
         identity = self._require_identity()
-        if owner in gone:
-            return True
         if owner == identity.name:
             return False
+        if owner in gone:
+            return True
         pod, _, _ = owner.rpartition(".")
         if pod == identity.pod:
             return True  # an earlier start of this very element: Slurm started us, so it ended
@@ -167,6 +175,8 @@ class Ledger:
         seen, since = self._leases.get(owner, (None, 0.0))
         if seen != counter:
             self._leases[owner] = (counter, self._clock())
+            if seen is not None:
+                self._seen_alive.add(owner)
             return False
         return self._clock() - since > LEASE_S
 
@@ -207,6 +217,7 @@ class Ledger:
         view = self.view()
         leases: dict[str, dict[str, Any]] | None = None
         gone: set[str] = set()
+        self.unsettled = False
         for block in numbers(self.run):
             if block in view.done:
                 continue
@@ -219,6 +230,7 @@ class Ledger:
                     if leases is None:
                         leases, gone = self.leases(), self.gone()
                     if not self._is_gone(owner, leases, gone):
+                        self.unsettled |= owner != self._require_identity().name and owner not in self._seen_alive
                         continue
                 claim = self._take(block, epoch + 1, owner, journal_length(owner))
             if claim:
@@ -249,7 +261,15 @@ class Ledger:
         write_atomic(self._room("released") / f"{claim.block:06d}.{claim.epoch}", b"")
 
     def mark_done(self, claim: Claim) -> None:
-        """Every rollout of the block is durable. Writes the finished mark after the last block."""
+        """Every rollout of the block is durable. Writes the finished mark after the last block.
+
+        Raises:
+            LedgerError: the block was taken over; what this pod stored late does not count.
+        """
+        if self.view().epochs.get(claim.block) != claim.epoch:
+            raise LedgerError(
+                f"block {claim.block} was taken over from epoch {claim.epoch}; this pod was too slow to renew"
+            )
         write_atomic(self._room("done") / f"{claim.block:06d}", b"")
         if set(numbers(self.run)) <= self.view().done:
             write_json(self.finished_mark, {"by": self._require_identity().name})

@@ -280,8 +280,8 @@ class EngineServer:
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._leave.is_set():
             await asyncio.sleep(min(POLL_S, self.idle_s))
-            if finished.exists():
-                self.leave("the campaign is finished")
+            if finished.exists() or (self.run_dir.ledger / "cancelled").exists():
+                self.leave("the campaign is over")
             idle = time.monotonic() - self._proxy.last_request
             if self._proxy.requests and not self._proxy.in_flight and idle > self.idle_s:
                 self.leave(f"no request for {idle:.0f} s")

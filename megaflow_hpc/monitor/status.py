@@ -95,6 +95,11 @@ class Monitor:
                 self._rollouts[event["id"]] = event
             self._recent.append(event["t"])
 
+    def settle(self, rollouts: dict[str, dict[str, Any]]) -> None:
+        """Takes over what is stored (``status``, ``kind``, ``error``, ``reward``, ``seconds``, ``turns`` by id)."""
+        self.refresh()
+        self._rollouts = {rollout_id: {"id": rollout_id, **event} for rollout_id, event in rollouts.items()}
+
     @property
     def rollouts(self) -> dict[str, dict[str, Any]]:
         """The stored rollouts' events, by id."""

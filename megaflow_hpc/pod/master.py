@@ -11,14 +11,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.pod.comm import Backoff, Comm
 from megaflow_hpc.pod.events import Events
-from megaflow_hpc.pod.scheduler import Scheduler, Work
+from megaflow_hpc.pod.scheduler import RETRIES, Scheduler, Work
 from megaflow_hpc.pod.wire import Message
 from megaflow_hpc.process import node_name
 from megaflow_hpc.rundir import RunDir
@@ -31,8 +31,13 @@ BEAT_S = 5.0
 WORKER_LOST_S = 30.0
 JOIN_S = 120.0
 """A worker that has not reported ready after this long is given up; a first image may have to be staged later."""
-DRAIN_S = 40.0
-"""What running rollouts may still take once draining has begun; below the warning time of the batch script."""
+DRAIN_S = 25.0
+"""What running rollouts may still take once draining has begun; with what workers take to stop, below the warning time
+of the batch script."""
+DRAIN_NOW_S = 4.0
+"""The same when Slurm is about to kill the step (preempted or cancelled)."""
+STUCK_S = 120.0
+"""How long a journal may refuse to be written before the pod gives up and is started anew."""
 
 
 class Journal(Protocol):
@@ -69,8 +74,6 @@ class Pod:
     drain_file: Path | None = None
     failure_limit: int | None = None
     job_id: str = ""
-    slots_hint: int = 1
-    _last: dict[str, float] = field(default_factory=dict)
 
 
 def _essence(endpoints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -89,12 +92,15 @@ class Master:
         self._attempts: dict[str, list[Attempt]] = {}
         self._heard: dict[int, float] = {}
         self._awaited = set(range(1, pod.comm.size)) if pod.comm.size > 1 else set()
+        self.scheduler.waiting = set(pod.servers)
         self._endpoints: dict[str, Any] = {}
         self._unacknowledged: list[tuple[Trajectory, int]] = []
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
         self._dry = False
-        self._stuck = False
+        self._stuck_since: float | None = None
+        self._grace_s = DRAIN_S
+        self._stored_ids: set[str] | None = None
         self._failures = 0
         self._stored = 0
 
@@ -127,24 +133,27 @@ class Master:
     def _ended(self) -> str | None:
         if not self.scheduler.workers and not self._awaited:
             return "lost"
+        if not self.pod.ledger.may_commit or self._stuck_for() > STUCK_S:
+            return "lost"
         if self._draining_since is not None:
-            if self.scheduler.running and time.monotonic() - self._draining_since < DRAIN_S:
+            if self.scheduler.running and time.monotonic() - self._draining_since < self._grace_s:
                 return None
             if not self._held and self.pod.ledger.finished:
                 return "done"
             return "paused" if self._paused else "drained"
         if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not self._dry:
             return None
+        if self.pod.ledger.unsettled and not self._held:
+            return None  # whoever holds the rest may be dead: stay until that is known
         return "drained" if self._held else "done"
-
-    @property
-    def _may_retry(self) -> bool:
-        return self._draining_since is None
 
     @property
     def _paused(self) -> bool:
         limit = self.pod.failure_limit
         return limit is not None and self._failures >= limit
+
+    def _stuck_for(self) -> float:
+        return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
 
     def _due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()
@@ -232,7 +241,9 @@ class Master:
             self._drain("a rollout was stopped by a signal to the step")
             return
         kind = trajectory.error_kind
-        if trajectory.status == "failed" and self._may_retry and self.scheduler.retry(work, kind, rank):
+        if trajectory.status == "failed" and self._draining_since is not None and work.attempt < RETRIES.get(kind, 0):
+            return  # the engines and sandboxes of an ending job fail; whoever takes the block tries again
+        if trajectory.status == "failed" and self.scheduler.retry(work, kind, rank):
             self.pod.events.write("attempt", id=trajectory.id, attempt=work.attempt, kind=kind, error=trajectory.error)
             return
         trajectory.attempts = self._attempts.pop(trajectory.id)
@@ -248,17 +259,17 @@ class Master:
         if not self._unacknowledged:
             return
         if not self.pod.ledger.may_commit:
-            self.pod.ledger.renew(force=True)
+            return
         try:
             self.pod.journal.commit()
         except OSError as error:
             # A full disk or quota: the records wait in memory, nothing new is started, each look tries again.
-            if not self._stuck:
+            if self._stuck_since is None:
                 self.pod.events.write("pod", state="started", why=f"the journal cannot be written: {error}")
-            self._stuck = True
+                self._stuck_since = time.monotonic()
             time.sleep(TICK_S)
             return
-        self._stuck = False
+        self._stuck_since = None
         settled, self._unacknowledged = self._unacknowledged, []
         for trajectory, block in settled:
             self._stored += 1
@@ -289,7 +300,7 @@ class Master:
     # --- work ---
 
     def _dispatch(self) -> bool:
-        if self._draining_since is not None or self._stuck:
+        if self._draining_since is not None or self._stuck_since is not None:
             return False
         self._claim()
         started = False
@@ -320,7 +331,11 @@ class Master:
                 return
             self._dry = False
             block = read_block(self.pod.run, claim.block)
-            stored = self.pod.stored() if claim.epoch else set()
+            self._beat()
+            if claim.epoch and self._stored_ids is None:
+                # Asked once: what is stored meanwhile is run again at worst, and counts once all the same.
+                self._stored_ids = self.pod.stored()
+            stored = self._stored_ids or set() if claim.epoch else set()
             todo = [rollout for rollout in block.rollouts if rollout.id not in stored]
             self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
             self.pod.events.write("claim", block=claim.block, epoch=claim.epoch, state="claimed", rollouts=len(todo))
@@ -332,6 +347,8 @@ class Master:
         pod, now = self.pod, time.monotonic()
         pod.ledger.renew()
         if pod.drain_file is not None and pod.drain_file.exists():
+            if pod.drain_file.read_text().strip() == "now":
+                self._grace_s = DRAIN_NOW_S
             self._drain("asked to by the batch script")
         for rank in self.scheduler.workers:
             if now - self._heard.get(rank, now) > WORKER_LOST_S:
@@ -339,12 +356,15 @@ class Master:
         if self._awaited and elapsed > JOIN_S:
             for rank in list(self._awaited):
                 self._lose(rank, f"not ready after {JOIN_S:.0f} s")
-        if self._due("beat", BEAT_S):
-            for rank in [*self.scheduler.workers, *self._awaited]:
-                pod.comm.send(rank, {"op": "beat"})
+        self._beat()
         if pod.uses_models and self._due("endpoints", LISTING_S if self._endpoints else TICK_S):
             self._list_endpoints()
         pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
+
+    def _beat(self) -> None:
+        if self._due("beat", BEAT_S):
+            for rank in [*self.scheduler.workers, *self._awaited]:
+                self.pod.comm.send(rank, {"op": "beat"})
 
     def _list_endpoints(self) -> None:
         found: dict[str, Any] = {}
@@ -357,6 +377,8 @@ class Master:
         for endpoint in found.values():
             if failed[endpoint["policy"]] == self.pod.servers.get(endpoint["policy"]):
                 endpoint["hopeless"] = True  # all that were asked for have given up: nobody need wait long
+        answered = {e["policy"] for e in found.values() if e.get("url") or e.get("hopeless")}
+        self.scheduler.waiting = {policy for policy in self.pod.servers if policy not in answered}
         if _essence(found) == _essence(self._endpoints):
             return
         self._endpoints = found
@@ -378,6 +400,10 @@ class Master:
         pod = self.pod
         for rank in self.scheduler.workers:
             pod.comm.send(rank, {"op": "stop"})
+        if state == "lost":
+            pod.events.write("pod", state=state, stored=self._stored)
+            pod.events.close()
+            return  # nothing is given back: whoever takes over seals what counts
         pod.journal.commit()
         for held in self._held.values():
             pod.ledger.release(held.claim)

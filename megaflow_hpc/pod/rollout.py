@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -75,9 +76,9 @@ def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
     )
 
 
-async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
-    """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
-    trajectory = Trajectory(
+def blank(rollout: Rollout, attempt: int) -> Trajectory:
+    """A trajectory that has just begun, ``failed`` until it is known better."""
+    return Trajectory(
         id=rollout.id,
         task_id=rollout.task_id,
         group_id=rollout.group_id,
@@ -88,7 +89,13 @@ async def execute(services: Services, rollout: Rollout, task: Task, attempt: int
         status="failed",
         node=node_name(),
         started_at=time.time(),
+        finished_at=time.time(),
     )
+
+
+async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
+    """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
+    trajectory = blank(rollout, attempt)
     try:
         await _run(services, rollout, task, trajectory)
         if services.preempted:
@@ -114,7 +121,10 @@ def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
 
 async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory) -> None:
     policy = services.policies[rollout.policy]
-    sandbox = await services.provider.start(sandbox_spec(services, task))
+    try:
+        sandbox = await services.provider.start(sandbox_spec(services, task))
+    except OSError as error:
+        raise SandboxError(f"no sandbox could be made: {error}") from error
     try:
         await prepare(task, sandbox)
         result, recording = await _run_agent(services, rollout, task, policy, sandbox)
@@ -139,7 +149,10 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         else:
             trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
     finally:
-        await sandbox.stop()
+        try:
+            await sandbox.stop()
+        except OSError as error:  # what is left is the janitor's; the rollout is as good as it was
+            print(f"{rollout.id}: {error}", file=sys.stderr)
 
 
 async def _run_agent(

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.pod.rollout import Services, execute
+from megaflow_hpc.pod.rollout import Services, blank, execute
 from megaflow_hpc.pod.wire import Message, frame, unpack
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import Rollout, Task
@@ -50,7 +50,10 @@ class Runner:
             return None
 
     async def _send(self, message: Message) -> None:
-        self._writer.write(frame(message))
+        await self._send_frame(frame(message))
+
+    async def _send_frame(self, data: bytes) -> None:
+        self._writer.write(data)
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
@@ -87,7 +90,13 @@ class Runner:
         assert self._services is not None, "rank 0 sends init first"
         try:
             trajectory = await execute(self._services, rollout, Task.from_dict(task), attempt)
-            await self._send({"op": "result", "trajectory": trajectory.to_record()})
+            try:
+                message = frame({"op": "result", "trajectory": trajectory.to_record()})
+            except (TypeError, ValueError, OverflowError) as error:
+                failed = blank(rollout, attempt)
+                failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
+                message = frame({"op": "result", "trajectory": failed.to_record()})
+            await self._send_frame(message)
         finally:
             self._rollouts.pop(rollout.id, None)
 

@@ -44,6 +44,8 @@ class Scheduler:
     def __init__(self) -> None:
         self._queue: deque[Work] = deque()
         self._workers: dict[int, _Worker] = {}
+        self.waiting: set[str] = set()
+        """Policies whose rollouts are held back, because no engine of theirs answers yet."""
 
     # --- what there is ---
 
@@ -63,8 +65,8 @@ class Scheduler:
     def workers(self) -> list[int]:
         return list(self._workers)
 
-    def running_work(self) -> list[Work]:
-        return [work for worker in self._workers.values() for work in worker.running.values()]
+    def running_on(self, worker: int) -> dict[str, Work]:
+        return dict(self._workers[worker].running)
 
     # --- events ---
 
@@ -80,13 +82,17 @@ class Scheduler:
         return list(gone.running.values()) if gone else []
 
     def next(self) -> tuple[int, Work] | None:
-        """Starts the next rollout, or ``None`` while nothing is queued or no slot is free."""
+        """Starts the next rollout, or ``None`` while nothing that may start is queued or no slot is free."""
         if not self._queue:
             return None
         free = [(worker.free, -rank) for rank, worker in self._workers.items() if worker.free > 0]
         if not free:
             return None
-        work = self._queue.popleft()
+        index = next((i for i, work in enumerate(self._queue) if work.rollout.policy not in self.waiting), None)
+        if index is None:
+            return None
+        work = self._queue[index]
+        del self._queue[index]
         others = [pair for pair in free if -pair[1] != work.avoid]
         rank = -max(others or free)[1]
         self._workers[rank].running[work.rollout.id] = work

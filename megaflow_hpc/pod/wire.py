@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 def pack(message: Message) -> bytes:
     # Text from a sandbox may hold lone surrogates (undecodable bytes); they pass through unchanged.
-    return msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass")
+    return msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass", default=str)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Message:

@@ -1,19 +1,19 @@
 # The batch shell is the supervisor outside the MPI world: it alone is signalled, it asks rank 0 to drain, and it
 # requeues the element when the pod ended without being done.
-set -u
 RUN=@RUN@
 . "$RUN/env.sh"
+set -u
 
 MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.XXXXXXXX") || exit 1
 export MEGAFLOW_POD_DIR
-export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}"
+export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 trap 'rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
 ours=yes
 trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2
-trap 'ours=no; : > "$MEGAFLOW_POD_DIR/drain"' TERM
+trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
 
 # One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task.
 srun --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \

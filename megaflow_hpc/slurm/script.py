@@ -34,6 +34,8 @@ class Job:
     elements: int | None = None
     first: int = 0
     """Index of the first element."""
+    arguments: Sequence[str] = ()
+    """Further words of the command that the script runs (gather only)."""
     run: str | None = None
     """Run directory written into the script; ``None`` takes it from the command line."""
     header: Sequence[str] = field(default_factory=tuple)
@@ -55,7 +57,8 @@ def script(job: Job) -> str:
     ]
     body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
-    return "\n".join(lines) + "\n\n" + body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
+    body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
+    return "\n".join(lines) + "\n\n" + body.replace("@ARGUMENTS@", shlex.join(job.arguments))
 
 
 def option(name: str, value: Any) -> str:
@@ -120,11 +123,11 @@ def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int, fi
         **config.slurm.extra,
         **servers.extra,
     }
-    return Job("servers", options, elements, first, str(run))
+    return Job("servers", options, elements, first, run=str(run))
 
 
-def gather_job(config: CampaignConfig, run: RunDir, dependency: str) -> Job:
-    """The follow-up: writes trajectories.h5 and ends what is left of the campaign."""
+def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
+    """The follow-up: writes trajectories.h5 and ends those of the given engine arrays that are left."""
     options = {
         **_common(config, run, "gather"),
         "output": str(run.logs / "gather-%j.log"),
@@ -135,7 +138,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str) -> Job:
         "dependency": dependency,
         **config.slurm.extra,
     }
-    return Job("gather", options, run=str(run))
+    return Job("gather", options, arguments=["--end-servers", *servers] if servers else [], run=str(run))
 
 
 def by_hand(role: Role) -> str:

@@ -1,7 +1,7 @@
 # One engine server: it registers when healthy, drains on the signal, and leaves when the campaign is finished.
-set -u
 RUN=@RUN@
 . "$RUN/env.sh"
+set -u
 
 ours=yes
 trap 'kill -TERM "$server" 2>/dev/null' USR2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
 from megaflow_hpc.ledger.blocks import block_size, split
 from megaflow_hpc.ledger.claims import COMMIT_S, LEASE_S
@@ -130,8 +131,32 @@ def test_a_pod_that_could_not_renew_must_not_commit(run: RunDir) -> None:
     assert ledger.may_commit
     clock.now += COMMIT_S + 1
     assert not ledger.may_commit
-    ledger.renew()
-    assert ledger.may_commit
+    ledger.renew(force=True)
+    assert not ledger.may_commit
+
+
+def test_a_block_that_was_taken_over_is_not_marked_done_by_its_former_owner(run: RunDir) -> None:
+    write_blocks(run, rollouts(1), 1)
+    slow = pod(run, "slow")
+    claim = slow.claim(nothing)
+    assert claim is not None
+    Ledger(run).mark_gone("slow.0")
+    assert pod(run, "next").claim(nothing) == Claim(0, 1)
+    with pytest.raises(LedgerError, match="taken over"):
+        slow.mark_done(claim)
+    assert not slow.finished
+
+
+def test_a_pod_knows_whether_the_holders_of_the_rest_are_alive(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), 1)
+    other, observer = pod(run, "other"), pod(run, "observer")
+    assert other.claim(nothing) == Claim(0, 0)
+    assert observer.claim(nothing) == Claim(1, 0)
+    assert observer.claim(nothing) is None
+    assert observer.unsettled
+    other.renew(force=True)
+    assert observer.claim(nothing) is None
+    assert not observer.unsettled
 
 
 def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run: RunDir) -> None:

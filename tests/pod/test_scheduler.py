@@ -30,6 +30,19 @@ def test_work_starts_in_order_on_the_emptiest_worker() -> None:
     assert start_all(scheduler) == [(2, "t3")]
 
 
+def test_a_policy_without_an_engine_waits_and_holds_up_no_other() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 3)
+    scheduler.add([Work(Rollout("t", policy, 0, "a"), 0, 0) for policy in ("late", "ready")])
+    scheduler.waiting = {"late"}
+    started = scheduler.next()
+    assert started is not None
+    assert started[1].rollout.policy == "ready"
+    assert scheduler.next() is None
+    scheduler.waiting = set()
+    assert scheduler.next() is not None
+
+
 def test_a_late_message_of_a_worker_that_left_is_ignored() -> None:
     scheduler = Scheduler()
     scheduler.join(1, 1)
@@ -74,7 +87,7 @@ def test_every_rollout_is_accounted_for_and_no_slot_idles(data: st.DataObject) -
     done: list[str] = []
     for step in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(["add", "join", "leave", "finish", "fail"]))
-        running = {w.rollout.id: w for w in scheduler.running_work()}
+        running = {i: w for rank in scheduler.workers for i, w in scheduler.running_on(rank).items()}
         if action == "add":
             items = work(data.draw(st.integers(1, 5)), first=step * 10)
             added |= {w.rollout.id for w in items}
