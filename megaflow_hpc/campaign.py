@@ -17,7 +17,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
 from megaflow_hpc.ledger.blocks import block_size
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.process import alive
+from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir, new_run_name, write_json
 from megaflow_hpc.slurm import accounting, script, site
 
@@ -372,7 +372,7 @@ class Run:
             if lease["job_id"]:
                 dead = lease["job_id"] not in live
             else:
-                dead = lease["host"] == here and not alive(lease["pid"], lease["pid_start"])
+                dead = lease["host"] == here and not Identity(lease["pid"], lease["pid_start"]).alive()
             if dead:
                 self.ledger.mark_gone(name)
 

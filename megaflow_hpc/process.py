@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import signal
+from dataclasses import dataclass
 
 
 def node_name() -> str:
@@ -11,16 +12,51 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which ``pid`` started (field 22 of /proc/PID/stat); ``None`` if it is not there."""
+@dataclass(frozen=True)
+class Identity:
+    """A process that cannot be mistaken for a later one of the same pid. ``start`` in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.pid}-{self.start}"
+
+    @classmethod
+    def parse(cls, text: str) -> Identity | None:
+        pid, _, start = text.partition("-")
+        return cls(int(pid), int(start)) if pid.isdecimal() and start.isdecimal() else None
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """``None`` if there is no such process, or only its zombie."""
+        fields = stat_fields(pid)
+        return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
+
+    def alive(self) -> bool:
+        return Identity.of(self.pid) == self
+
+    def kill(self) -> bool:
+        """SIGKILL through a pidfd that was checked to be this very process; ``False`` if it was gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except (ProcessLookupError, OSError):
+            return False
+        try:
+            if not self.alive():
+                return False
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            return True
+        except (ProcessLookupError, PermissionError):
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the third (state) on: the second may hold blanks and brackets."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].decode().split()
     except OSError:
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def alive(pid: int, started: int) -> bool:
-    """Whether the very process is there still."""
-    return pid > 0 and start_time(pid) == started
+        return []

@@ -4,9 +4,9 @@
 
     RUN/
       campaign.yaml       what the user wrote (a copy)
-      run.json            format, package version, resolved campaign
+      run.json            format, package version, resolved campaign, its tasks and images
       env.sh              what every job sources first
-      tasks/              <block>.json: immutable blocks of rollouts; specs.json: the tasks
+      tasks/              <block>.json: immutable blocks of rollouts
       ledger/             claims/, leases/, gone/, done/: who works on which block
       endpoints/          <server>.json: engines that answer now
       weights/            <version>/
@@ -63,7 +63,6 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.env_sh = self.path / "env.sh"
         self.tasks = self.path / "tasks"
-        self.task_specs = self.tasks / "specs.json"
         self.ledger = self.path / "ledger"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"

@@ -27,10 +27,11 @@ from importlib import resources
 
 from megaflow_hpc.environments.apptainer import CONTROL_DIR, clean_environment, last_line
 from megaflow_hpc.environments.fragments import MARKER, command_text, environment_text
-from megaflow_hpc.environments.processes import Identity, dies_with_parent, kill_marked, namespace_init
+from megaflow_hpc.environments.processes import dies_with_parent, kill_marked, namespace_init
 from megaflow_hpc.environments.spec import check_variables
 from megaflow_hpc.environments.streams import CappedBuffer, StreamPair, read_available
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64

@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 
 from megaflow_hpc.environments.files import remove_tree
-from megaflow_hpc.environments.processes import Identity, descendants, namespace_init
+from megaflow_hpc.environments.processes import descendants, namespace_init
+from megaflow_hpc.process import Identity
 
 
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:

@@ -6,60 +6,10 @@ import os
 import re
 import resource
 import shutil
-import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Identity:
-    """A process that cannot be mistaken for a later one of the same pid. ``start`` in clock ticks since boot."""
-
-    pid: int
-    start: int
-
-    def __str__(self) -> str:
-        return f"{self.pid}-{self.start}"
-
-    @classmethod
-    def parse(cls, text: str) -> Identity | None:
-        pid, _, start = text.partition("-")
-        return cls(int(pid), int(start)) if pid.isdecimal() and start.isdecimal() else None
-
-    @classmethod
-    def of(cls, pid: int) -> Identity | None:
-        """``None`` if there is no such process, or only its zombie."""
-        fields = _stat(pid)
-        return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
-
-    def alive(self) -> bool:
-        return Identity.of(self.pid) == self
-
-    def kill(self) -> bool:
-        """SIGKILL through a pidfd that was checked to be this very process; ``False`` if it was gone."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except (ProcessLookupError, OSError):
-            return False
-        try:
-            if not self.alive():
-                return False
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            return True
-        except (ProcessLookupError, PermissionError):
-            return False
-        finally:
-            os.close(descriptor)
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` from the third (state) on: the second may hold blanks and brackets."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].decode().split()
-    except OSError:
-        return []
+from megaflow_hpc.process import Identity, stat_fields
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -113,7 +63,7 @@ def limit_processes(init: int, count: int) -> bool:
 
 
 def session(pid: int) -> int:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[3]) if fields else 0
 
 

@@ -18,11 +18,11 @@ from types import TracebackType
 
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.janitor import sweep
-from megaflow_hpc.environments.processes import Identity
 from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.environments.staging import stage
 from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.process import Identity
 
 
 def default_scratch() -> Path:

@@ -27,9 +27,10 @@ from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv
 from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
 from megaflow_hpc.environments.network import listen_inside
-from megaflow_hpc.environments.processes import Identity, limit_processes
+from megaflow_hpc.environments.processes import limit_processes
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024

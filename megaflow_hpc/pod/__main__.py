@@ -23,18 +23,20 @@ from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.master import Master, Pod
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
-from megaflow_hpc.process import start_time
+from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
 from megaflow_hpc.trajectories.winners import index
 
 
 def identity() -> PodIdentity:
-    host, pid = os.uname().nodename, os.getpid()
+    me = Identity.of(os.getpid())
+    assert me is not None
     pod = os.environ.get("MEGAFLOW_POD", "")
     job_id = pod if "SLURM_JOB_ID" in os.environ else ""
     start = os.environ.get("MEGAFLOW_START", "0")
-    return PodIdentity(pod or f"local-{pid}-{secrets.token_hex(4)}", start, job_id, host, pid, start_time(pid) or 0)
+    name = pod or f"local-{me.pid}-{secrets.token_hex(4)}"
+    return PodIdentity(name, start, job_id, os.uname().nodename, me.pid, me.start)
 
 
 def check_version(content: dict[str, Any], run: RunDir) -> None:

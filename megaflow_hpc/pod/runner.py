@@ -79,10 +79,6 @@ class Runner:
         assert self._services is not None, "rank 0 sends init first"
         self._services.gateway.update_endpoints(message["endpoints"])
 
-    async def _on_cancel(self, message: Message) -> None:
-        if task := self._rollouts.get(message["id"]):
-            task.cancel()
-
     async def _on_beat(self, message: Message) -> None:
         pass
 

@@ -1,6 +1,6 @@
 """Messages between master, ranks and runners: msgpack maps, framed on sockets by a 4-byte length.
 
-``op`` names a message. Master to worker: ``init`` ``start`` ``endpoints`` ``cancel`` ``beat`` ``stop``. Worker to
+``op`` names a message. Master to worker: ``init`` ``start`` ``endpoints`` ``beat`` ``stop``. Worker to
 master: ``ready`` ``result`` ``beat`` ``left``.
 """
 

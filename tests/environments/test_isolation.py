@@ -20,8 +20,9 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.apptainer import build, find_apptainer
 from megaflow_hpc.environments.janitor import sweep
-from megaflow_hpc.environments.processes import Identity, descendants
+from megaflow_hpc.environments.processes import descendants
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.process import Identity
 
 InSandbox = Callable[..., Any]
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,13 +29,7 @@ DAEMONS = {
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.skipif(os.getuid() == 0, reason="a lab belongs to an ordinary user"),
-    pytest.mark.skipif(
-        any(
-            shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
-            for name in ("slurmctld", "munged", "mariadbd")
-        ),
-        reason="Slurm, munge and MariaDB are not here: run launchers/setup",
-    ),
+    pytest.mark.skipif(os.environ.get("MEGAFLOW_SITE") == "1", reason="the site's own Slurm is used, no lab"),
 ]
 
 
@@ -162,7 +155,6 @@ def test_a_gpu_is_assigned_by_number(lab: Lab) -> None:
 
 
 def test_srun_starts_one_mpi_world_over_two_nodes(lab: Lab) -> None:
-    pytest.importorskip("mpi4py")
     code = (
         "import os; from mpi4py.MPI import COMM_WORLD as c; print(c.allgather((c.rank, os.environ['SLURMD_NODENAME'])))"
     )

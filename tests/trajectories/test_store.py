@@ -97,7 +97,6 @@ def test_turns_in_the_file_point_at_sampled_tokens(run):
         assert file["rewards/tests"][:].tolist()[:2] == pytest.approx([math.nan, 0.5], nan_ok=True)
 
 
-@pytest.mark.skipif(not shutil.which("h5dump"), reason="h5dump (hdf5-tools) is not installed")
 def test_h5dump_reads_it(run):
     out = subprocess.run(["h5dump", "-H", gather(run)], capture_output=True, text=True, check=True).stdout
     assert 'DATASET "weight_version"' in out
