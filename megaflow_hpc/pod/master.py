@@ -27,6 +27,8 @@ from megaflow_hpc.types import Attempt, Trajectory
 TICK_S = 1.0
 """How often the drain file, leases and heartbeats are looked at."""
 LISTING_S = 10.0
+WAITING_S = 2.0
+"""How often engines are looked for while rollouts wait for one."""
 BEAT_S = 5.0
 WORKER_LOST_S = 30.0
 JOIN_S = 120.0
@@ -357,7 +359,7 @@ class Master:
             for rank in list(self._awaited):
                 self._lose(rank, f"not ready after {JOIN_S:.0f} s")
         self._beat()
-        if pod.uses_models and self._due("endpoints", LISTING_S if self._endpoints else TICK_S):
+        if pod.uses_models and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
             self._list_endpoints()
         pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
 
