@@ -21,8 +21,11 @@ have() { command -v "$1" >/dev/null 2>&1; }
 # Debian keeps daemons in sbin, which is not on an ordinary user's PATH.
 PATH=$PATH:/usr/sbin:/sbin
 
-# A login node: a Slurm that answers. A lab does not count, it is reached through SLURM_CONF.
-site_slurm() { [[ -z ${SLURM_CONF:-} ]] && have sinfo && timeout 10 sinfo -h -o %P >/dev/null 2>&1; }
+# A login node: a Slurm that answers and is not a lab whose environment this shell has.
+site_slurm() {
+  local conf=${SLURM_CONF:-}
+  [[ -z $conf || ! -e ${conf%/*}/lab.json ]] && have sinfo && timeout 10 sinfo -h -o %P >/dev/null 2>&1
+}
 
 # Sets MEGAFLOW_HOME (shared by all clones of a user: engine, Apptainer, images) and BUILD (this clone's own: venv, lab,
 # work of the demo). On a login node both lie in .venv: nothing else is ours to write to.
