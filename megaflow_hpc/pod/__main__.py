@@ -76,7 +76,6 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         },
         tasks=content["tasks"],
         servers=dict(Counter(server["policy"] for server in content["servers"])),
-        uses_models=any(policy["model"] for policy in content["policies"].values()),
         journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
         stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status in ("completed", "truncated")},
         drain_file=Path(directory) / "drain" if directory else None,

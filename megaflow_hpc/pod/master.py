@@ -68,8 +68,7 @@ class Pod:
     tasks: dict[str, Any]
     """Task dictionaries by id."""
     servers: dict[str, int]
-    """Engine servers that the campaign asks for, by policy; empty where they are external or there are none."""
-    uses_models: bool
+    """Engine servers that the campaign asks for, by policy; empty where no policy has a model."""
     journal_length: Callable[[str], int]
     stored: Callable[[], set[str]]
     """Ids of the rollouts that were stored and did not fail; asked when a block is taken over."""
@@ -337,7 +336,7 @@ class Master:
             if claim.epoch and self._stored_ids is None:
                 # Asked once: what is stored meanwhile is run again at worst, and counts once all the same.
                 self._stored_ids = self.pod.stored()
-            stored = self._stored_ids or set() if claim.epoch else set()
+            stored = (self._stored_ids or set()) if claim.epoch else set()
             todo = [rollout for rollout in block.rollouts if rollout.id not in stored]
             self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
             self.pod.events.write("claim", block=claim.block, epoch=claim.epoch, state="claimed", rollouts=len(todo))
@@ -359,7 +358,7 @@ class Master:
             for rank in list(self._awaited):
                 self._lose(rank, f"not ready after {JOIN_S:.0f} s")
         self._beat()
-        if pod.uses_models and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
+        if pod.servers and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
             self._list_endpoints()
         pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
 
