@@ -34,6 +34,7 @@ DOORS = {
     "local": BASE,
     "plan": BASE | {"ledger", "agents", "environments"},
     "campaign": BASE | {"ledger", "slurm", "monitor", "plan", "local", "trajectories"},
+    "bench": None,
     "cli": None,
 }
 """Room → rooms it may import; ``None``: any."""

@@ -1,0 +1,50 @@
+"""``bench``: measures the product beside its peers on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+from megaflow_hpc.cli.output import add_json, note, print_json, table
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="measure sandboxes, dispatch, gateway and store beside their peers")
+    verbs = parser.add_subparsers(dest="bench_verb", metavar="BENCHMARK", required=True)
+    from megaflow_hpc.bench import BENCHMARKS
+
+    for name in BENCHMARKS:
+        module = importlib.import_module(f"megaflow_hpc.bench.{name}")
+        verb = verbs.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_argument("--peers", action="store_true", help="run the peers too; those not installed are named")
+        add_json(verb)
+        module.add_arguments(verb)
+        verb.set_defaults(run=_bench, benchmark=name)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.bench.figures import report
+
+    module = importlib.import_module(f"megaflow_hpc.bench.{arguments.benchmark}")
+    figures = module.run(arguments, note)
+    if arguments.json:
+        print_json(report(figures))
+        return 0
+    rows = []
+    for figure in figures:
+        spread = "" if figure.spread is None else f"{figure.spread[0]:.4g} – {figure.spread[1]:.4g}"
+        goal = "" if figure.goal is None else f"{'≤' if figure.better == 'lower' else '≥'} {figure.goal:g}"
+        verdict = {None: "", True: "met", False: "missed"}[figure.passed]
+        rows.append((figure.name, f"{figure.value:.4g}", figure.unit, spread, figure.n, goal, verdict))
+        rows += [
+            (f"  {peer.name} {peer.version}", f"{peer.value:.4g}", figure.unit, f"{peer.ratio:.3g} ×", "", "", "")
+            for peer in figure.peers
+        ]
+    print(table(("figure", "value", "unit", "10–90 %, or ratio", "n", "goal", ""), rows))
+    return 0
