@@ -83,7 +83,7 @@ def make(
     policies = {
         name: _absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
     }
-    check_agents(policies, where)
+    check_agents(policies, config.environment.network, where)
     check_supported(config, where)
     rollouts = [rollout for rollout in expand(tasks, policies) if wanted(rollout, only)]
     if not rollouts:
@@ -132,13 +132,18 @@ def check_supported(config: CampaignConfig, where: Where) -> None:
         raise ConfigError(f"{where('environment.mode')}: environment.mode: only 'ephemeral' is there yet")
 
 
-def check_agents(policies: dict[str, Policy], where: Where) -> None:
+def check_agents(policies: dict[str, Policy], network: str, where: Where) -> None:
     from megaflow_hpc.agents import create
     from megaflow_hpc.agents.registry import WITHOUT_MODEL
 
     for name, policy in policies.items():
         try:
-            create(policy.agent)
+            agent = create(policy.agent)
+            if policy.model and network == "none" and getattr(agent, "in_sandbox", False):
+                raise ConfigError(
+                    f"agent {policy.agent.name!r} calls the model from inside the sandbox, which environment.network: "
+                    "none does not allow; use gateway"
+                )
             if policy.model is None and policy.agent.name not in WITHOUT_MODEL and ":" not in policy.agent.name:
                 raise ConfigError(f"agent {policy.agent.name!r} needs a model; add a model: section")
         except ConfigError as error:

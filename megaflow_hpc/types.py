@@ -12,7 +12,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import socket
 
 Status = Literal["completed", "truncated", "failed", "cancelled"]
 """``completed`` and ``truncated`` (a limit of the agent) are verified and rewarded; ``failed`` is infrastructure."""
@@ -127,6 +130,9 @@ class Sandbox(Protocol):
     async def kill_processes(self) -> None:
         """Ends every process of the sandbox but its runner: nothing of the agent is left to watch the verifier."""
 
+    async def listen(self, port: int = 0) -> socket.socket:
+        """A listening socket on the sandbox's own 127.0.0.1 (port 0: any free one), served by the caller outside."""
+
     async def stop(self) -> None: ...
 
 
@@ -138,6 +144,8 @@ class ModelEndpoint:
     """OpenAI-style root, ending in ``/v1``."""
     api_key: str
     model_name: str
+    sandbox_url: str = ""
+    """The same root as seen from inside the sandbox; empty where nothing inside can reach it."""
 
 
 @dataclass
@@ -154,7 +162,11 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """A scaffold. An instance serves one rollout."""
+    """A scaffold. An instance serves one rollout.
+
+    One whose program runs *in* the sandbox and calls the model from there has a true attribute ``in_sandbox``; its
+    ``model.sandbox_url`` is then filled.
+    """
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult: ...
 
@@ -298,8 +310,8 @@ class Recording:
 class Gateway(Protocol):
     """One per worker rank: gives every rollout an address and key of its own, routes, records."""
 
-    async def open(self, rollout_id: str, policy: str) -> ModelEndpoint:
-        """Registers a rollout."""
+    async def open(self, rollout_id: str, policy: str, listener: socket.socket | None = None) -> ModelEndpoint:
+        """Registers a rollout; ``listener``, taken over, is a further socket to be served until :meth:`close`."""
 
     async def close(self, rollout_id: str) -> Recording:
         """Ends it and returns what was recorded; later calls on its key are refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -178,6 +179,45 @@ def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
     assert "answers.yaml" in result["servers"][0]["cause"]
     with open_trajectories(result["run"]) as store:
         assert "answers.yaml" in store[0].error
+
+
+CALL = """\
+import json, os, socket, urllib.request
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "What is the answer?"}]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, body, key)) as response:
+    open("answer", "w").write(json.load(response)["choices"][0]["message"]["content"])
+"""
+
+
+def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: Path, make_campaign: Make) -> None:
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    with socket.create_server(("127.0.0.1", 0)) as outside:  # the gateway's host, out of reach from inside
+        other = f"socket.create_connection(('127.0.0.1', {outside.getsockname()[1]}))"
+        leak = f"try:\n    {other}\n    open('answer', 'w').write('leak')\nexcept OSError:\n    pass\n"
+        command = json.dumps("python3 -c '" + (CALL + leak).replace("'", "'\\''") + "'")
+        agent = f"{{name: command, args: {{command: {command}}}}}"
+        campaign = make_campaign(2, model, agent=agent)
+        campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
+        result, done = run_local(campaign)
+    assert done.returncode == 0, done.stderr
+    assert set(rows(result["run"]).values()) == {("completed", 1)}
+    with open_trajectories(result["run"]) as store:
+        for trajectory in store:
+            assert [len(s.tokens) > 0 for s in trajectory.sequences] == [True]
+            assert trajectory.messages[-1]["content"] == "42"
+
+
+def test_an_agent_in_a_sandbox_without_any_network_is_refused_with_the_remedy(
+    tmp_path: Path, make_campaign: Make
+) -> None:
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    campaign = make_campaign(1, model, agent="{name: command, args: {command: 'true'}}")
+    with pytest.raises(ConfigError, match=r"campaign\.yaml:3: .*use gateway"):
+        Campaign.from_yaml(campaign).plan(launcher="local")
 
 
 @pytest.mark.parametrize(

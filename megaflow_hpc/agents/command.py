@@ -20,11 +20,14 @@ TAIL = 2000
 
 
 class CommandAgent:
-    """
+    """Runs in the sandbox, and reaches the model from there.
+
     Args:
         command: Shell text, run by ``/bin/sh -c`` in the task's work directory.
         env: Further variables for it.
     """
+
+    in_sandbox = True
 
     def __init__(self, *, command: str, env: Mapping[str, str] | None = None) -> None:
         if not isinstance(command, str) or not command.strip():
@@ -53,13 +56,18 @@ def environment(model: ModelEndpoint | None) -> dict[str, str]:
     known = {"MEGAFLOW_INSTRUCTION_FILE": INSTRUCTION}
     if model is None:
         return known
+    if not model.sandbox_url:
+        raise ConfigError(
+            "agent command: its program calls the model from inside the sandbox, which network 'none' does not allow; "
+            "use environment.network: gateway (or host)"
+        )
     return {
         **known,
-        "OPENAI_BASE_URL": model.base_url,
-        "OPENAI_API_BASE": model.base_url,
+        "OPENAI_BASE_URL": model.sandbox_url,
+        "OPENAI_API_BASE": model.sandbox_url,
         "OPENAI_API_KEY": model.api_key,
         "OPENAI_MODEL": model.model_name,
-        "ANTHROPIC_BASE_URL": model.base_url.removesuffix("/v1"),
+        "ANTHROPIC_BASE_URL": model.sandbox_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": model.api_key,
         "ANTHROPIC_MODEL": model.model_name,
     }

@@ -110,7 +110,7 @@ class ApptainerSandbox:
         if self.spec.processes and container.init is not None and os.geteuid() != 0:
             limit_processes(container.init.pid, self.spec.processes)
         if self.spec.workdir:
-            made = await container.run(
+            made = await container.commands.run(
                 ["mkdir", "-p", self.spec.workdir],
                 cwd="/",
                 env=None,
@@ -210,7 +210,7 @@ class ApptainerSandbox:
         """
         container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
-        return await container.run(
+        return await container.commands.run(
             command,
             cwd=os.path.join(self.workdir, cwd) if cwd else self.workdir,
             env=env,
@@ -219,8 +219,8 @@ class ApptainerSandbox:
             limit=self._output_limit if output_limit is None else output_limit,
         )
 
-    async def listen(self, port: int = 8000) -> socket.socket:
-        """A listening socket on 127.0.0.1:``port`` as seen inside, to be served (and closed) by the caller.
+    async def listen(self, port: int = 0) -> socket.socket:
+        """A listening socket on 127.0.0.1:``port`` (0: a free one) as seen inside; the caller serves and closes it.
 
         For network ``gateway``: what the caller serves is all that can be reached. Until the next
         ``kill_processes`` or ``reset``, which bring a new network namespace.

@@ -6,7 +6,8 @@
                                                      │
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
-So a call is attributed without the agent's help, and an agent needs to know nothing but an OpenAI address. The answer
+So a call is attributed without the agent's help, and an agent needs to know nothing but an OpenAI address. An agent
+that runs in a sandbox without a network is served the same on a socket that listens in the sandbox. The answer
 is taken from the engine whole and, where the agent asked for a stream, streamed from here: until the last token is
 there, a call whose server dies can be made again elsewhere.
 
@@ -21,6 +22,7 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +53,8 @@ class _Rollout:
     recorder: Recorder
     server: str = ""
     trouble: str = ""
+    inside: web.SockSite | None = None
+    """Where the sandbox reaches us, if it does by a socket of its own."""
 
 
 class ModelGateway:
@@ -107,7 +111,7 @@ class ModelGateway:
             await self._session.close()
         self._runner = self._session = self._loop = None
 
-    async def open(self, rollout_id: str, policy: str) -> ModelEndpoint:
+    async def open(self, rollout_id: str, policy: str, listener: socket.socket | None = None) -> ModelEndpoint:
         if self._runner is None:
             raise MegaflowError("the gateway is not started; call start() first")
         if rollout_id in self._by_id:
@@ -115,14 +119,21 @@ class ModelGateway:
         rollout = _Rollout(
             rollout_id, policy, secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
         )
+        inside = ""
+        if listener is not None:
+            rollout.inside = web.SockSite(self._runner, listener, backlog=256)
+            await rollout.inside.start()
+            inside = f"http://127.0.0.1:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
-        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy)
+        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, inside)
 
     async def close(self, rollout_id: str) -> Recording:
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
             raise MegaflowError(f"rollout {rollout_id} is not open at this gateway")
         del self._by_token[rollout.token]
+        if rollout.inside is not None:
+            await rollout.inside.stop()
         return rollout.recorder.finish()
 
     def trouble(self, rollout_id: str) -> str:

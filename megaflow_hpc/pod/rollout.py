@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.config import CampaignConfig, Policy
@@ -24,7 +24,17 @@ from megaflow_hpc.environments.verifier import verify
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.model.gateway import ModelGateway
 from megaflow_hpc.process import node_name
-from megaflow_hpc.types import AgentResult, Artifact, Recording, Rollout, Sandbox, Task, Trajectory
+from megaflow_hpc.types import (
+    Agent,
+    AgentResult,
+    Artifact,
+    ModelEndpoint,
+    Recording,
+    Rollout,
+    Sandbox,
+    Task,
+    Trajectory,
+)
 
 MAX_ARTIFACT = 1 << 20
 """Bytes kept of one artifact."""
@@ -159,12 +169,13 @@ async def _run_agent(
     services: Services, rollout: Rollout, task: Task, policy: Policy, sandbox: Sandbox
 ) -> tuple[AgentResult, Recording]:
     """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off."""
-    endpoint = await services.gateway.open(rollout.id, rollout.policy) if policy.model else None
+    agent = create(policy.agent)
+    endpoint = await _open_model(services, rollout, task, agent, sandbox) if policy.model else None
     timeout_s = policy.agent.timeout_s or task.agent_timeout_s
     recording = Recording()
     try:
         try:
-            result = await asyncio.wait_for(create(policy.agent).run(task, sandbox, endpoint), timeout_s)
+            result = await asyncio.wait_for(agent.run(task, sandbox, endpoint), timeout_s)
         except TimeoutError:
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
         if endpoint and (trouble := services.gateway.trouble(rollout.id)):
@@ -173,6 +184,17 @@ async def _run_agent(
         if endpoint:
             recording = await services.gateway.close(rollout.id)
     return result, recording
+
+
+async def _open_model(
+    services: Services, rollout: Rollout, task: Task, agent: Agent, sandbox: Sandbox
+) -> ModelEndpoint:
+    """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
+    network = task.network or services.config.environment.network
+    if network == "gateway" and getattr(agent, "in_sandbox", False):
+        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen())
+    endpoint = await services.gateway.open(rollout.id, rollout.policy)
+    return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
 
 
 def _keep_raw(trajectory: Trajectory, recording: Recording) -> None:
