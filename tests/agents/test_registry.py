@@ -94,7 +94,9 @@ def test_a_command_gets_task_and_model(tmp_path: Path) -> None:
     sandbox = LocalSandbox(tmp_path / "box")
     command = 'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $OPENAI_MODEL $MORE" > seen; cat; exit 4'
     agent = create(spec("command", command=command, env={"MORE": "x"}))
-    result = asyncio.run(agent.run(task(tmp_path), sandbox, ModelEndpoint("http://host/v1", "k", "m", "http://127.0.0.1:1/r/a/v1")))
+    result = asyncio.run(
+        agent.run(task(tmp_path), sandbox, ModelEndpoint("http://host/v1", "k", "m", "http://127.0.0.1:1/r/a/v1"))
+    )
     assert (sandbox.work / "seen").read_text() == "http://127.0.0.1:1/r/a/v1 k m x\n"
     assert (sandbox.root / "tmp/megaflow-instruction.md").read_text() == "do it"
     assert (result.status, result.exit_code) == ("completed", 4)
