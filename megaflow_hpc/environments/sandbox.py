@@ -8,8 +8,8 @@
       owner                     identity of the container's process on the host, for the janitor
       tmp/                      Apptainer's own TMPDIR
 
-``kill_processes`` and ``reset`` replace the container (some 50 ms): nothing is left that could watch, and the runner
-itself is new. ``kill_processes`` keeps the layer, ``reset`` empties it.
+``kill_processes``, ``restart`` and ``reset`` replace the container (some 50 ms): nothing is left that could watch, and
+the runner itself is new. The first two keep the layer, ``reset`` empties it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -38,6 +39,16 @@ OUTPUT_LIMIT = 512 * 1024
 
 DOWNLOAD_LIMIT = 256 * 1024 * 1024
 """Bytes that one download may bring to the host."""
+
+
+@dataclass(frozen=True)
+class LayerPaths:
+    """Where a sandbox's files are on the host."""
+
+    upper: Path
+    """The overlay's upper directory: what the sandbox changed."""
+    rootfs: Path
+    """The image below it, read-only; not a directory where the image is not unpacked."""
 
 
 class ApptainerSandbox:
@@ -129,9 +140,26 @@ class ApptainerSandbox:
 
     async def kill_processes(self) -> None:
         """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
+        await self.restart()
+
+    async def restart(
+        self, spec: SandboxSpec | None = None, change: Callable[[LayerPaths], None] | None = None
+    ) -> None:
+        """Ends every process and starts a fresh container.
+
+        Args:
+            spec: what the container is from now on: another user, network, binds; the image stays.
+            change: called in between, while nothing runs, with the host's paths of the writable layer and the image.
+                Only then may the host touch the layer.
+        """
         async with self._changing:
             await self._running().check()
             await self._drop_container()
+            if change is not None:
+                await asyncio.to_thread(change, LayerPaths(Path(self._layer, "upper"), Path(self._rootfs)))
+            if spec is not None:
+                self.spec = replace(spec, image=self.spec.image)
+                self.workdir = self.spec.workdir or "/"
             await self._start_container()
 
     async def reset(self) -> None:
