@@ -25,11 +25,11 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
     except FileNotFoundError:
         return
     except PermissionError:
-        _open_directories(os.fspath(path))
+        open_directories(os.fspath(path))
         shutil.rmtree(path)
 
 
-def _open_directories(path: str) -> None:
+def open_directories(path: str) -> None:
     """Gives the owner every right on every directory of a tree."""
     os.chmod(path, 0o700)
     waiting = [path]
