@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.gathering import gather as gather
     from megaflow_hpc.trajectories.journal import JournalWriter as JournalWriter
-    from megaflow_hpc.trajectories.journal import pack_record as pack_record
-    from megaflow_hpc.trajectories.journal import read_journal as read_journal
+    from megaflow_hpc.trajectories.frames import pack_record as pack_record
+    from megaflow_hpc.trajectories.frames import read_journal as read_journal
     from megaflow_hpc.trajectories.journal import valid_length as valid_length
     from megaflow_hpc.trajectories.reader import open_trajectories as open_trajectories
     from megaflow_hpc.trajectories.validator import validate as validate
 
 _HOME = {
     "JournalWriter": "journal",
-    "pack_record": "journal",
-    "read_journal": "journal",
+    "pack_record": "frames",
+    "read_journal": "frames",
     "valid_length": "journal",
     "gather": "gathering",
     "open_trajectories": "reader",

@@ -27,7 +27,7 @@ from typing import Any
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.trajectories.journal import read_frame, read_frames, unpack_record
+from megaflow_hpc.trajectories.frames import read_frame, read_frames, unpack_record
 from megaflow_hpc.types import Attempt, Trajectory
 
 logger = logging.getLogger(__name__)

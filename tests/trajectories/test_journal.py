@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import JournalWriter, read_journal, valid_length
-from megaflow_hpc.trajectories.journal import FRAME_SIZE, HEADER_SIZE, MARKER, pack_record, read_frame, read_frames
+from megaflow_hpc.trajectories.frames import FRAME_SIZE, HEADER_SIZE, MARKER, pack_record, read_frame, read_frames
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=30)  # lone surrogates too
 values = st.recursive(
