@@ -1,11 +1,14 @@
 """Reading trajectories: from a run directory, finished or not, or from one ``trajectories.h5``.
 
     with open_trajectories(run.path) as store:
-        for row in store:
+        good = store.select("status == 'completed' and reward >= 0.5")
+        for row in store.rows(good):
             print(row.id, row.reward, len(row.messages))
-        batch = store.batch(store.ids[:64], pad=0)
+        batch = store.batch(good[:64], pad=0)
+        advantage = store.advantages("grpo")
 
-A store is a snapshot: what it shows does not change while it is open, whatever the campaign does. Rows are lazy.
+A store is a snapshot: what it shows does not change while it is open, whatever the campaign does. Rows are lazy, and
+columns are read when they are first used: opening costs the same for ten trajectories and for a million.
 """
 
 from __future__ import annotations
@@ -21,9 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.trajectories.advantages import Kind, advantages
+from megaflow_hpc.trajectories.batch import Oversize, make_batch, plan_batches, table_of
+from megaflow_hpc.trajectories.columns import Hdf5Source, SequenceView, Source, text
 from megaflow_hpc.trajectories.hdf5 import recorded_sources
-from megaflow_hpc.trajectories.sources import Hdf5Source, JournalSource, SequenceView, Source
-from megaflow_hpc.trajectories.winners import Seals, fingerprint, seals_of
+from megaflow_hpc.trajectories.selection import Table, select
+from megaflow_hpc.trajectories.sources import JournalSource
+from megaflow_hpc.trajectories.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
 
 _SCALARS = frozenset(
@@ -141,7 +148,7 @@ class TrajectoryStore:
         return {rollout: row for row, rollout in enumerate(self.ids)}
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._source)
 
     def __contains__(self, rollout: object) -> bool:
         return rollout in self._row_of
@@ -157,6 +164,46 @@ class TrajectoryStore:
             KeyError: no such id.
         """
         return Row(self._source, self._row(key))
+
+    def rows(self, numbers: Iterable[int | str]) -> Iterator[Row]:
+        """Some rows, by number or id."""
+        return (Row(self._source, self._row(key)) for key in numbers)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column by row: any that :meth:`select` knows, or ``rewards/<name>``. Text as objects. Not to be changed."""
+        table = self._table
+        if name not in table and not (name.startswith("rewards/") and name[8:] in table.rewards):
+            raise KeyError(
+                f"{name}: no column; there are: {', '.join([*table, *(f'rewards/{r}' for r in table.rewards)])}"
+            )
+        values = table.reward(name[8:]) if name.startswith("rewards/") else table[name]()
+        return text(values) if values.dtype.kind in "SO" else values
+
+    def select(self, expression: str) -> NDArray[np.int64]:
+        """The rows for which an expression over the columns is true, in order.
+
+        >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
+
+        Raises:
+            ConfigError: it does not parse, or names what is not there; says where.
+        """
+        return select(expression, self._table)
+
+    def advantages(self, kind: Kind = "grpo", reward: str | None = None, **options: Any) -> NDArray[np.float32]:
+        """How much better each row did than the others of its group; NaN where it has no reward. A column of rows.
+
+        Args:
+            kind: ``grpo``, ``drgrpo``, ``rloo`` or ``median``; see :mod:`~megaflow_hpc.trajectories.advantages`.
+            reward: one of several rewards by its name, instead of the reward.
+            options: ``epsilon`` and ``ddof`` of :func:`~megaflow_hpc.trajectories.advantages.advantages`.
+        """
+        values = self.column("reward" if reward is None else f"rewards/{reward}")
+        return advantages(values, self._source.column("trajectories/group_id"), kind, **options)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, of all its sequences."""
+        found: NDArray[np.int64] = self._table["tokens"]()
+        return found
 
     def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, NDArray[Any]]:
         """The token sequences of some trajectories, ready for a trainer.
@@ -175,29 +222,53 @@ class TrajectoryStore:
         Raises:
             KeyError, IndexError: no such trajectory.
         """
-        rows = [self._row(key) for key in ids]
-        found: list[tuple[int, SequenceView]] = []
-        for row in rows:
-            found += [(row, sequence) for sequence in self._source.sequences(row)]
-        counts = {row: 0 for row in rows}
-        for row, _ in found:
-            counts[row] = 1
-        groups = {row: self._source.scalar("group_id", row) for row, used in counts.items() if used}
-        rewards = {row: self._source.scalar("reward", row) for row, used in counts.items() if used}
-        lengths = [len(sequence.tokens) for _, sequence in found]
-        sequences = [sequence for _, sequence in found]
-        shape = None if pad is None else (len(found), max(lengths, default=0))
-        return {
-            "tokens": _join([s.tokens for s in sequences], np.int32, shape, pad),
-            "loss_mask": _join([s.loss_mask for s in sequences], np.uint8, shape, 0),
-            "logprobs": _join([s.logprobs for s in sequences], np.float32, shape, np.nan),
-            "weight_version": _join([s.weight_versions for s in sequences], np.int32, shape, -1),
-            "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            "trajectory": np.array([row for row, _ in found], np.int64),
-            "group": np.array([groups[row] for row, _ in found], np.str_),
-            "reward": np.array([rewards[row] for row, _ in found], np.float32),
-            "policy": np.array([s.policy for s in sequences], np.str_),
-        }
+        return make_batch(self._source, self._rows(ids), pad)
+
+    def batches(
+        self,
+        token_budget: int,
+        rows: Iterable[int | str] | str | None = None,
+        *,
+        pad: int | None = None,
+        seed: int | None = None,
+        shard: tuple[int, int] = (0, 1),
+        oversize: Oversize = "error",
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """Batches of whole trajectories, each packed up to a number of tokens; every row once.
+
+        Args:
+            token_budget: at most so many entries in each token column, padding included.
+            rows: which ones: ids, row numbers or an expression; all by default. Rows without tokens are left out.
+            pad: as in :meth:`batch`.
+            seed: shuffle with it; ``None`` keeps neighbours together, which reads fastest.
+            shard: (rank, ranks) of a parallel trainer: every rank takes other batches, as many as every other, up to
+                one.
+            oversize: what to do with a trajectory that alone is over the budget.
+
+        Raises:
+            ConfigError: a trajectory is over the budget, with ``oversize="error"``.
+        """
+        chosen = (
+            self.select(rows) if isinstance(rows, str) else np.arange(len(self)) if rows is None else self._rows(rows)
+        )
+        for numbers in plan_batches(self._source, chosen, token_budget, pad is not None, seed, oversize)[
+            shard[0] :: shard[1]
+        ]:
+            yield make_batch(self._source, numbers, pad)
+
+    def _rows(self, ids: Iterable[int | str]) -> NDArray[np.int64]:
+        if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+            rows = ids.astype(np.int64)
+            if len(rows) and (rows.min() < -len(self) or rows.max() >= len(self)):
+                raise IndexError(
+                    f"row {rows[(rows < -len(self)) | (rows >= len(self))][0]} of {len(self)} in {self.path}"
+                )
+            return rows % max(len(self), 1)
+        return np.array([self._row(key) for key in ids], np.int64)
+
+    @cached_property
+    def _table(self) -> Table:
+        return table_of(self._source)
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):
@@ -208,16 +279,6 @@ class TrajectoryStore:
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} in {self.path}")
         return row % len(self)
-
-
-def _join(parts: list[Any], dtype: Any, shape: tuple[int, int] | None, fill: Any) -> NDArray[Any]:
-    """The parts end to end, or one per line of ``shape``."""
-    if shape is None:
-        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
-    padded = np.full(shape, fill, dtype)
-    for line, part in zip(padded, parts, strict=True):
-        line[: len(part)] = part
-    return padded
 
 
 def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) -> TrajectoryStore:
@@ -242,7 +303,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     now = fingerprint(run, seals)
     if run.trajectories.exists() and _covers(recorded, now):
         return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories)
-    return TrajectoryStore(JournalSource(run, seals), run.path)
+    return TrajectoryStore(JournalSource(index(run, seals)), run.path)
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:

@@ -1,25 +1,17 @@
-"""Where the rows of a store come from: a campaign file, or the journals of a run. Both show the same.
-
-A source knows rows by number only. Scalars are served column by column, everything ragged row by row, and nothing is
-read before it is asked for.
-"""
+"""The journals of a run as rows of a store; they show the same as the campaign file that is gathered from them."""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.trajectories.hdf5 import open_file
-from megaflow_hpc.trajectories.schema import COLUMNS, STRING
-from megaflow_hpc.trajectories.winners import Entry, Seals, index
+from megaflow_hpc.trajectories.columns import SequenceView
+from megaflow_hpc.trajectories.rowwise import Rowwise
+from megaflow_hpc.trajectories.winners import Entry, Index
 from megaflow_hpc.trajectories.writer import clean, message_json, reward_name
 from megaflow_hpc.types import Artifact, Attempt, Trajectory, Turn
 
@@ -27,125 +19,15 @@ _CACHED = 8
 """Trajectories of a journal kept decoded: the parts of one row are usually read together."""
 
 
-@dataclass(frozen=True)
-class SequenceView:
-    """A token sequence as numpy; one entry per token."""
+class JournalSource(Rowwise):
+    """The winners in a run's journals as an index found them."""
 
-    policy: str
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    """NaN where not sampled."""
-    loss_mask: NDArray[np.uint8]
-    weight_versions: NDArray[np.int32]
-    """-1 where not sampled."""
-
-
-class Source(Protocol):
-    """Rows by number, 0 to ``len - 1``, in commit order."""
-
-    def ids(self) -> list[str]: ...
-    def scalar(self, name: str, row: int) -> Any: ...
-    def rewards(self, row: int) -> dict[str, float]: ...
-    def messages(self, row: int) -> list[dict[str, Any]]: ...
-    def sequences(self, row: int) -> list[SequenceView]: ...
-    def turns(self, row: int) -> list[Turn]: ...
-    def attempts(self, row: int) -> list[Attempt]: ...
-    def artifacts(self, row: int) -> list[Artifact]: ...
-    def close(self) -> None: ...
-
-
-class Hdf5Source:
-    """A ``trajectories.h5``. Scalar and offset columns are read whole on first use; flat data by slices."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_file(path)
-        self._columns: dict[str, Any] = {}
-
-    def close(self) -> None:
-        self._file.close()
-
-    def ids(self) -> list[str]:
-        return list(self._column("trajectories/id"))
-
-    def scalar(self, name: str, row: int) -> Any:
-        value = self._column(f"trajectories/{name}")[row]
-        return value if isinstance(value, str) else value.item()
-
-    def rewards(self, row: int) -> dict[str, float]:
-        found = {name: float(self._column(f"rewards/{name}")[row]) for name in self._file.get("rewards", ())}
-        return {name: value for name, value in found.items() if value == value}
-
-    def messages(self, row: int) -> list[dict[str, Any]]:
-        start, end = self._span("trajectories/message_offset", row)
-        offsets = self._file["messages/offset"][start : end + 1]
-        if end == start:
-            return []
-        data = self._file["messages/json"][offsets[0] : offsets[-1]].tobytes()
-        return [json.loads(data[a - offsets[0] : b - offsets[0]]) for a, b in pairwise(offsets)]
-
-    def sequences(self, row: int) -> list[SequenceView]:
-        start, end = self._span("trajectories/sequence_offset", row)
-        offsets = self._column("sequences/token_offset")[start : end + 1]
-        first, last = int(offsets[0]), int(offsets[-1])
-        flat = [self._file[f"tokens/{name}"][first:last] for name in ("id", "logprob", "loss_mask", "weight_version")]
-        policies = self._column("sequences/policy")[start:end]
-        return [
-            SequenceView(policy, *(column[a - first : b - first] for column in flat))
-            for policy, a, b in zip(policies, offsets, offsets[1:], strict=False)
-        ]
-
-    def turns(self, row: int) -> list[Turn]:
-        start, end = self._span("trajectories/turn_offset", row)
-        first = self._span("trajectories/sequence_offset", row)[0]
-        turns = [Turn(**values) for values in self._records("turns", start, end)]
-        for turn in turns:
-            if turn.sequence >= 0:
-                base = int(self._column("sequences/token_offset")[turn.sequence])
-                turn.sequence -= first
-                turn.token_start -= base
-                turn.token_end -= base
-        return turns
-
-    def attempts(self, row: int) -> list[Attempt]:
-        start, end = self._span("trajectories/attempt_offset", row)
-        return [Attempt(**values) for values in self._records("attempts", start, end)]
-
-    def artifacts(self, row: int) -> list[Artifact]:
-        start, end = np.searchsorted(self._column("artifacts/trajectory"), [row, row + 1])
-        found = []
-        for number in range(start, end):
-            a, b = self._span("artifacts/offset", number)
-            found.append(Artifact(self._column("artifacts/name")[number], self._file["artifacts/bytes"][a:b].tobytes()))
-        return found
-
-    def _column(self, path: str) -> Any:
-        if path not in self._columns:
-            dataset = self._file[path]
-            text = path in COLUMNS and COLUMNS[path].dtype == STRING
-            self._columns[path] = dataset.asstr()[:] if text else dataset[:]
-        return self._columns[path]
-
-    def _span(self, path: str, item: int) -> tuple[int, int]:
-        column = self._column(path)
-        return int(column[item]), int(column[item + 1])
-
-    def _records(self, group: str, start: int, end: int) -> list[dict[str, Any]]:
-        """Rows ``[start, end)`` of a group as dicts of Python values."""
-        names = [column.name for column in COLUMNS.values() if column.group == group]
-        slices = []
-        for name in names:
-            dataset = self._file[f"{group}/{name}"]
-            text = COLUMNS[f"{group}/{name}"].dtype == STRING
-            slices.append((dataset.asstr() if text else dataset)[start:end].tolist())
-        return [dict(zip(names, values, strict=True)) for values in zip(*slices, strict=True)]
-
-
-class JournalSource:
-    """The winners in a run's journals as they were when it was opened."""
-
-    def __init__(self, run: RunDir, seals: Seals) -> None:
-        self._index = index(run, seals)
+    def __init__(self, found: Index) -> None:
+        self._index = found
         self._cache: OrderedDict[Entry, Trajectory] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._index.winners)
 
     def close(self) -> None:
         self._cache.clear()

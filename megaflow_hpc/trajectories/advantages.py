@@ -1,0 +1,78 @@
+"""Group-relative advantages: how much better a rollout did than the other samples of its task.
+
+All take rewards and the group of each row, and leave NaN where the reward is NaN (not verified): such rows belong to no
+group. A group of one has nothing to be compared with, its advantage is 0.
+
+=========  ==========================================  =============================================================
+``grpo``   (r - mean) / (std + epsilon)                Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1
+``drgrpo`` r - mean                                    Liu et al. 2025, Understanding R1-Zero-like training,
+                                                       arXiv 2503.20783 (without the bias by difficulty)
+``rloo``   r - mean of the others                      Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740
+``median`` r - median                                  Kim 2026, MC-GRPO, arXiv 2601.22582: its centre; no scaling
+=========  ==========================================  =============================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+
+Kind = Literal["grpo", "drgrpo", "rloo", "median"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+def advantages(
+    rewards: NDArray[Any], groups: NDArray[Any], kind: Kind = "grpo", *, epsilon: float = 1e-6, ddof: int = 1
+) -> NDArray[np.float32]:
+    """The advantage of each row.
+
+    Args:
+        rewards: (n), NaN where there is none.
+        groups: (n), the group of each row in any form that compares.
+        kind: see the table above.
+        epsilon: of ``grpo``, added to the divisor.
+        ddof: of ``grpo``'s standard deviation: 1 as trainers have it (verl, TRL), 0 for the population's.
+
+    Raises:
+        ConfigError: no such kind.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"advantage {kind!r}: there are {', '.join(KINDS)}")
+    found = np.full(len(rewards), np.nan)
+    known = np.flatnonzero(~np.isnan(rewards))
+    if not len(known):
+        return found.astype(np.float32)
+    r = rewards[known].astype(np.float64)
+    group = codes(groups[known])
+    size = np.bincount(group)
+    mean = np.bincount(group, r) / size
+    centred = r - mean[group]
+    if kind == "grpo":
+        spread = np.sqrt(np.bincount(group, centred**2) / np.maximum(size - ddof, 1))
+        value = centred / (spread[group] + epsilon)
+    elif kind == "drgrpo":
+        value = centred
+    elif kind == "rloo":
+        value = centred * (size / np.maximum(size - 1, 1))[group]  # r - (sum - r) / (size - 1)
+    else:
+        value = r - medians(r, group, size)[group]
+    found[known] = np.where(size[group] > 1, value, 0.0)
+    return found.astype(np.float32)
+
+
+def codes(values: NDArray[Any]) -> NDArray[np.int64]:
+    """A number from 0 for each different value, in order of appearance; a sort of a million strings would be slower."""
+    seen: dict[Any, int] = {}
+    return np.fromiter((seen.setdefault(value, len(seen)) for value in values.tolist()), np.int64, len(values))
+
+
+def medians(values: NDArray[np.float64], group: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The median of each group."""
+    ordered = values[np.lexsort((values, group))]
+    first = np.cumsum(size) - size
+    middle: NDArray[np.float64] = (ordered[first + (size - 1) // 2] + ordered[first + size // 2]) / 2
+    return middle

@@ -1,0 +1,242 @@
+"""Choosing trajectories by an expression over their columns.
+
+    store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")
+    store.select("rewards['tests'] > 0 and weight_version_min >= 3 and finished_at >= '2026-11-21T08:00'")
+
+The expression has Python's syntax and is never run as Python: its tree is checked against a short list of forms and
+evaluated with numpy over whole columns, and only the columns that it names are read. It may hold names of columns,
+numbers, strings, ``and or not``, ``== != < <= > >=``, ``in`` and ``not in`` a list, ``+ - * / %``, ``isnan(x)``,
+``abs(x)`` and, on strings, ``.startswith(s)``, ``.endswith(s)``, ``.contains(s)`` and ``.matches(glob)``.
+
+A comparison with a missing number (NaN, the reward of what was not verified) is false, ``!=`` excepted, as in Python.
+A string compared with a time is a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import difflib
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+
+MAX_LENGTH = 10_000
+"""Characters of an expression."""
+
+TIMES = ("started_at", "finished_at")
+
+_COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: np.true_divide,
+    ast.Mod: np.mod,
+}
+_STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
+    "startswith": str.startswith,
+    "endswith": str.endswith,
+    "contains": operator.contains,
+    "matches": fnmatch.fnmatchcase,
+}
+_FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
+
+
+class Table(dict[str, Callable[[], NDArray[Any]]]):
+    """What an expression may name: column → how to read it, all of one length. ``rewards`` are read by name."""
+
+    def __init__(self, columns: Mapping[str, Callable[[], NDArray[Any]]], rewards: Sequence[str], rows: int) -> None:
+        super().__init__(columns)
+        self.rewards = tuple(rewards)
+        self.rows = rows
+        self.reward: Callable[[str], NDArray[Any]] = lambda name: self[f"rewards/{name}"]()
+
+
+def select(expression: str, table: Table) -> NDArray[np.int64]:
+    """Rows for which the expression is true, in order.
+
+    Raises:
+        ConfigError: it does not parse, names an unknown column, or holds a form that is not allowed; says where.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ConfigError(f"selection: {len(expression)} characters, at most {MAX_LENGTH}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        place = getattr(error, "offset", None) or 1
+        raise ConfigError(
+            f"selection: {expression!r}: column {place}: {getattr(error, 'msg', None) or error}; expected one "
+            "such as: status == 'completed' and reward >= 0.5"
+        ) from None
+    try:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = _Evaluation(expression.strip(), table).of(tree.body)
+    except RecursionError:
+        raise ConfigError("selection: nested too deeply; split it") from None
+    except (TypeError, ValueError, ArithmeticError) as error:  # conditions added up, integers without bound
+        raise ConfigError(f"selection: {expression!r}: {error}; compare columns with numbers or text") from None
+    mask = np.broadcast_to(np.asarray(found), (table.rows,))
+    if mask.dtype != np.bool_:
+        raise ConfigError(f"selection: {expression!r} is a value, not a condition; compare it with something")
+    return np.flatnonzero(mask).astype(np.int64)
+
+
+class _Evaluation:
+    """One walk over the tree. Values are numpy arrays of all rows, or plain constants."""
+
+    def __init__(self, text: str, table: Table) -> None:
+        self._text = text
+        self._table = table
+
+    def of(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str()):
+                return node.value
+            case ast.Name():
+                return self._column(node, node.id)
+            case ast.Subscript(value=ast.Name(id="rewards"), slice=ast.Constant(value=str() as name)):
+                return self._reward(node, name)
+            case ast.Attribute(value=ast.Name(id="rewards"), attr=name):
+                return self._reward(node, name)
+            case ast.BoolOp():
+                return self._logical(node)
+            case ast.UnaryOp(op=ast.Not()):
+                return np.logical_not(self._condition(node.operand))
+            case ast.UnaryOp(op=ast.USub()):
+                return -self._number(node.operand)
+            case ast.BinOp() if type(node.op) in _ARITHMETIC:
+                return _ARITHMETIC[type(node.op)](self._number(node.left), self._number(node.right))
+            case ast.Compare():
+                return self._compare(node)
+            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](self._number(argument))
+            case ast.Call(
+                func=ast.Attribute(value=value, attr=name), args=[ast.Constant(value=str() as text)], keywords=[]
+            ) if name in _STRING_TESTS:
+                return self._string_test(node, value, name, text)
+        raise self._fault(node, f"{ast.unparse(node)!r} is not allowed here; see the forms in docs/reading.md")
+
+    def _column(self, node: ast.expr, name: str) -> NDArray[Any]:
+        if name not in self._table:
+            near = difflib.get_close_matches(name, self._table, 3) or sorted(self._table)
+            raise self._fault(node, f"no column {name!r}; there are: {', '.join(near)}")
+        return self._table[name]()
+
+    def _reward(self, node: ast.expr, name: str) -> NDArray[Any]:
+        if name not in self._table.rewards:
+            known = ", ".join(self._table.rewards) or "none"
+            raise self._fault(node, f"no reward named {name!r}; there are: {known}")
+        return self._table.reward(name)
+
+    def _logical(self, node: ast.BoolOp) -> Any:
+        combine = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
+        found = self._condition(node.values[0])
+        for value in node.values[1:]:
+            found = combine(found, self._condition(value))
+        return found
+
+    def _condition(self, node: ast.expr) -> Any:
+        value = self.of(node)
+        if np.asarray(value).dtype != np.bool_:
+            raise self._fault(node, f"{ast.unparse(node)!r} is a value, not a condition; compare it with something")
+        return value
+
+    def _number(self, node: ast.expr) -> Any:
+        value = self.of(node)
+        if _is_text(value):
+            raise self._fault(node, f"{ast.unparse(node)!r} is text, expected a number")
+        return value
+
+    def _compare(self, node: ast.Compare) -> Any:
+        found: Any = True
+        left = node.left
+        for op, right in zip(node.ops, node.comparators, strict=True):
+            found = np.logical_and(found, self._one(node, left, op, right))
+            left = right
+        return found
+
+    def _one(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple | ast.Set):
+                raise self._fault(right, "expected a list behind 'in', as in: policy in ['a', 'b']")
+            found: Any = False
+            for item in right.elts:
+                found = np.logical_or(found, self._one(node, left, ast.Eq(), item))
+            return np.logical_not(found) if isinstance(op, ast.NotIn) else found
+        if type(op) not in _COMPARE:
+            raise self._fault(node, "'is' is not allowed; use ==, or isnan(x)")
+        a, b = self.of(left), self.of(right)
+        a, b = self._times(left, a, right, b), self._times(right, b, left, a)
+        if _is_text(a) != _is_text(b):
+            raise self._fault(node, f"{ast.unparse(node)!r} compares text with a number")
+        if _is_text(a):
+            a, b = _alike(a, b)
+        return _COMPARE[type(op)](a, b)
+
+    def _times(self, node: ast.expr, value: Any, other: ast.expr, with_: Any) -> Any:
+        """A date that is compared with a time, as seconds UTC."""
+        if not isinstance(value, str) or not (isinstance(other, ast.Name) and other.id in TIMES):
+            return value
+        try:
+            date = datetime.datetime.fromisoformat(value)
+        except ValueError:
+            raise self._fault(node, f"{value!r} is no date; expected one such as '2026-11-21T08:00:00' (UTC)") from None
+        return (date if date.tzinfo else date.replace(tzinfo=datetime.UTC)).timestamp()
+
+    def _string_test(self, node: ast.expr, value: ast.expr, name: str, text: str) -> Any:
+        column = self.of(value)
+        if not _is_text(column) or isinstance(column, str):
+            raise self._fault(node, f"{ast.unparse(value)!r} is no column of text")
+        if column.dtype.kind == "S" and name in ("startswith", "endswith"):
+            return getattr(np.strings if hasattr(np, "strings") else np.char, name)(column, text.encode())
+        if name == "matches":
+            test = re.compile(fnmatch.translate(text)).match
+            return _each(column, lambda item: test(item) is not None)
+        return _each(column, lambda item: _STRING_TESTS[name](item, text))
+
+    def _fault(self, node: ast.expr, what: str) -> ConfigError:
+        return ConfigError(f"selection: {self._text!r}: column {node.col_offset + 1}: {what}")
+
+
+def _each(column: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """``test`` of every entry; each different text is tested once."""
+    known: dict[Any, bool] = {}
+    found = np.empty(len(column), np.bool_)
+    for row, item in enumerate(column.tolist()):
+        if item not in known:
+            known[item] = test(item.decode("utf-8", "replace") if isinstance(item, bytes) else item)
+        found[row] = known[item]
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "SUOT")
+
+
+def _alike(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two texts in one form: bytes where a column of fixed width is among them."""
+    fixed = any(isinstance(value, np.ndarray) and value.dtype.kind == "S" for value in (a, b))
+    if not fixed:
+        return a, b
+
+    def as_bytes(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.encode("utf-8", "backslashreplace")
+        return value if value.dtype.kind == "S" else np.array([str(v).encode() for v in value.tolist()], "S")
+
+    return as_bytes(a), as_bytes(b)
