@@ -1,53 +1,355 @@
-"""Unpacks an image once per node, whoever asks first: several ranks and jobs share one copy."""
+"""Brings images to this node: once each, checked, in the order they will be needed, within a budget.
+
+A copy has a *form*: ``tree``, the image's files unpacked, or ``sif``, the file itself. The third form, ``direct``,
+copies nothing: the image is used where it lies. An image of a store bears its digest in its name, and its content is
+compared with it while it is read for the copy; a copy that is there was compared, so nobody reads the image again.
+Images of no store (a SIF that the campaign file names) are known by path, size and time of change.
+
+What is used is leased and never removed; :mod:`.cache` keeps the books.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megaflow_hpc.environments import apptainer as runtime
-from megaflow_hpc.environments.files import remove_tree
-from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.environments import sif
+from megaflow_hpc.environments.cache import POLL_S, Room, Shelf
+from megaflow_hpc.environments.store import digest_in, known_size
+from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
+
+Form = Literal["tree", "sif", "direct"]
+
+SHARE_OF_DISK = 0.8
+"""The default budget: this part of what is free on scratch and what the cache has already."""
+MARGIN_INODES = 64
+
+_HELD: dict[str, int] = {}
+"""Copy → leases that are out. A process has one mark on disk for all of them, whichever cache object gave them out."""
+_GUARD = threading.Lock()
 
 
-def image_key(path: Path) -> str:
-    """Name of a SIF's unpacked copy: from its real path, size and time of change, which cost no read of the file."""
-    found = path.stat()
-    identity = f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}"
-    return hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+@dataclass(frozen=True)
+class ImageFacts:
+    """What is known of an image without reading it. ``digest`` is ``None`` where no store holds it."""
+
+    path: str
+    digest: str | None
+    bytes: int
+    unpacked_bytes: int
+    inodes: int
+    squashfs_offset: int
+
+
+class Lease:
+    """The right to use an image on this node until :meth:`release`. ``path``: its tree or its SIF file."""
+
+    def __init__(self, path: str, cache: ImageCache | None = None, name: str = "") -> None:
+        self.path = path
+        self._cache, self._name = cache, name
+
+    def release(self) -> None:
+        """Idempotent."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache._give_back(self._name)
+
+
+class ImageCache:
+    """The images of this node that one process uses; all processes of the user share the copies.
+
+    Args:
+        root: a private directory on local scratch.
+        budget_bytes, budget_inodes: what all copies together may take; ``None``: ``MEGAFLOW_CACHE_GB`` (10^9 bytes) and
+            ``MEGAFLOW_CACHE_INODES``, else four fifths of what scratch has free.
+    """
+
+    def __init__(
+        self, root: Path, apptainer: str, *, budget_bytes: int | None = None, budget_inodes: int | None = None
+    ) -> None:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.apptainer = apptainer
+        self.copied_bytes = 0
+        """Bytes this process has read from where images lie, for copies."""
+        self._shelf = Shelf(root, Room(0, 0))
+        self._shelf.budget = _budget(root, self._shelf, budget_bytes, budget_inodes)
+        self._facts: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
+        self._shelf.tidy()
+
+    # --- use ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, image: str, form: Form = "tree", *, timeout_s: float = 1800.0) -> Lease:
+        """A lease on ``image``, staged now if it is not here yet. Blocks while another process stages it, and while
+        everything that would have to go is in use.
+
+        Raises:
+            SandboxError: there is no such image, its content is not what its name says, or there is no room for it.
+        """
+        if os.path.isdir(image):
+            return Lease(os.path.realpath(image))
+        if form == "direct":
+            return Lease(self.facts(image).path)  # its header was read, not its content: only parts of it will be
+        facts = self.facts(image)
+        name = _name(facts, form)
+        deadline = time.monotonic() + timeout_s
+        pause = POLL_S[0]
+        if lease := self._take(name, form, locked=False):
+            return lease
+        while True:
+            try:
+                with self._shelf.locked(name, exclusive=False, deadline=deadline):
+                    if lease := self._take(name, form):
+                        return lease
+                with self._shelf.locked(name, exclusive=True, deadline=deadline):
+                    if (lease := self._take(name, form)) or (
+                        self._stage(facts, form, name, ahead=False) and (lease := self._take(name, form))
+                    ):
+                        return lease
+            except TimeoutError:
+                raise SandboxError(
+                    f"{image}: not staged within {timeout_s:g} s: another process that stages it does not get on"
+                ) from None
+            if time.monotonic() >= deadline:
+                raise SandboxError(
+                    f"{image}: waited {timeout_s:g} s for room in {self._shelf.root}, where everything is in use; "
+                    "raise MEGAFLOW_CACHE_GB, or run fewer slots per node"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S[1])
+
+    def ready(self, image: str, form: Form = "tree") -> Lease | None:
+        """A lease if the image is here already, else ``None``. Never waits; some tens of microseconds."""
+        if os.path.isdir(image):
+            return Lease(os.path.realpath(image))
+        if form == "direct":
+            return None
+        name = _name(self.facts(image), form)
+        if lease := self._take(name, form, locked=False):
+            return lease
+        try:
+            with self._shelf.locked(name, exclusive=False, deadline=0.0):
+                return self._take(name, form)
+        except TimeoutError:
+            return None
+
+    def prefetch(self, images: Sequence[str], form: Form = "tree") -> int:
+        """Stages ``images`` in the order in which they will be used, while there is room; how many of them are here.
+
+        Removes only copies that nobody uses or waits for, so that it never takes from what it staged before. What
+        somebody else is staging is left to them. Blocks.
+        """
+        for number, image in enumerate(images):
+            if os.path.isdir(image) or form == "direct":
+                continue
+            facts = self.facts(image)
+            name = _name(facts, form)
+            if self._shelf.path(name).exists():
+                self._shelf.touch(name)
+                continue
+            try:
+                with self._shelf.locked(name, exclusive=True, deadline=0.0):
+                    if not self._shelf.path(name).exists() and not self._stage(facts, form, name, ahead=True):
+                        return number
+            except TimeoutError:
+                continue
+        return len(images)
+
+    def facts(self, image: str) -> ImageFacts:
+        """What is known of a SIF; from the store's notes, else from its header. Remembered while the file is the same.
+
+        Raises:
+            SandboxError: there is no such file, or it is no SIF.
+        """
+        try:
+            found = os.stat(image)
+        except OSError as error:
+            raise SandboxError(
+                f"{image}: no such image on this node ({error.strerror}); expected a SIF file or a directory that is "
+                "an image"
+            ) from None
+        stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        known = self._facts.get(image)
+        if known and known[0] == stamp:
+            return known[1]
+        path = os.path.realpath(image)
+        partition = sif.system_partition(path)
+        unpacked = known_size(path) or sif.unpacked_bytes(path, partition)
+        facts = ImageFacts(path, digest_in(path), found.st_size, unpacked, partition.inodes, partition.offset)
+        self._facts[image] = (stamp, facts)
+        return facts
+
+    def room(self) -> Room:
+        """What is left of the budget if everything that nobody uses were removed."""
+        entries = self._shelf.entries()
+        used = self._shelf.taken([entry for entry in entries if self._shelf.leased(entry.name)])
+        return self._shelf.budget - used
+
+    # --- what the verbs show and do -----------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> Room:
+        return self._shelf.budget
+
+    def list(self) -> list[dict[str, object]]:
+        """Every copy: ``name``, ``bytes``, ``inodes``, ``used_at`` (seconds UTC), ``in_use``."""
+        return [
+            {
+                "name": entry.name,
+                "bytes": entry.size.bytes,
+                "inodes": entry.size.inodes,
+                "used_at": entry.used_at,
+                "in_use": self._shelf.leased(entry.name),
+            }
+            for entry in self._shelf.entries()
+        ]
+
+    def clear(self) -> int:
+        """Removes every copy that nobody uses; the bytes that were freed."""
+        freed = 0
+        for entry in self._shelf.entries():
+            if place := self._shelf.withdraw(entry.name):
+                shutil.rmtree(place, ignore_errors=True)
+                freed += entry.size.bytes
+        return freed
+
+    # --- staging ------------------------------------------------------------------------------------------------
+
+    def _take(self, name: str, form: Form, *, locked: bool = True) -> Lease | None:
+        """A lease on a copy that is there. Without its lock only where this process has one already."""
+        path = self._shelf.path(name)
+        with _GUARD:
+            held = _HELD.get(str(path), 0)
+            if not held and not (locked and self._shelf.lease(name)):
+                return None
+            _HELD[str(path)] = held + 1
+        return Lease(str(path / ("rootfs" if form == "tree" else "image.sif")), self, name)
+
+    def _give_back(self, name: str) -> None:
+        path = str(self._shelf.path(name))
+        with _GUARD:
+            _HELD[path] -= 1
+            if not _HELD[path]:
+                del _HELD[path]
+                self._shelf.release(name)
+
+    def _stage(self, facts: ImageFacts, form: Form, name: str, *, ahead: bool) -> bool:
+        """Makes the copy; ``False`` where there is no room now. The lock of ``name`` is held exclusively."""
+        size = Room(facts.bytes, 4) if form == "sif" else Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
+        if not size <= self.budget:
+            raise SandboxError(
+                f"{facts.path}: needs {size.bytes / 1e9:.3g} GB and {size.inodes} files on this node, the cache may "
+                f"take {self.budget.bytes / 1e9:.3g} GB and {self.budget.inodes}; raise MEGAFLOW_CACHE_GB and "
+                "MEGAFLOW_CACHE_INODES, or set MEGAFLOW_SCRATCH to a larger place"
+            )
+        if not self._shelf.reserve(name, size, ahead=ahead):
+            return False
+        try:
+            make = self._copy if form == "sif" else self._unpack
+            self._shelf.put(name, lambda place: make(facts, place, size), pending=ahead)
+        finally:
+            self._shelf.unreserve(name)
+        return True
+
+    def _copy(self, facts: ImageFacts, place: Path, size: Room) -> Room:
+        _read_checked(facts, place / "image.sif")
+        self.copied_bytes += facts.bytes
+        return size
+
+    def _unpack(self, facts: ImageFacts, place: Path, size: Room) -> Room:
+        before = _stamp(facts.path)
+        if facts.digest:
+            _read_checked(facts, None)  # what is unpacked next is read from memory, where there is enough
+        self.copied_bytes += facts.bytes
+        target = place / "rootfs"
+        try:
+            partition = sif.Partition(facts.squashfs_offset, facts.bytes - facts.squashfs_offset, facts.inodes)
+            if not sif.unpack(Path(facts.path), target, partition):
+                runtime.build(self.apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
+        except SiteError as error:
+            raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
+        if _stamp(facts.path) != before:
+            raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
+        return size
 
 
 def stage(image: str, cache: Path, apptainer: str) -> str:
-    """The directory with the contents of ``image``; blocks while another process unpacks it.
-
-    An image that is a directory already is used as it is.
+    """The directory with the contents of ``image``, leased for the life of this process; blocks while it is unpacked.
 
     Raises:
         SandboxError: there is no such image, or it cannot be unpacked.
     """
-    path = Path(image)
-    if path.is_dir():
-        return str(path.resolve())
-    if not path.is_file():
-        raise SandboxError(f"{image}: no such image on this node; expected a SIF file or a directory that is an image")
-    home = cache / image_key(path)
-    rootfs = home / "rootfs"
-    if rootfs.is_dir():
-        return str(rootfs)
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if not rootfs.is_dir():
-            partial = home / "partial"
-            remove_tree(partial)
-            try:
-                runtime.build(apptainer, partial, str(path.resolve()), "--sandbox", "--fix-perms", timeout_s=1800)
-            except SiteError as error:
-                raise SandboxError(f"{image}: cannot be unpacked: {error}") from error
-            os.rename(partial, rootfs)
-    finally:
-        os.close(descriptor)
-    return str(rootfs)
+    return ImageCache(cache, apptainer).acquire(image, "tree").path
+
+
+def local_sif(image: str, cache: Path, apptainer: str) -> str:
+    """A copy of the SIF ``image`` on scratch, leased for the life of this process; itself where there is no room."""
+    images = ImageCache(cache, apptainer)
+    facts = images.facts(image)
+    form: Form = "sif" if Room(facts.bytes, 4) <= images.room() else "direct"
+    return images.acquire(image, form).path
+
+
+def _name(facts: ImageFacts, form: Form) -> str:
+    if facts.digest:
+        return f"{facts.digest[:40]}-{form}"
+    identity = f"{facts.path}\0{_stamp(facts.path)}"
+    return f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:40]}-{form}"
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+def _read_checked(facts: ImageFacts, target: Path | None) -> None:
+    """Reads an image once, writes it to ``target`` and compares its digest with its name."""
+    digest = hashlib.sha256()
+    with open(facts.path, "rb", buffering=0) as reader:
+        writer = open(target, "wb", buffering=0) if target else None  # noqa: SIM115
+        try:
+            while chunk := reader.read(1 << 22):
+                digest.update(chunk)
+                if writer:
+                    writer.write(chunk)
+        finally:
+            if writer:
+                writer.close()
+    if facts.digest and digest.hexdigest() != facts.digest:
+        raise SandboxError(
+            f"{facts.path}: its content has the digest {digest.hexdigest()}, not the one in its name: it was damaged "
+            f"or replaced; remove it with megaflow-hpc images prune {facts.digest[:12]}, and build or pull it again"
+        )
+
+
+def _budget(root: Path, shelf: Shelf, bytes_: int | None, inodes: int | None) -> Room:
+    disk = os.statvfs(root)
+    have = sum((entry.size for entry in shelf.entries()), Room(0, 0))
+    if bytes_ is None:
+        gigabytes = _number("MEGAFLOW_CACHE_GB")
+        free = disk.f_bavail * disk.f_frsize + have.bytes
+        bytes_ = int(SHARE_OF_DISK * free) if gigabytes is None else int(gigabytes * 1e9)
+    if inodes is None:
+        count = _number("MEGAFLOW_CACHE_INODES")
+        # Some file systems have no fixed number of inodes, and say 0.
+        free = disk.f_favail + have.inodes if disk.f_files else 1 << 62
+        inodes = int(SHARE_OF_DISK * free) if count is None else int(count)
+    return Room(bytes_, inodes)
+
+
+def _number(variable: str) -> float | None:
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    with suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise ConfigError(f"{variable}={text}: expected a number above 0; unset it for the default")

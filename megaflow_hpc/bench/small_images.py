@@ -1,0 +1,49 @@
+"""Small distinct images, made by the hundred: real SIF files that Apptainer built, runs and unpacks.
+
+One is built by ``apptainer build``. The others are copies in which one stretch of its file data, stored uncompressed,
+is overwritten, so that content and digest differ while header, inodes and tables stay valid.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from megaflow_hpc.environments import apptainer as runtime
+from megaflow_hpc.environments.store import ImageStore
+
+_LINE = 64
+
+
+class SmallImages:
+    """Makes images of about ``size`` bytes; each has its number in ``/etc/number``."""
+
+    def __init__(self, workplace: Path, size: int) -> None:
+        tree = workplace / "tree"
+        (tree / "etc").mkdir(parents=True)
+        for name in ("dev", "proc", "sys", "tmp"):
+            (tree / name).mkdir()
+        self._marker = os.urandom(_LINE)
+        (tree / "etc" / "number").write_bytes(self._marker)
+        (tree / "etc" / "filler").write_bytes(os.urandom(max(size - 40_000, 4096)))
+        self.template = workplace / "template.sif"
+        options = ("--mksquashfs-args", "-noD -noF -comp gzip")
+        runtime.build(runtime.find_apptainer(), self.template, str(tree), *options)
+        self._bytes = self.template.read_bytes()
+        self._place = self._bytes.index(self._marker)
+
+    def write(self, number: int, target: Path) -> None:
+        """Image ``number``, the same at every call."""
+        line = f"{number}".ljust(_LINE - 1).encode() + b"\n"
+        with open(target, "wb") as file:
+            file.write(self._bytes)
+            file.seek(self._place)
+            file.write(line)
+
+    def fill(self, store: ImageStore, count: int) -> list[str]:
+        """Publishes images 0 to ``count`` - 1; their paths."""
+        return [
+            str(store.make(f"small{number}", f"small image {number}", partial(self.write, number)))
+            for number in range(count)
+        ]
