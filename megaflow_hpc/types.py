@@ -39,6 +39,9 @@ class Limits:
     cpus: float | None = None
     disk_mb: int | None = None
     processes: int | None = 512
+    cpu_s: float | None = None
+    """CPU time; agent and verifier apart, as all times of a sandbox."""
+    wall_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class ExecResult:
     truncated: bool = False
     timed_out: bool = False
     duration_s: float = 0.0
+    breach: str = ""
+    """The limit of the sandbox for which the command was killed, with value and allowance; empty if it was not."""
 
     @property
     def stdout(self) -> str:
@@ -241,11 +246,21 @@ class Trajectory:
     error: str = ""
     node: str = ""
     job_id: str = ""
+    rank: int = -1
+    """Of the pod; -1 where unknown."""
+    seed: int = -1
+    """That its sampling was given; -1 where it was given none."""
     reward: float | None = None
     """``None`` unless verified."""
     rewards: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0
+    setup_s: float | None = None
+    """Seconds until the agent began; ``None`` where unknown, as the two that follow."""
+    agent_s: float | None = None
+    """Seconds of the agent, its model calls and commands included."""
+    verify_s: float | None = None
+    """Seconds of the verifier."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)

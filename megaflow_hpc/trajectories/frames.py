@@ -14,8 +14,8 @@ Reading ends at the *torn tail*: the first byte behind which no whole valid fram
 valid frame is *damage*: an error that names file and offset or, for tolerant readers, a gap, logged and skipped.
 A file may be read while it is written; the reader sees what was whole when it came by.
 
-Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and ``{"kind":
-"part", "number": int, "base": int}``. Readers skip the kinds they do not know.
+Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and
+``{"kind": "part", "number": int, "base": int}``. Readers skip the kinds they do not know.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION
+from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
@@ -59,7 +59,7 @@ def _check(path: Path, file: h5py.File, complete: bool) -> None:
         raise ConfigError(
             f"{path}: format_version {version!r}, expected 1 to {FORMAT_VERSION}; use a newer megaflow-hpc"
         )
-    missing = [name for name in COLUMNS if name not in file]
+    missing = [name for name in COLUMNS if name not in file and name not in OPTIONAL]
     if missing and complete:
         raise ConfigError(f"{path}: lacks the dataset /{missing[0]}; run: megaflow-hpc validate {path}")
 

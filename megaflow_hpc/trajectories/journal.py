@@ -4,7 +4,7 @@ One journal per pod and start. It is created with ``O_EXCL`` and never reopened 
 is never built upon. A record is *acknowledged* once :meth:`JournalWriter.commit` has returned; committing many at once
 (group commit) costs one fsync. The bytes are described in :mod:`megaflow_hpc.trajectories.frames`.
 
-A journal that grows past :data:`ROTATE_BYTES` goes on in a new *part*; a part that has a successor never changes again::
+A journal that grows past :data:`ROTATE_BYTES` goes on in a new *part*; a part with a successor never changes again::
 
     journal/<pod>.<start>.journal         part 0
     journal/<pod>.<start>+0001.journal    part 1, and so on; its first record says how many bytes lie before it

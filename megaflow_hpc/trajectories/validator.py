@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5 import open_file
-from megaflow_hpc.trajectories.schema import COLUMNS, STATUSES, STRING
+from megaflow_hpc.trajectories.schema import COLUMNS, OPTIONAL, STATUSES, STRING, TEXT
 
 _WINDOW = 1 << 20
 
@@ -64,14 +64,15 @@ def _structure(file: h5py.File) -> Iterator[str]:
             yield f"root attribute {attribute} is missing"
     for path, column in COLUMNS.items():
         if path not in file:
-            yield f"/{path}: is missing"
+            if path not in OPTIONAL:
+                yield f"/{path}: is missing"
             continue
         dataset = file[path]
         if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
             yield f"/{path}: is no one-dimensional dataset"
             continue
         text = h5py.check_string_dtype(dataset.dtype)
-        if column.dtype == STRING:
+        if column.dtype in (STRING, TEXT):
             if text is None or text.encoding != "utf-8":
                 yield f"/{path}: type {dataset.dtype}, expected UTF-8 strings"
         elif dataset.dtype != np.dtype(column.dtype):
@@ -81,6 +82,8 @@ def _structure(file: h5py.File) -> Iterator[str]:
 def _offsets(file: h5py.File) -> Iterator[str]:
     for path, column in COLUMNS.items():
         extent = column.extent.removesuffix("+1")
+        if path not in file:
+            continue
         if extent in _EXTENTS:
             expected = len(file[_EXTENTS[extent]]) + column.is_offset
             if len(file[path]) != expected:
@@ -132,6 +135,10 @@ def _owners(file: h5py.File, path: str) -> NDArray[Any]:
 def _sequences(file: h5py.File) -> Iterator[str]:
     if (row := _first(file["sequences/trajectory"][:] != _owners(file, "trajectories/sequence_offset"))) is not None:
         yield f"/sequences/trajectory: row {row}: not what /trajectories/sequence_offset says"
+    if "sequences/weight_version_min" in file and "sequences/weight_version_max" in file:
+        low, high = file["sequences/weight_version_min"][:], file["sequences/weight_version_max"][:]
+        if (row := _first((low > high) | (low < -1))) is not None:
+            yield f"/sequences/weight_version_min: row {row}: {low[row]}, expected -1 to {high[row]}"
 
 
 def _turns(file: h5py.File) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Writes trajectories into an HDF5 file of the schema, row by row, in bounded memory.
+"""Writes trajectories into an HDF5 file of the schema: row by row, or runs of rows of another file; in bounded memory.
 
-Rows are collected per column and appended to the datasets some hundred trajectories, or some ten MB, at a time. The
-file is meant to be written under a temporary name and published by its caller: it is whole only after ``close``.
+Values are collected per column and handed to :mod:`~megaflow_hpc.trajectories.appending` some hundred trajectories at a
+time. The file is meant to be written under a temporary name and published by its caller: it is whole only after
+``close``.
 
 Text. HDF5 strings hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). In string columns they
 are written as the escapes ``\\x00`` and ``\\udc80``. Messages lose nothing: there the same escapes are JSON's own, and
@@ -14,25 +15,47 @@ import json
 import math
 import os
 from array import array
-from collections import defaultdict
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, STRING, Column, chunk
+from megaflow_hpc.trajectories import appending
+from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
 from megaflow_hpc.types import Trajectory
 
-_FLUSH_ROWS = 512
-_FLUSH_BYTES = 32 << 20
-FILTERS: dict[str, Any] = {"shuffle": True, "compression": "gzip", "compression_opts": 1}
+_FLUSH_ROWS = 256
 
 _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
-    *("sample_index", "attempt", "epoch", "started_at", "finished_at"),
+    *("rank", "seed", "sample_index", "attempt", "epoch", "started_at", "finished_at"),
 )
+_OR_NAN = ("reward", "setup_s", "agent_s", "verify_s")
+_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server")
+_ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
+
+
+_ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
+"""Items of a row: their extent and the offsets that say which."""
+
+_NUMBERED = {
+    "trajectories/sequence_offset": "m",
+    "trajectories/turn_offset": "t",
+    "trajectories/message_offset": "q",
+    "trajectories/attempt_offset": "a",
+    "sequences/trajectory": "n",
+    "sequences/token_offset": "k",
+    "turns/sequence": "m",
+    "turns/token_start": "k",
+    "turns/token_end": "k",
+    "messages/offset": "qb",
+    "artifacts/trajectory": "n",
+    "artifacts/offset": "fb",
+}
+"""Columns that number items of the file: they are rebased when rows move."""
 
 
 def clean(text: str) -> str:
@@ -63,147 +86,224 @@ class TrajectoryWriter:
         campaign: name of the campaign.
         software: name and version of what writes.
         sources: what it is gathered from, for later readers to see whether it is still all there is.
+        attributes: further root attributes.
     """
 
-    def __init__(self, path: Path, campaign: str, software: str, sources: Mapping[str, Any] | None = None) -> None:
-        self._file = h5py.File(path, "x", libver=("v108", "v110"), locking=False)
+    def __init__(
+        self,
+        path: Path,
+        campaign: str,
+        software: str,
+        sources: Mapping[str, Any] | None = None,
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
+        self._file = h5py.File(path, "x", libver=("v110", "v110"), locking=False)
         self._file.attrs["format"] = FORMAT
         self._file.attrs["format_version"] = np.int32(FORMAT_VERSION)
         self._file.attrs["campaign"] = clean(campaign)
         self._file.attrs["software"] = software
         self._file.attrs["sources"] = json.dumps(sources or {}, sort_keys=True)
-        self._columns: dict[str, h5py.Dataset] = {}
-        self._pending: dict[str, list[Any]] = defaultdict(list)
-        self._pending_bytes = 0
+        for name, value in (attributes or {}).items():
+            self._file.attrs[name] = clean(value)
+        self._threads = appending.pool()
+        self._columns = {path: appending.column(self._file, spec, self._threads) for path, spec in COLUMNS.items()}
+        self._held: dict[str, list[Any]] = {path: [] for path in COLUMNS}
         self._rewards: dict[str, dict[int, float]] = {}
+        self._reward_columns: dict[str, appending.Column] = {}
         self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
         self._flushed_rows = 0
+        self.copied = 0
+        """Entries taken over from other files in compressed form."""
         for column in COLUMNS.values():
-            self._columns[column.path] = self._create(column)
             if column.is_offset:
-                self._pending[column.path].append(0)
+                self._held[column.path].append(0)
         self._file.create_group("rewards")
+
+    def __len__(self) -> int:
+        return self._counts["n"]
 
     def append(self, trajectory: Trajectory) -> None:
         """Adds one row. The trajectory is :func:`~megaflow_hpc.trajectories.winners.checked`."""
-        row = self._counts["n"]
+        held, counts = self._held, self._counts
+        row = counts["n"]
         for name in _COPIED:
-            self._put(f"trajectories/{name}", getattr(trajectory, name))
-        self._put("trajectories/turns", len(trajectory.turns))
-        self._put("trajectories/reward", math.nan if trajectory.reward is None else trajectory.reward)
+            held[f"trajectories/{name}"].append(getattr(trajectory, name))
+        for name in _OR_NAN:
+            value = getattr(trajectory, name)
+            held[f"trajectories/{name}"].append(math.nan if value is None else value)
+        held["trajectories/turns"].append(len(trajectory.turns))
         for name, value in trajectory.rewards.items():
             self._rewards.setdefault(reward_name(name), {})[row] = value
         self._put_turns(trajectory)  # before the sequences: they are numbered from the first new one
         self._put_sequences(trajectory, row)
-        for message in trajectory.messages:
-            self._put_bytes("messages/json", "messages/offset", "qb", message_json(message))
-        self._counts["q"] += len(trajectory.messages)
-        for attempt in trajectory.attempts:
-            for name in ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at"):
-                self._put(f"attempts/{name}", getattr(attempt, name))
-        self._counts["a"] += len(trajectory.attempts)
-        for artifact in trajectory.artifacts:
-            self._put("artifacts/name", artifact.name)
-            self._put("artifacts/trajectory", row)
-            self._put_bytes("artifacts/bytes", "artifacts/offset", "fb", artifact.data)
-        self._counts["f"] += len(trajectory.artifacts)
-        self._counts["n"] += 1
-        for name, count in (("sequence", "m"), ("turn", "t"), ("message", "q"), ("attempt", "a")):
-            self._put(f"trajectories/{name}_offset", self._counts[count])
-        if self._counts["n"] - self._flushed_rows >= _FLUSH_ROWS or self._pending_bytes >= _FLUSH_BYTES:
+        texts = [message_json(message) for message in trajectory.messages]
+        self._put_bytes("messages/json", "messages/offset", "qb", texts)
+        counts["q"] += len(texts)
+        for name in _ATTEMPT:
+            held[f"attempts/{name}"] += [getattr(attempt, name) for attempt in trajectory.attempts]
+        counts["a"] += len(trajectory.attempts)
+        held["artifacts/name"] += [artifact.name for artifact in trajectory.artifacts]
+        held["artifacts/trajectory"] += [row] * len(trajectory.artifacts)
+        self._put_bytes("artifacts/bytes", "artifacts/offset", "fb", [a.data for a in trajectory.artifacts])
+        counts["f"] += len(trajectory.artifacts)
+        counts["n"] += 1
+        for extent, name in _ROWS.items():
+            held[f"trajectories/{name}"].append(counts[extent])
+        if counts["n"] - self._flushed_rows >= _FLUSH_ROWS:
             self._flush()
+
+    def extend(self, source: h5py.File, start: int, end: int, skip: frozenset[str] = frozenset()) -> None:
+        """Adds rows ``[start, end)`` of another file of the schema, rebased. Flat columns are taken over chunk by chunk
+        without being inflated where the chunks of both files lie on one grid.
+
+        Args:
+            skip: extents that are left empty: ``a`` attempts, ``f`` artifacts.
+        """
+        if start >= end:
+            return
+        self._flush()
+        spans = _spans(source, start, end)
+        shift = {extent: self._counts[extent] - span[0] for extent, span in spans.items()}
+        for path, spec in COLUMNS.items():
+            extent = spec.extent.removesuffix("+1")
+            first, last = spans[extent]
+            if extent in skip or (extent == "fb" and "f" in skip):
+                continue
+            column = self._columns[path]
+            if path == "trajectories/attempt_offset" and "a" in skip:
+                column.put(np.full(end - start, self._counts["a"], np.int64))
+            elif path not in source:
+                column.put(np.full(last - first, OPTIONAL[path], spec.dtype))
+            elif path in _NUMBERED:
+                values = source[path][first + spec.is_offset : last + spec.is_offset]
+                column.put(_rebased(path, values, shift, source, (first, last)))
+            else:
+                self.copied += column.extend(source[path], first, last)
+        for name, dataset in source.get("rewards", {}).items():
+            self._reward_column(name).put(dataset[start:end])
+        for extent, (first, last) in spans.items():
+            if extent not in skip and not (extent == "fb" and "f" in skip):
+                self._counts[extent] += last - first
+        self._fill_rewards()
 
     def close(self) -> None:
         """Writes the rest and closes; the caller makes it durable."""
         try:
             self._flush()
+            for column in [*self._columns.values(), *self._reward_columns.values()]:
+                column.finish()
         finally:
-            self._file.close()
+            self.abandon()
 
     def abandon(self) -> None:
         """Closes without writing the rest."""
+        self._threads.shutdown(cancel_futures=True)
         self._file.close()
 
-    def _create(self, column: Column) -> h5py.Dataset:
-        dtype = h5py.string_dtype() if column.dtype == STRING else np.dtype(column.dtype)
-        return self._file.create_dataset(
-            column.path, shape=(0,), maxshape=(None,), dtype=dtype, chunks=(chunk(column),), **FILTERS
-        )
-
-    def _put(self, path: str, value: Any) -> None:
-        self._pending[path].append(clean(value) if COLUMNS[path].dtype == STRING else value)
-
-    def _put_array(self, path: str, values: np.ndarray[Any, Any]) -> None:
-        self._pending[path].append(values)
-        self._pending_bytes += values.nbytes
-
-    def _put_bytes(self, path: str, offset_path: str, count: str, data: bytes) -> None:
-        self._put_array(path, np.frombuffer(data, np.uint8))
-        self._counts[count] += len(data)
-        self._put(offset_path, self._counts[count])
+    def _put_bytes(self, path: str, offset_path: str, count: str, items: list[bytes]) -> None:
+        if not items:
+            return
+        self._columns[path].put(np.frombuffer(b"".join(items), np.uint8))
+        ends = list(accumulate(map(len, items), initial=self._counts[count]))[1:]
+        self._held[offset_path] += ends
+        self._counts[count] = ends[-1]
 
     def _put_sequences(self, trajectory: Trajectory, row: int) -> None:
+        held = self._held
         for sequence in trajectory.sequences:
-            self._put("sequences/trajectory", row)
-            self._put("sequences/policy", sequence.policy)
-            self._put_array("tokens/id", _view(sequence.tokens, np.int32))
-            self._put_array("tokens/logprob", _view(sequence.logprobs, np.float32))
-            self._put_array("tokens/loss_mask", _view(sequence.loss_mask, np.uint8))
-            self._put_array("tokens/weight_version", _view(sequence.weight_versions, np.int32))
+            versions = _view(sequence.weight_versions, np.int32)
+            mask = _view(sequence.loss_mask, np.uint8)
+            sampled = versions[mask == 1]
+            held["sequences/trajectory"].append(row)
+            held["sequences/policy"].append(sequence.policy)
+            held["sequences/weight_version_min"].append(sampled.min() if len(sampled) else -1)
+            held["sequences/weight_version_max"].append(sampled.max() if len(sampled) else -1)
+            self._columns["tokens/id"].put(_view(sequence.tokens, np.int32))
+            self._columns["tokens/logprob"].put(_view(sequence.logprobs, np.float32))
+            self._columns["tokens/loss_mask"].put(mask)
+            self._columns["tokens/weight_version"].put(versions)
             self._counts["k"] += len(sequence.tokens)
-            self._put("sequences/token_offset", self._counts["k"])
+            held["sequences/token_offset"].append(self._counts["k"])
         self._counts["m"] += len(trajectory.sequences)
 
     def _put_turns(self, trajectory: Trajectory) -> None:
-        starts = [self._counts["k"]]
-        for sequence in trajectory.sequences:
-            starts.append(starts[-1] + len(sequence.tokens))
+        starts = list(accumulate((len(s.tokens) for s in trajectory.sequences), initial=self._counts["k"]))
+        held, base = self._held, self._counts["m"]
         for turn in trajectory.turns:
             known = turn.sequence >= 0
-            self._put("turns/sequence", self._counts["m"] + turn.sequence if known else -1)
-            self._put("turns/token_start", starts[turn.sequence] + turn.token_start if known else 0)
-            self._put("turns/token_end", starts[turn.sequence] + turn.token_end if known else 0)
-            for name in ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server"):
-                self._put(f"turns/{name}", getattr(turn, name))
+            held["turns/sequence"].append(base + turn.sequence if known else -1)
+            held["turns/token_start"].append(starts[turn.sequence] + turn.token_start if known else 0)
+            held["turns/token_end"].append(starts[turn.sequence] + turn.token_end if known else 0)
+        for name in _TURN:
+            held[f"turns/{name}"] += [getattr(turn, name) for turn in trajectory.turns]
         self._counts["t"] += len(trajectory.turns)
 
     def _flush(self) -> None:
-        for path, pending in self._pending.items():
-            if not pending:
-                continue
-            dataset = self._columns[path]
-            column = COLUMNS[path]
-            if column.dtype == STRING:
-                values = np.array(pending, dtype=object)
-            elif isinstance(pending[0], np.ndarray):
-                values = np.concatenate(pending)
-            else:
-                values = np.array(pending, dtype=column.dtype)
-            start = len(dataset)
-            dataset.resize((start + len(values),))
-            if len(values):
-                dataset[start:] = values
-            pending.clear()
-        self._pending_bytes = 0
-        self._flush_rewards()
+        for path, values in self._held.items():
+            if values:
+                self._columns[path].put(_array(COLUMNS[path].dtype, values))
+                self._held[path] = []
+        for name, given in self._rewards.items():
+            column = self._reward_column(name)
+            new = np.full(self._counts["n"] - self._flushed_rows, np.nan, np.float32)
+            for row, value in given.items():
+                new[row - self._flushed_rows] = value
+            column.put(new)
+            given.clear()
+        self._rewards = {name: {} for name in self._rewards}
         self._flushed_rows = self._counts["n"]
 
-    def _flush_rewards(self) -> None:
-        rows = self._counts["n"]
-        for name, values in self._rewards.items():
-            path = f"rewards/{name}"
-            if path not in self._columns:
-                options: dict[str, Any] = {"dtype": np.float32, "fillvalue": np.float32(np.nan), **FILTERS}
-                self._columns[path] = self._file.create_dataset(
-                    path, shape=(self._flushed_rows,), maxshape=(None,), chunks=(1024,), **options
-                )
-            new = np.full(rows - self._flushed_rows, np.nan, np.float32)
-            for row, value in values.items():
-                new[row - self._flushed_rows] = value
-            self._columns[path].resize((rows,))
-            if len(new):
-                self._columns[path][self._flushed_rows :] = new
-            values.clear()
+    def _reward_column(self, name: str) -> appending.Column:
+        """The column of a reward, filled up to the last flush."""
+        if name not in self._reward_columns:
+            column = appending.Column(
+                self._file, f"rewards/{name}", np.float32, 4096, True, self._threads, fill=np.float32(np.nan)
+            )
+            self._reward_columns[name] = column
+            self._rewards.setdefault(name, {})
+        column = self._reward_columns[name]
+        if len(column) < self._flushed_rows:
+            column.put(np.full(self._flushed_rows - len(column), np.nan, np.float32))
+        return column
+
+    def _fill_rewards(self) -> None:
+        self._flushed_rows = self._counts["n"]
+        for name in self._reward_columns:
+            self._reward_column(name)
+
+
+def _spans(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:
+    """Items of each extent that rows ``[start, end)`` have."""
+
+    def bounds(path: str, first: int, last: int) -> tuple[int, int]:
+        return int(source[path][first]), int(source[path][last])
+
+    spans = {"n": (start, end)}
+    for extent, name in _ROWS.items():
+        spans[extent] = bounds(f"trajectories/{name}", start, end)
+    spans["k"] = bounds("sequences/token_offset", *spans["m"])
+    spans["qb"] = bounds("messages/offset", *spans["q"])
+    first, last = np.searchsorted(source["artifacts/trajectory"][:], [start, end]).tolist()
+    spans["f"] = (first, last)
+    spans["fb"] = bounds("artifacts/offset", first, last)
+    return spans
+
+
+def _rebased(path: str, values: Any, shift: Mapping[str, int], source: h5py.File, span: tuple[int, int]) -> Any:
+    moved = values + shift[_NUMBERED[path]]
+    if not path.startswith("turns/"):
+        return moved
+    known = source["turns/sequence"][span[0] : span[1]] >= 0
+    return np.where(known, moved, values)
+
+
+def _array(dtype: str, values: list[Any]) -> np.ndarray[Any, Any]:
+    if dtype == TEXT:
+        return np.array([clean(value) for value in values], dtype=object)
+    if dtype == STRING:
+        known = {value: clean(value).encode() for value in set(values)}
+        return np.array([known[value] for value in values], dtype="S")
+    return np.array(values, dtype=dtype)
 
 
 def fsync(path: Path) -> None:

@@ -1,0 +1,254 @@
+"""Columns of an HDF5 file that grow at their end: chunks are compressed here, in threads, and written as they are.
+
+HDF5's own filters run under one lock, and on zlib. A column here takes arrays, cuts them into the dataset's chunks,
+has a thread apply shuffle and deflate (:mod:`~megaflow_hpc.trajectories.fastzlib`) and writes the result with
+``write_direct_chunk``; what is in the file is what HDF5's filters would have made, and every HDF5 reads it.
+
+Chunks of another file that lie on the same grid are taken over without being inflated (:meth:`Column.extend`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.trajectories import schema
+from megaflow_hpc.trajectories.fastzlib import compress, decompress
+
+THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
+"""Threads that compress."""
+_BATCH_BYTES = 1 << 20
+"""Given to a thread at a time: enough to make the hand-over cheap."""
+_OUTSTANDING = 4 * THREADS
+"""Batches under way per column, which bounds memory."""
+_MIN_WIDTH = 16
+
+Array = NDArray[Any]
+
+
+def encode(values: Array, shuffle: bool) -> bytes:
+    """A chunk as HDF5's shuffle and deflate leave it."""
+    if shuffle and values.dtype.itemsize > 1:
+        values = np.ascontiguousarray(values.view(np.uint8).reshape(len(values), -1).T)
+    return compress(values.tobytes())
+
+
+def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
+    """Inverse of :func:`encode`."""
+    data = np.frombuffer(decompress(raw), np.uint8)
+    size = np.dtype(dtype).itemsize
+    if shuffle and size > 1:
+        data = np.ascontiguousarray(data.reshape(size, -1).T)
+    return data.reshape(-1).view(dtype)
+
+
+def pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="deflate")
+
+
+class Appendable(Protocol):
+    """A column that is being written."""
+
+    def put(self, values: Array) -> None: ...
+    def finish(self) -> None: ...
+
+
+def create(file: h5py.File, path: str, dtype: Any, chunk: int, shuffle: bool, **options: Any) -> h5py.Dataset:
+    """An empty dataset of the schema: one dimension, growing, shuffle and deflate."""
+    return file.create_dataset(
+        path,
+        shape=(0,),
+        maxshape=(None,),
+        dtype=dtype,
+        chunks=(chunk,),
+        shuffle=shuffle,
+        compression="gzip",
+        compression_opts=1,
+        track_times=False,
+        **options,
+    )
+
+
+class Column:
+    """A numeric column, or one of fixed-width strings, which is written anew when a string does not fit.
+
+    Args:
+        file: open for writing.
+        path: name of the dataset, which must not exist.
+        dtype: of its entries; ``S`` for strings.
+        chunk: entries per chunk.
+        shuffle: whether bytes are shuffled before deflate.
+        threads: that compress.
+        fill: what pads the last chunk.
+    """
+
+    def __init__(
+        self,
+        file: h5py.File,
+        path: str,
+        dtype: Any,
+        chunk: int,
+        shuffle: bool,
+        threads: ThreadPoolExecutor,
+        fill: Any = None,
+    ) -> None:
+        self._file, self._path, self._chunk, self._shuffle, self._threads = file, path, chunk, shuffle, threads
+        self._text = np.dtype(dtype).kind == "S"
+        self.dtype = np.dtype(f"S{_MIN_WIDTH}") if self._text else np.dtype(dtype)
+        self._options = {} if fill is None else {"fillvalue": self.dtype.type(fill)}
+        self._fill = fill
+        self._dataset = self._create()
+        self._held: list[Array] = []
+        self._held_count = 0
+        self._cut = 0
+        """Entries before the held ones: always whole chunks."""
+        self._under_way: deque[tuple[int, Future[list[bytes]]]] = deque()
+
+    def __len__(self) -> int:
+        return self._cut + self._held_count
+
+    def put(self, values: Array) -> None:
+        """Appends; the array must not be changed afterwards."""
+        if not len(values):
+            return
+        if self._text:
+            values = self._fitted(values if values.dtype.kind == "S" else np.array(values.tolist(), "S"))
+        self._held.append(values)
+        self._held_count += len(values)
+        if self._held_count >= self._chunk and self._held_count * self.dtype.itemsize >= _BATCH_BYTES:
+            self._flush()
+
+    def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
+        """Appends entries ``[start, end)`` of a dataset; returns how many were taken over without being inflated."""
+        taken = 0
+        size = source.chunks[0] if source.chunks else 0
+        alike = source.dtype == self.dtype and size == self._chunk and source.shuffle == self._shuffle
+        alike = alike and source.compression == "gzip" and not source.fletcher32 and not source.scaleoffset
+        while start < end:
+            stop = min(end, start + self._chunk - len(self) % self._chunk)
+            whole = stop - start == self._chunk and start % self._chunk == 0
+            raw = self._raw(source, start) if alike and whole else None
+            if raw is None:
+                reading = end if not alike or start % self._chunk != len(self) % self._chunk else stop
+                reading = min(reading, start + (1 << 20))
+                self.put(source[start:reading])
+                start = reading
+                continue
+            self._flush()
+            done: Future[list[bytes]] = Future()
+            done.set_result([raw])
+            self._submit(done, 1)
+            taken += self._chunk
+            start = stop
+        return taken
+
+    def finish(self) -> None:
+        """Writes what is held; nothing can be appended afterwards."""
+        self._flush()
+        self._write(0)
+        if self._held_count:
+            last = np.zeros(self._chunk, self.dtype)
+            if self._fill is not None:
+                last[:] = self._fill
+            last[: self._held_count] = np.concatenate(self._held)
+            self._dataset.resize((len(self),))
+            self._dataset.id.write_direct_chunk((self._cut,), encode(last, self._shuffle))
+
+    @staticmethod
+    def _raw(source: h5py.Dataset, start: int) -> bytes | None:
+        try:
+            mask, raw = source.id.read_direct_chunk((start,))
+        except (OSError, RuntimeError):  # never written: all fill
+            return None
+        return raw if mask == 0 else None
+
+    def _create(self) -> h5py.Dataset:
+        dtype = h5py.string_dtype("utf-8", self.dtype.itemsize) if self._text else self.dtype
+        return create(self._file, self._path, dtype, self._chunk, self._shuffle, **self._options)
+
+    def _flush(self) -> None:
+        """Hands whole chunks to the threads."""
+        whole = self._held_count - self._held_count % self._chunk
+        if not whole:
+            return
+        values = np.concatenate(self._held) if len(self._held) > 1 else self._held[0]
+        rest = values[whole:]
+        self._held, self._held_count = ([rest] if len(rest) else []), len(rest)
+        step = max(1, _BATCH_BYTES // (self._chunk * self.dtype.itemsize)) * self._chunk
+        for first in range(0, whole, step):
+            part = values[first : min(first + step, whole)]
+            self._submit(self._threads.submit(_encode_all, part, self._chunk, self._shuffle), len(part) // self._chunk)
+
+    def _submit(self, future: Future[list[bytes]], chunks: int) -> None:
+        self._under_way.append((self._cut, future))
+        self._cut += chunks * self._chunk
+        self._write(_OUTSTANDING)
+
+    def _write(self, leave: int) -> None:
+        """Writes finished chunks; waits until at most ``leave`` batches are under way."""
+        while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
+            first, future = self._under_way.popleft()
+            packed = future.result()
+            end = first + len(packed) * self._chunk
+            if len(self._dataset) < end:
+                self._dataset.resize((end,))
+            for number, raw in enumerate(packed):
+                self._dataset.id.write_direct_chunk((first + number * self._chunk,), raw)
+
+    def _fitted(self, values: Array) -> Array:
+        if values.dtype.itemsize > self.dtype.itemsize:
+            lengths = np.char.str_len(values)
+            if lengths.max() > self.dtype.itemsize:
+                self._widen(1 << int(lengths.max() - 1).bit_length())
+        return values.astype(self.dtype)
+
+    def _widen(self, width: int) -> None:
+        """Writes the column anew with wider strings: seldom, and strings are a small part of a file."""
+        self._write(0)
+        done = self._dataset[: self._cut]
+        held = [*([done] if len(done) else []), *self._held]
+        del self._file[self._path]
+        self.dtype = np.dtype(f"S{width}")
+        self._dataset = self._create()
+        self._held = [part.astype(self.dtype) for part in held]
+        self._cut, self._held_count = 0, sum(len(part) for part in held)
+        self._flush()
+
+
+def _encode_all(values: Array, chunk: int, shuffle: bool) -> list[bytes]:
+    return [encode(values[first : first + chunk], shuffle) for first in range(0, len(values), chunk)]
+
+
+class TextColumn:
+    """Strings of variable length; through HDF5, as their bytes lie in its heap."""
+
+    def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
+        self._dataset = create(file, path, h5py.string_dtype(), chunk, False)
+
+    def put(self, values: Array) -> None:
+        if not len(values):
+            return
+        start = len(self._dataset)
+        self._dataset.resize((start + len(values),))
+        self._dataset[start:] = values
+
+    def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
+        self.put(source[start:end])
+        return 0
+
+    def finish(self) -> None:
+        pass
+
+
+def column(file: h5py.File, spec: schema.Column, threads: ThreadPoolExecutor) -> Column | TextColumn:
+    """The column of the schema, empty."""
+    if spec.dtype == schema.TEXT:
+        return TextColumn(file, spec.path, schema.chunk(spec))
+    dtype = "S" if spec.dtype == schema.STRING else spec.dtype
+    return Column(file, spec.path, dtype, schema.chunk(spec), schema.shuffled(spec), threads)
