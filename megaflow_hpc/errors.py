@@ -25,6 +25,14 @@ class SandboxError(MegaflowError):
     """A sandbox could not be started, or was lost. A command that fails in one is a result, not an error."""
 
 
+class LimitError(SandboxError):
+    """A sandbox has used up what it may (CPU time, wall time) and cannot go on: its commands' doing."""
+
+
+class UserCodeError(MegaflowError):
+    """A task that is Python code raised, or gave something that is no reward: names file and line."""
+
+
 class ModelServiceError(MegaflowError):
     """No engine could answer, or an engine could not be started."""
 

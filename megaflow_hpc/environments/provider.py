@@ -18,6 +18,7 @@ from types import TracebackType
 
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.janitor import sweep
+from megaflow_hpc.environments.limits import Watchdog
 from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.environments.staging import stage
@@ -81,6 +82,7 @@ class ApptainerProvider:
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
         self._sandboxes: set[ApptainerSandbox] = set()
+        self._watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
         self._staging: dict[str, asyncio.Task[str]] = {}
@@ -119,6 +121,7 @@ class ApptainerProvider:
             start_timeout_s=self._start_timeout_s,
             output_limit=self._output_limit,
             on_stop=self._forget,
+            watchdog=self._watchdog,
         )
         self._sandboxes.add(sandbox)
         await sandbox.start()
@@ -141,6 +144,7 @@ class ApptainerProvider:
         """Stops every sandbox that is left. Idempotent."""
         self._closed = True
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
+        await asyncio.to_thread(self._watchdog.close)
         try:
             self._own.rmdir()
         except OSError:

@@ -27,10 +27,10 @@ from types import TracebackType
 from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv
 from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
+from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
 from megaflow_hpc.environments.network import listen_inside
-from megaflow_hpc.environments.processes import limit_processes
 from megaflow_hpc.environments.spec import SandboxSpec
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import LimitError, SandboxError
 from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
@@ -64,6 +64,7 @@ class ApptainerSandbox:
         start_timeout_s: float = 60.0,
         output_limit: int = OUTPUT_LIMIT,
         on_stop: Callable[[ApptainerSandbox], None] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.spec = spec
         self.directory = directory
@@ -79,6 +80,14 @@ class ApptainerSandbox:
         self._uploads = 0
         self._stopped = False
         self._changing = asyncio.Lock()
+        self.breaches: list[Breach] = []
+        """Limits passed since the start, in order."""
+        self._over: Breach | None = None
+        self._watchdog = watchdog
+        self._watch = Watch(spec, self._layer, self._on_breach)
+        self._loop = asyncio.get_running_loop()
+        if watchdog is not None:
+            watchdog.watch(self._watch)
 
     async def __aenter__(self) -> ApptainerSandbox:
         return self
@@ -118,8 +127,8 @@ class ApptainerSandbox:
         except SandboxError as error:
             raise SandboxError(f"{self.spec.image}: {error}") from error
         self._container = container
-        if self.spec.processes and container.init is not None and os.geteuid() != 0:
-            limit_processes(container.init.pid, self.spec.processes)
+        if container.init is not None:
+            self._watch.attach(container.init)
         if self.spec.workdir:
             made = await container.commands.run(
                 ["mkdir", "-p", self.spec.workdir],
@@ -133,6 +142,22 @@ class ApptainerSandbox:
                 raise SandboxError(
                     f"{self.spec.image}: workdir {self.spec.workdir} cannot be made: {made.stderr.strip()}"
                 )
+
+    def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
+        """In the watchdog's thread; what it says is heard before the end of what it kills."""
+        try:
+            self._loop.call_soon_threadsafe(self._breached, self._container, breach, number, whole)
+        except RuntimeError:
+            pass  # the loop has ended, and the sandbox with it
+
+    def _breached(self, container: Container | None, breach: Breach, number: int | None, whole: bool) -> None:
+        self.breaches.append(breach)
+        if breach.final:
+            self._over = breach
+        if container is not None and number is not None:
+            container.commands.pays(number, str(breach))
+        elif container is not None and whole:
+            container.pays(str(breach))
 
     def _record_owner(self, identity: Identity) -> None:
         with open(os.path.join(self.directory, "owner"), "w") as file:
@@ -160,6 +185,7 @@ class ApptainerSandbox:
             if spec is not None:
                 self.spec = replace(spec, image=self.spec.image)
                 self.workdir = self.spec.workdir or "/"
+            self._renew()
             await self._start_container()
 
     async def reset(self) -> None:
@@ -171,6 +197,7 @@ class ApptainerSandbox:
             os.rename(self._layer, old)
             os.mkdir(self._layer, 0o700)
             await asyncio.to_thread(remove_tree, old)
+            self._renew()
             await self._start_container()
 
     async def stop(self) -> None:
@@ -182,18 +209,30 @@ class ApptainerSandbox:
             await self._drop_container()
             await asyncio.to_thread(remove_tree, self.directory)
         finally:
+            if self._watchdog is not None:
+                self._watchdog.forget(self._watch)
             if self._on_stop is not None:
                 self._on_stop(self)
 
     async def _drop_container(self) -> None:
         container, self._container = self._container, None
         if container is not None:
+            self._watch.detach()
             await container.kill()
             shutil.rmtree(container.control, ignore_errors=True)
+
+    def _renew(self) -> None:
+        """What is counted in time begins anew: an agent's use is not the verifier's."""
+        self._over = None
+        self._watch.spec = self.spec
+        self._watch.renew()
 
     async def _alive(self) -> Container:
         """The container; a fresh one on the same layer if a command has killed every process of the last."""
         container = self._running()
+        if self._over is not None:
+            raise LimitError(f"the sandbox cannot go on: {self._over}")
+        self._watch.poke()
         if container.alive:
             return container
         await container.check()

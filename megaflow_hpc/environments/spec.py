@@ -33,6 +33,10 @@ class SandboxSpec:
     disk_mb: int | None = None
     processes: int | None = 512
     mode: SandboxMode = "ephemeral"
+    cpu_s: float | None = None
+    """Seconds of CPU time; what agent and verifier use is counted apart."""
+    wall_s: float | None = None
+    """Seconds from the start; agent and verifier apart."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` for what no container could be started with."""
