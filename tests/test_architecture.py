@@ -25,7 +25,7 @@ DOORS = {
     "ledger": BASE,
     "slurm": BASE,
     "model": BASE,
-    "agents": BASE,
+    "agents": BASE | {"environments"},
     "environments": BASE,
     "trajectories": BASE | {"ledger"},
     "training": BASE | {"trajectories", "ledger"},

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Provides a virtual environment with Harbor and what megaflow-hpc needs, once; prints its interpreter's path.
+#
+# usage: launchers/harbor-env.sh
+#
+# Harbor needs a newer Python than megaflow-hpc does, so it has an environment of its own (MEGAFLOW_HARBOR_VENV, by default
+# MEGAFLOW_HOME/harbor). The package itself is not installed there: who runs Harbor puts the sources on PYTHONPATH, or
+# installs megaflow-hpc beside Harbor as usual (docs/harbor.md).
+# shellcheck source=launchers/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+case ${1:-} in
+  -h | --help)
+    usage
+    exit 0
+    ;;
+esac
+HARBOR=0.25.0
+[[ $(id -u) != 0 ]] || die "run launchers/harbor-env.sh as an ordinary user"
+SOURCES=$(cd "$(dirname "$0")/.." && pwd -P)
+export MEGAFLOW_HOME=${MEGAFLOW_HOME:-$HOME/.megaflow-hpc}
+LOGS=${LOGS:-$MEGAFLOW_HOME/logs}
+VENV_DIR=${MEGAFLOW_HARBOR_VENV:-$MEGAFLOW_HOME/harbor}
+mkdir -p "$LOGS" "$MEGAFLOW_HOME"
+exec 8>"$MEGAFLOW_HOME/harbor.lock"
+flock 8
+
+python=$(bash "$SOURCES/launchers/python.sh" 3.12)
+key=$({ cat "$SOURCES/pyproject.toml"; echo "$python $HARBOR"; } | hash_of)
+if ! done_before "$VENV_DIR/.complete" "$key" || ! "$VENV_DIR/bin/python" -c 'import harbor' 2>/dev/null; then
+  [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: name another in MEGAFLOW_HARBOR_VENV"
+  say "installing Harbor $HARBOR into $VENV_DIR ($("$python" --version))"
+  rm -rf "${VENV_DIR:?}"
+  mkdir -p "$VENV_DIR"
+  touch "$VENV_DIR/.megaflow"
+  "$python" -m venv --without-pip "$VENV_DIR"
+  # Debian splits ensurepip off: pip from the package of wheels beside that interpreter, or the interpreter's own.
+  wheel=$(find "$(dirname "$(dirname "$python")")/share/python-wheels" -name 'pip-*.whl' 2>/dev/null | sed -n 1p || true)
+  if [[ -n $wheel ]]; then pip=("$VENV_DIR/bin/python" "$wheel/pip"); else pip=("$python" -m pip --python "$VENV_DIR/bin/python"); fi
+  # Its newest dependency is a CA bundle of a few days' age, which package indexes with a delay lack: any will do.
+  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install --no-deps "harbor==$HARBOR"
+  mapfile -t needed < <("$VENV_DIR/bin/python" - "$SOURCES/pyproject.toml" <<'PYTHON'
+import importlib.metadata, sys, tomllib
+
+for line in importlib.metadata.requires("harbor") or ():
+    if "extra ==" not in line:
+        print("certifi" if line.startswith("certifi") else line)
+print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")
+PYTHON
+  )
+  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install "${needed[@]}"
+  "$VENV_DIR/bin/python" -c 'import harbor' || die "Harbor cannot be imported: see $LOGS/harbor.log"
+  mark_done "$VENV_DIR/.complete" "$key"
+fi
+echo "$VENV_DIR/bin/python"

@@ -1,0 +1,305 @@
+"""SWE-bench style JSONL: one line is one instance, whichever data set of that family it comes from.
+
+The data sets differ in small things, all of which end here. :class:`Instance` is the one form the rest knows::
+
+    SWE-bench, Verified, Lite, Multilingual   FAIL_TO_PASS as JSON text; version 5 adds image, eval_script, log_parser
+    SWE-Gym                                   lists; no image field
+    SWE-rebench                               lists; install_config {test_cmd, log_parser, env_vars}, docker_image
+    SWE-bench-Live                            lists; test_cmds, log_parser: pytest
+    SWE-smith                                 patch puts the bug *in*; no test_patch, no base_commit; image_name
+    Multi-SWE-bench                           org, repo, number, base.sha, fix_patch, f2p_tests {name: …}
+
+A task holds where its line is and what the line's bytes hash to, not the line: patches and tests stay out of what
+agents and ``run.json`` see, and a file that was edited after the campaign was planned is noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.types import Task
+
+IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
+"""Where a line names no image: what SWE-bench publishes for it."""
+AGENT_S = 1800.0
+VERIFIER_S = 1800.0
+"""The time SWE-bench's own evaluation gives a test run."""
+RUNNERS = ("", "script", "named")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One problem. Field names are SWE-bench's; what an instance does not have is empty."""
+
+    instance_id: str
+    repo: str
+    problem_statement: str
+    FAIL_TO_PASS: tuple[str, ...]
+    PASS_TO_PASS: tuple[str, ...] = ()
+    base_commit: str = "HEAD"
+    version: str = ""
+    patch: str = ""
+    """The reference solution."""
+    test_patch: str = ""
+    bug_patch: str = ""
+    """Applied before the agent starts (SWE-smith)."""
+    image: str = ""
+    workdir: str = "/testbed"
+    eval_script: str = ""
+    """A whole script that applies the test patch and runs the tests between SWE-bench's markers."""
+    test_cmd: str = ""
+    env: Mapping[str, str] | None = None
+    """Set for the tests."""
+    log_parser: str = ""
+    """Name of a parser of the ``swebench`` package."""
+    eval_type: str = ""
+    runner: str = ""
+    """``script``: run ``eval_script`` or ``test_cmd`` and parse the log. ``named``: pytest, by the ids themselves."""
+
+    def record(self) -> dict[str, Any]:
+        """A line for a JSONL file, without what is empty; reading it gives the same instance."""
+        return {key: value for key, value in asdict(self).items() if value not in ("", None, ())}
+
+    @property
+    def task_id(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]", "_", self.instance_id)
+
+    def fill_in(self, image: str = "", **defaults: str) -> Instance:
+        """With ``image`` (``{id}``, ``{id_1776}``, ``{id_s}``) and other fields where the line has none of its own."""
+        changes: dict[str, Any] = {key: value for key, value in defaults.items() if value and not getattr(self, key)}
+        return replace(self, image=image_name(image, self.instance_id) if image else self.image, **changes)
+
+
+def image_name(pattern: str, instance_id: str) -> str:
+    """Docker does not take two underscores in a row; data sets write something else for them."""
+    lower = instance_id.lower()
+    return pattern.format(id=lower, id_1776=lower.replace("__", "_1776_"), id_s=lower.replace("__", "_s_"))
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where an instance was read."""
+
+    path: Path
+    number: int
+    offset: int
+    data: bytes
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}"
+
+    def error(self, key: str, value: Any, expected: str) -> ConfigError:
+        shown = repr(value)
+        return ConfigError(f"{self}: {key} {shown if len(shown) < 80 else shown[:80] + '…'}: expected {expected}")
+
+
+def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instance]]:
+    """Every instance of a file, in its order; blank lines are left out.
+
+    Raises:
+        ConfigError: names file, line, field, value and what was expected; also an id that is there twice.
+    """
+    file = Path(path).absolute()
+    seen: dict[str, int] = {}
+    for line in _lines(file):
+        instance = parse(line)
+        if instance.task_id in seen:
+            raise ConfigError(
+                f"{line}: instance_id {instance.instance_id!r} is there twice, also on line {seen[instance.task_id]}; "
+                "leave one out"
+            )
+        seen[instance.task_id] = line.number
+        yield line, instance
+    if not seen:
+        raise ConfigError(f"{file}: holds no instance; expected one JSON object a line")
+
+
+def _lines(file: Path) -> Iterator[Line]:
+    offset = 0
+    try:
+        with file.open("rb") as stream:
+            for number, data in enumerate(stream, 1):
+                if data.strip():
+                    yield Line(file, number, offset, data)
+                offset += len(data)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); correct the path") from None
+
+
+def parse(line: Line) -> Instance:
+    """One line in the one form."""
+    try:
+        raw = json.loads(line.data)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{line}: not JSON ({error}); expected one JSON object a line") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{line}: holds {type(raw).__name__}; expected a JSON object with instance_id, repo, …")
+    found = _multi_swe(raw) if {"org", "number", "fix_patch"} <= set(raw) else dict(raw)
+    # Some data sets write the two lists in small letters.
+    found |= {key: raw[key.lower()] for key in ("FAIL_TO_PASS", "PASS_TO_PASS") if key.lower() in raw}
+    install = found.get("install_config") or {}
+    if isinstance(install, str):
+        install = _literal(install)
+    if not isinstance(install, dict):
+        raise line.error("install_config", install, "an object")
+    values: dict[str, Any] = {}
+    for field in fields(Instance):
+        if field.name in found and field.name not in ("FAIL_TO_PASS", "PASS_TO_PASS", "env"):
+            values[field.name] = _text(line, field.name, found[field.name])
+    for key in ("instance_id", "repo", "problem_statement"):
+        if not values.get(key, "").strip():
+            raise line.error(key, found.get(key), "a text that is not empty")
+    values["FAIL_TO_PASS"] = _names(line, "FAIL_TO_PASS", found.get("FAIL_TO_PASS"))
+    if not values["FAIL_TO_PASS"]:
+        raise line.error("FAIL_TO_PASS", found.get("FAIL_TO_PASS"), "at least one test")
+    values["PASS_TO_PASS"] = _names(line, "PASS_TO_PASS", found.get("PASS_TO_PASS") or [])
+    commands = found.get("test_cmd") or found.get("test_cmds") or install.get("test_cmd") or ""
+    values["test_cmd"] = _text(line, "test_cmd", "\n".join(commands) if isinstance(commands, list) else commands)
+    values["env"] = _variables(line, found.get("env") or install.get("env_vars") or {})
+    parser = str(found.get("log_parser") or install.get("log_parser") or "")
+    values["log_parser"] = f"parse_log_{parser}" if parser and not parser.startswith("parse_log_") else parser
+    values["image"] = next(
+        (_text(line, key, found[key]) for key in ("image", "docker_image", "image_name") if found.get(key)),
+        image_name(IMAGE, values["instance_id"]),
+    )
+    if not values.get("test_patch") and (values["repo"].startswith("swesmith/") or "swesmith" in values["image"]):
+        # SWE-smith's patch is the bug; taking it back is the solution.
+        values["bug_patch"] = values.get("bug_patch") or values.get("patch", "")
+        values["patch"] = ""
+    if values.get("runner", "") not in RUNNERS:
+        raise line.error("runner", values["runner"], "script or named")
+    workdir = values.get("workdir") or "/testbed"
+    if not workdir.startswith("/"):
+        raise line.error("workdir", workdir, "an absolute path")
+    return Instance(**{key: value for key, value in values.items() if value not in ("", None)})
+
+
+def _multi_swe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Multi-SWE-bench's form: the issues are the statement, tests are keys of objects with their outcomes."""
+    base = raw.get("base") or {}
+    issues = [i for i in raw.get("resolved_issues") or () if isinstance(i, dict)]
+    statement = "\n\n".join(f"{i.get('title') or ''}\n\n{i.get('body') or ''}".strip() for i in issues)
+    failing = [name for key in ("f2p_tests", "s2p_tests", "n2p_tests") for name in raw.get(key) or ()]
+    org, repo, number = raw["org"], raw["repo"], raw["number"]
+    kept = {
+        key: raw[key] for key in ("image", "test_cmd", "log_parser", "runner", "workdir", "test_patch") if key in raw
+    }
+    return {
+        "instance_id": raw.get("instance_id") or f"{org}__{repo}-{number}",
+        "repo": f"{org}/{repo}",
+        "base_commit": base.get("sha") or "HEAD",
+        "problem_statement": statement or f"{raw.get('title') or ''}\n\n{raw.get('body') or ''}".strip(),
+        "patch": raw["fix_patch"],
+        "FAIL_TO_PASS": failing or list(raw.get("fixed_tests") or ()),
+        "PASS_TO_PASS": list(raw.get("p2p_tests") or ()),
+        "image": f"mswebench/{org}_m_{repo}:pr-{number}".lower(),
+        "workdir": f"/home/{repo}",
+        **kept,
+    }
+
+
+def _text(line: Line, key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int | float) and not isinstance(value, bool) and key == "version":
+        return str(value)
+    if not isinstance(value, str):
+        raise line.error(key, value, "a text")
+    return value
+
+
+def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
+    """Test names: a list, or a list written as JSON or Python."""
+    found = _literal(value) if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise line.error(key, value, "a list of test names")
+    return tuple(found)
+
+
+def _variables(line: Line, value: Any) -> dict[str, str] | None:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise line.error("env", value, "names and values")
+    return {key: str(text) for key, text in value.items()} or None
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def to_task(line: Line, instance: Instance) -> Task:
+    """The task of an instance. How its tests are run is settled by :func:`swebench_runs.settle`."""
+    env = {}
+    if "sweb.eval" in instance.image or "swesmith" in instance.image:
+        env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
+    place = {
+        "file": str(line.path),
+        "line": line.number,
+        "offset": line.offset,
+        "bytes": len(line.data),
+        "sha256": hashlib.sha256(line.data).hexdigest(),
+    }
+    return Task(
+        id=instance.task_id,
+        instruction=_instruction(instance),
+        image=instance.image,
+        path=str(line.path),
+        kind="swebench",
+        workdir=instance.workdir,
+        env=env,
+        agent_timeout_s=AGENT_S,
+        verifier_timeout_s=VERIFIER_S,
+        metadata={"repo": instance.repo, "version": instance.version, "swebench": place},
+    )
+
+
+def _instruction(instance: Instance) -> str:
+    return (
+        f"{instance.problem_statement.strip()}\n\n---\n\n"
+        f"`{instance.workdir}` is a git checkout of {instance.repo}. Change the code there so that what is described "
+        "above is resolved and everything else keeps working.\nTests that are not in the tree will judge the result.\n"
+    )
+
+
+def load(task: Task) -> Instance:
+    """The instance of a task, from its line.
+
+    Raises:
+        SandboxError: the file is gone, or the line is not what it was when the task was made.
+    """
+    place = task.metadata["swebench"]
+    try:
+        with open(place["file"], "rb") as stream:
+            stream.seek(place["offset"])
+            data = stream.read(place["bytes"])
+    except OSError as error:
+        raise SandboxError(f"task {task.id}: {place['file']} cannot be read ({error.strerror})") from error
+    if hashlib.sha256(data).hexdigest() != place["sha256"]:
+        raise SandboxError(f"task {task.id}: {place['file']} was changed since this was planned; plan it again")
+    return parse(Line(Path(place["file"]), place["line"], place["offset"], data))
+
+
+def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
+    """A task for every line of a file; :func:`swebench_runs.settle` makes those that are used ready to run."""
+    return [to_task(line, instance) for line, instance in read_instances(path)]

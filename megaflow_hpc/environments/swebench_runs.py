@@ -1,0 +1,391 @@
+"""How an instance of a SWE-bench style file is prepared, solved and judged in a sandbox.
+
+As in SWE-bench itself, what an agent submits is its *patch*: the difference between the checkout as it was handed out
+and as it was left. Everything else the agent did is thrown away: the sandbox is reset to the image, the patch applied,
+then the tests of ``test_patch``, and the tests run. An agent can tamper with its own container as it likes.
+
+Who reads the outcome is settled when a campaign is planned (:func:`settle`):
+
+* a line with ``eval_script`` or ``test_cmd``, and repositories that the ``swebench`` package knows: a script between
+  SWE-bench's markers, its log parsed and graded by the package's own code (:mod:`swebench_package`);
+* pytest ids of any other repository, or ``runner: named``: pytest by ids, outcomes from its own reports
+  (:mod:`named_tests`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments import named_tests, swebench_package
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.swebench_instances import Instance, load
+from megaflow_hpc.environments.verifier import Verdict
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.types import ExecResult, Task
+
+INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"
+PATCH_LIMIT = 16 << 20
+"""Bytes of a submission; more is not a patch."""
+LOG_LIMIT = 32 << 20
+"""Bytes kept of a test run's output."""
+GRADE_S = 120.0
+"""A log that its parser is not through with by then is a failed one."""
+STEP_S = 300.0
+"""For git at work on a checkout."""
+PLACE = "/.megaflow-swebench"
+"""Where the verification's own files lie in the sandbox, after the agent is gone."""
+START = "refs/megaflow-hpc/start"
+"""The checkout as it was handed out."""
+GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
+MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
+"""SWE-bench's, which its grading looks for."""
+
+
+# --- planning -------------------------------------------------------------------------------------------------------
+
+
+def ask(request: dict[str, Any]) -> dict[str, Any]:
+    """One request to the ``swebench`` package, in a child process.
+
+    Raises:
+        ConfigError: the package is not installed.
+        TimeoutError: a parser did not come to an end.
+    """
+    command = [sys.executable, "-P", swebench_package.__file__]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=GRADE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"the log parser was not through after {GRADE_S:g} s") from None
+    if done.returncode:
+        raise RuntimeError(f"the swebench package failed: {done.stderr.decode(errors='replace').strip()[-1000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "missing" in answer:
+        raise ConfigError(f"the Python package {answer['missing']!r} is not installed; {INSTALL}")
+    return answer
+
+
+def named(instance: Instance) -> bool:
+    """Whether pytest could run the instance's tests by their ids."""
+    return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
+
+
+def settle(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks with the runner of each; makes sure that every one can be tested and graded here.
+
+    Raises:
+        ConfigError: names the line, what is missing and the remedies.
+    """
+    found = [(task, load(task)) for task in tasks]
+    asked = [(task, instance) for task, instance in found if instance.runner != "named"]
+    if asked and importlib.util.find_spec("swebench") is None:
+        task, instance = asked[0]
+        raise ConfigError(
+            f"{_where(task)}: {instance.instance_id}: its tests are run and graded by the Python package 'swebench', "
+            f"which is not installed; {INSTALL}, or run pytest by the ids (runner: named on the line, or "
+            "megaflow-hpc tasks import --runner named)"
+        )
+    request = {"op": "plan", "instances": [_short(instance) for _, instance in asked]}
+    plans = ask(request)["plans"] if asked else []
+    runners = {
+        task.id: _runner(_where(task), instance, plan) for (task, instance), plan in zip(asked, plans, strict=True)
+    }
+    return [_with_runner(task, runners.get(task.id, "named")) for task in tasks]
+
+
+def _with_runner(task: Task, runner: str) -> Task:
+    return replace(task, metadata={**task.metadata, "swebench": {**task.metadata["swebench"], "runner": runner}})
+
+
+def _where(task: Task) -> str:
+    return f"{task.path}:{task.metadata['swebench']['line']}"
+
+
+def _short(instance: Instance) -> dict[str, Any]:
+    """What the package needs of an instance."""
+    return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
+
+
+def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
+    if "error" in plan:
+        raise ConfigError(f"{where}: {instance.instance_id}: {plan['error']}; correct it, or install another version")
+    script = bool(instance.eval_script or instance.test_cmd or plan["eval_script"])
+    if script and (plan["log_parser"] or "pytest" in instance.test_cmd):
+        return "script"
+    if not script and instance.runner != "script" and named(instance):
+        return "named"
+    lacks = "log_parser (a parse_log_… function of the swebench package)" if script else "eval_script or test_cmd"
+    raise ConfigError(
+        f"{where}: {instance.instance_id}: the swebench package does not know {instance.repo} at version "
+        f"{instance.version!r}, and the line has no {lacks}; add it to the line, give it to tasks import, or install "
+        "'swebench<5', which knows the commands of SWE-bench's own repositories"
+    )
+
+
+# --- before and instead of the agent --------------------------------------------------------------------------------
+
+
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
+    """Checks that the image holds the checkout, puts a SWE-smith bug in, and marks where the agent starts.
+
+    Raises:
+        SandboxError: this image is not the instance's, or the file was changed.
+    """
+    instance = load(task)
+    await _hand_out(task, instance, sandbox, for_agent=True)
+
+
+async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *, for_agent: bool) -> None:
+    steps = [f"cd {shlex.quote(instance.workdir)}", f"{GIT} rev-parse -q --verify HEAD >/dev/null"]
+    mark = f"{GIT} update-ref {START} HEAD"
+    if not instance.bug_patch:
+        steps.append(mark)
+    else:
+        await _upload(sandbox, {"bug.patch": instance.bug_patch})
+        # The tests that fail are taken from the agent, as SWE-smith does; the verifier's mark still has them.
+        files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
+        insert = [f"{GIT} apply --whitespace=nowarn {PLACE}/bug.patch", f"rm -rf {PLACE} {files}", f"{GIT} add -A"]
+        commit = f"{GIT} commit -q --no-verify -m 'Initial commit'"
+        if for_agent:
+            # Without a trace in the history: the parent commit would be the solution.
+            orphan = f"{GIT} checkout -q --orphan megaflow-start"
+            others = f"{GIT} for-each-ref --format='delete %(refname)' | grep -v heads/megaflow-start"
+            forget = [f"{GIT} reflog expire --expire=now --all", f"{GIT} gc -q --prune=now"]
+            steps += [*insert, orphan, commit, f"{others} | {GIT} update-ref --stdin", *forget, mark]
+        else:
+            steps += [mark, *insert, commit]
+    done = await sandbox.exec(" && ".join(steps), cwd="/", timeout_s=STEP_S)
+    if done.exit_code:
+        raise SandboxError(
+            f"task {task.id}: {instance.workdir} in image {task.image} is not the instance's checkout: "
+            f"{done.stderr.strip()[-300:] or done.exit_code}; map the name to that image in environment.images"
+        )
+
+
+async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
+    """Applies the reference solution."""
+    instance = load(task)
+    patch, back = (instance.bug_patch, "-R ") if instance.bug_patch else (instance.patch, "")
+    if not patch:
+        raise ConfigError(f"task {task.id}: its line has no patch; the oracle agent needs one")
+    await _upload(sandbox, {"solution.patch": patch})
+    script = f"cd {shlex.quote(instance.workdir)} && {GIT} apply --whitespace=nowarn {back}{PLACE}/solution.patch"
+    return await sandbox.exec(f"{script}; status=$?; rm -rf {PLACE}; exit $status", cwd="/", timeout_s=STEP_S)
+
+
+async def _upload(sandbox: ApptainerSandbox, files: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, text in files.items():
+            # Line ends belong to a patch.
+            Path(scratch, name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        await sandbox.upload(scratch, PLACE)
+
+
+def _files_of(tests: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(test.partition("::")[0] for test in tests))
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
+    """The agent's patch on a clean image, judged by the tests: reward 1 if resolved, else 0.
+
+    ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests of either list that are as they should be.
+
+    Raises:
+        SandboxError: the sandbox was lost, or the instance's file was changed.
+    """
+    instance = load(task)
+    await sandbox.kill_processes()
+    patch, trouble = await _submission(instance, sandbox)
+    if trouble:
+        return _unresolved(trouble)
+    await sandbox.reset()
+    await _hand_out(task, instance, sandbox, for_agent=False)
+    if patch:
+        applied = await _apply(instance, patch, sandbox)
+        if applied.exit_code:
+            return _unresolved(f"the agent's patch does not apply to a clean checkout:\n{applied.stderr[-2000:]}")
+    runner = task.metadata["swebench"]["runner"]
+    try:
+        return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
+    except TimeoutError as error:
+        return _unresolved(str(error))
+
+
+def _unresolved(why: str) -> Verdict:
+    return Verdict(reward=0.0, rewards={"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}, output=why)
+
+
+async def _submission(instance: Instance, sandbox: ApptainerSandbox) -> tuple[bytes, str]:
+    """What the agent changed, commits and new files too, and what is wrong with it."""
+    # An index of its own, from the start: what the agent's holds, and whether it is broken, does not matter.
+    script = f"""cd {shlex.quote(instance.workdir)} || exit 1
+export GIT_INDEX_FILE=$(mktemp -u) GIT_CONFIG_NOSYSTEM=1
+start=$({GIT} rev-parse -q --verify {START} || {GIT} rev-parse HEAD) && {GIT} read-tree "$start" && {GIT} add -A &&
+{GIT} diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ "$start"
+status=$?; rm -f "$GIT_INDEX_FILE"; exit $status"""
+    done = await sandbox.exec(script, cwd="/", timeout_s=STEP_S, output_limit=2 * PATCH_LIMIT)
+    if done.exit_code:
+        return b"", f"{instance.workdir} is no usable git checkout any more:\n{done.stderr[-2000:]}"
+    if len(done.stdout_bytes) > PATCH_LIMIT:
+        return b"", f"the agent's patch is larger than {PATCH_LIMIT >> 20} MiB"
+    return done.stdout_bytes, ""
+
+
+async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
+    """By the same commands, in the same order, as SWE-bench's harness."""
+    await _upload(sandbox, {"model.patch": patch.decode("utf-8", "surrogateescape")})
+    clean = f"{{ {GIT} checkout -q -- .; {GIT} clean -fdq; }} 2>/dev/null"
+    tries = [f"{GIT} apply --verbose {option}" for option in ("", "--3way ", "--reject ")]
+    tries.append("patch --batch --forward --fuzz=5 -p1 -i ")
+    script = f"; {clean}; ".join(f"{command}{PLACE}/model.patch && exit 0" for command in tries)
+    return await sandbox.exec(
+        f"cd {shlex.quote(instance.workdir)} || exit 1; {script}; exit 1", cwd="/", timeout_s=STEP_S
+    )
+
+
+async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
+    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [_short(instance)]}))["plans"]
+    plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
+    script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
+    await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
+    done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
+    if done.timed_out:
+        return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
+    with tempfile.NamedTemporaryFile() as log:
+        # The package reads its log as strict UTF-8.
+        log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
+        log.flush()
+        request = {"op": "grade", "instance": _short(instance), "plan": plan, "log": log.name}
+        graded = await asyncio.to_thread(ask, request)
+    problems = [
+        f"{kind}: {test}" for kind in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _failures(graded["tests"], kind)
+    ]
+    shares = {kind: _share(graded["tests"], kind) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    return _verdict(graded["resolved"], shares, problems, done)
+
+
+def _failures(tests: dict[str, Any], kind: str) -> list[str]:
+    return list(tests.get(kind, {}).get("failure", ()))
+
+
+def _share(tests: dict[str, Any], kind: str) -> float:
+    if kind not in tests:
+        return 0.0
+    good, bad = len(tests[kind]["success"]), len(tests[kind]["failure"])
+    return good / (good + bad) if good + bad else 1.0
+
+
+def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done: ExecResult) -> Verdict:
+    reward = float(resolved)
+    rewards = {"reward": reward} | {kind.lower(): share for kind, share in shares.items()}
+    told = "".join(f"not as it should be: {problem}\n" for problem in problems[:100])
+    return Verdict(reward=reward, rewards=rewards, output=f"{told}{done.stdout}\n--- stderr ---\n{done.stderr}")
+
+
+async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, command: str) -> ExecResult:
+    env = dict(instance.env or {})
+    if sandbox.spec.network != "host":
+        # Scripts install the checkout anew; without a network pip must not look for a build back end there.
+        env = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **env}
+    # One stream, as SWE-bench's harness reads it; its scripts expect no login shell's environment.
+    return await sandbox.exec(
+        f"unset BASH_ENV; exec {command} 2>&1",
+        cwd=instance.workdir,
+        env=env,
+        timeout_s=task.verifier_timeout_s,
+        output_limit=LOG_LIMIT,
+    )
+
+
+def _marked(eval_script: str) -> str:
+    """An ``eval_script`` that also tells the test command's exit status, which version 5 compares with the log."""
+    if not eval_script or MARKERS[2] in eval_script:
+        return eval_script
+    lines = eval_script.split("\n")
+    end = next((number for number, line in enumerate(lines) if MARKERS[1] in line), None)
+    if end is None:
+        return eval_script
+    told = f'echo "{MARKERS[2]}: $SWEBENCH_TEST_EXIT_CODE"'
+    return "\n".join([*lines[:end], "SWEBENCH_TEST_EXIT_CODE=$?", lines[end], told, *lines[end + 1 :]])
+
+
+def _place_tests(instance: Instance) -> list[str]:
+    """Shell lines that put the tests in place, whatever the agent's patch made of their files."""
+    lines = [f"cd {shlex.quote(instance.workdir)}", f"git config --global --add safe.directory {instance.workdir}"]
+    activate = "/opt/miniconda3/bin/activate"
+    lines.insert(0, f"if [ -f {activate} ]; then source {activate} && conda activate testbed; fi")
+    if instance.bug_patch:  # handed out without them
+        files = [shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS)]
+        return [*lines, f"git checkout {START} -- {' '.join(files)}"]
+    names = list(dict.fromkeys(re.findall(r"^diff --git a/.*? b/(.*)$", instance.test_patch, re.MULTILINE)))
+    for name in map(shlex.quote, names):
+        lines.append(f"rm -rf {name}; git checkout {START} -- {name} 2>/dev/null")
+    return [*lines, f"git apply -v --whitespace=nowarn {PLACE}/test.patch"] if instance.test_patch else lines
+
+
+def _script(instance: Instance) -> str:
+    """What SWE-bench's harness would run, for a ``test_cmd``."""
+    files = re.findall(r"^diff --git a/.*? b/(.*\.py)$", instance.test_patch, re.MULTILINE)
+    files = files or _files_of(instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
+    command = instance.test_cmd
+    alone = "pytest" in command and not re.search(r"\s\S*(\.py|::)|\s\S*test\S*/", command)
+    if alone and "\n" not in command:
+        command = " ".join([command, *map(shlex.quote, files)])
+    lines = ["#!/bin/bash", "set -uxo pipefail", *_place_tests(instance), f": '{MARKERS[0]}'", command]
+    return _marked("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")
+
+
+async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
+    wanted = [*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS]
+    arguments = ["-p", "no:cacheprovider", "-rA", "--tb=short", *named_tests.selection(wanted)]
+    run = f'"$python" {PLACE}/named_tests.py --record {PLACE}/outcomes.json {shlex.join(arguments)}'
+    find = "python=$(command -v python || command -v python3)"
+    script = "\n".join(["#!/bin/bash", *_place_tests(instance), find, f"exec {run}"])
+    recorder = Path(named_tests.__file__).read_text()
+    await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch, "named_tests.py": recorder})
+    done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
+    if done.timed_out:
+        return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
+    read = await sandbox.exec(["cat", f"{PLACE}/outcomes.json"], cwd="/", timeout_s=60, output_limit=LOG_LIMIT)
+    try:
+        outcomes = json.loads(read.stdout_bytes)
+        outcomes = {str(test): str(outcome) for test, outcome in outcomes.items()}
+    except (ValueError, AttributeError):
+        outcomes = {}
+    problems, shares = judge(instance, outcomes)
+    return _verdict(not problems, shares, problems, done)
+
+
+def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
+    """What stands between outcomes by test id and a reward, and the shares of either list that are as they should be.
+
+    As SWE-bench: a test that must be mended has passed; one that must be kept has passed or was skipped.
+    """
+    problems: list[str] = []
+    shares: dict[str, float] = {}
+    for kind, good in (("FAIL_TO_PASS", {"passed"}), ("PASS_TO_PASS", {"passed", "skipped"})):
+        bad = []
+        for entry in getattr(instance, kind):
+            exact = outcomes.get(entry)
+            found = [exact] if exact else [o for test, o in outcomes.items() if named_tests.matches(entry, test)]
+            if not found or not good.issuperset(found):
+                bad.append(f"{kind}: {entry}: {', '.join(sorted(set(found) - good)) or 'not run'}")
+        total = len(getattr(instance, kind))
+        shares[kind] = 1 - len(bad) / total if total else 1.0
+        problems += bad
+    return problems, shares
