@@ -121,6 +121,8 @@ class EnvironmentConfig(Section):
     """``none``, ``gateway`` (only the model answers) or ``host``."""
     images: dict[str, str] = {}
     """Image name in the tasks → SIF file, definition file, directory or ``docker://``."""
+    verification: Literal["shared", "fresh"] = "shared"
+    """``shared``: tests run in the agent's sandbox; ``fresh``: in the image with the agent's work directory alone."""
 
 
 def _walltime(value: Any) -> Any:

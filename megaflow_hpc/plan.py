@@ -73,6 +73,7 @@ def make(
     """
     from megaflow_hpc.environments.images import resolve_images
     from megaflow_hpc.environments.tasks import load_tasks
+    from megaflow_hpc.environments.verifier import check_fresh
 
     try:
         tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
@@ -91,6 +92,9 @@ def make(
         raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
     used = {rollout.task_id for rollout in rollouts}
     tasks = [task for task in tasks if task.id in used]
+    if config.environment.verification == "fresh":
+        for task in tasks:
+            check_fresh(task)
     images = resolve_images(tasks, config.environment.images, base, build=build, where=where("environment.images"))
     return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source)
 

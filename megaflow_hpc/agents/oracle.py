@@ -1,11 +1,11 @@
-"""The agent that carries out the task's own solution: uploads Harbor's ``solution/`` and runs its ``solve.sh``."""
+"""The agent that carries out the task's own solution: Harbor's ``solution/solve.sh``, or what another format has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 TAIL = 2000
 """Characters kept of the output of a solution that failed."""
@@ -16,18 +16,28 @@ class OracleAgent:
         """Uploads and runs the solution in the task's work directory.
 
         Raises:
-            ConfigError: The task has no ``solution/solve.sh``.
+            ConfigError: The task has no solution.
         """
-        solution = Path(task.path) / "solution"
+        if task.kind != "harbor":
+            from megaflow_hpc.environments.formats import format_of
+
+            return _ended(await format_of(task).solve(task, sandbox), "the task's solution")
+        harbor = task.metadata.get("harbor", {})
+        solution = Path(harbor.get("solution") or Path(task.path) / "solution")
         if not (solution / "solve.sh").is_file():
             raise ConfigError(f"task {task.id}: no {solution / 'solve.sh'}; the oracle agent needs one")
         await sandbox.upload(str(solution), "/solution")
-        result = await sandbox.exec(["bash", "/solution/solve.sh"], cwd=task.workdir)
-        if result.exit_code == 0:
-            return AgentResult(sandbox_s=[result.duration_s])
-        output = (result.stdout + result.stderr).strip()[-TAIL:]
-        return AgentResult(
-            exit_code=result.exit_code,
-            error=f"solve.sh ended with exit code {result.exit_code}: {output}",
-            sandbox_s=[result.duration_s],
-        )
+        env = {"DEBIAN_FRONTEND": "noninteractive", **harbor.get("solution_env", {})}
+        result = await sandbox.exec(["bash", "/solution/solve.sh"], cwd=task.workdir, env=env)
+        return _ended(result, "solve.sh")
+
+
+def _ended(result: ExecResult, what: str) -> AgentResult:
+    if result.exit_code == 0:
+        return AgentResult(sandbox_s=[result.duration_s])
+    output = (result.stdout + result.stderr).strip()[-TAIL:]
+    return AgentResult(
+        exit_code=result.exit_code,
+        error=f"{what} ended with exit code {result.exit_code}: {output}",
+        sandbox_s=[result.duration_s],
+    )

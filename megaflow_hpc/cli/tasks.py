@@ -142,8 +142,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
     async def go() -> list[Validation]:
         done = []
-        async with ApptainerProvider(max_sandboxes=arguments.jobs) as provider:
-            async for result in validate(tasks, images, OracleAgent(), provider):
+        async with ApptainerProvider() as provider:
+            async for result in validate(tasks, images, OracleAgent(), provider, arguments.jobs):
                 done.append(result)
                 took_s = result.before.duration_s + result.after.duration_s
                 counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept, {took_s:.1f} s"

@@ -24,11 +24,14 @@ from typing import Any
 from megaflow_hpc.environments import apptainer as runtime
 from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.harbor_verifier import verifier_environments
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.types import Task
 
 BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 """Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
+
+BUILD_S = 3600.0
 
 REMOTE = ("docker://", "oras://", "library://")
 
@@ -60,10 +63,26 @@ def resolve_images(
     """
     images = ImageStore(store)
     resolved: dict[str, str] = {}
-    for task in tasks:
+    judges = [judge for task in tasks for judge in verifier_environments(task)]
+    for task in (*tasks, *judges):
         if task.image not in resolved:
             resolved[task.image] = str(images.resolve_task(task, mapping, Path(base_dir), build=build, where=where))
     return resolved
+
+
+def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
+    """What ``mapping`` gives for an image name: its own entry, else that of the longest pattern.
+
+    A pattern has one ``*``, which stands for any text; in what it is mapped to, ``*`` is that text again:
+    ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``.
+    """
+    if name in mapping:
+        return mapping[name]
+    for pattern in sorted((key for key in mapping if key.count("*") == 1), key=len, reverse=True):
+        head, tail = pattern.split("*")
+        if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
+            return mapping[pattern].replace("*", name[len(head) : len(name) - len(tail)])
+    return None
 
 
 class ImageStore:
@@ -94,7 +113,8 @@ class ImageStore:
             definition = target.parent / "definition"
             definition.write_text(dockerfile.definition(str(base)))
             try:
-                runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS)
+                limit_s = harbor.get("build_timeout_s", BUILD_S)
+                runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS, timeout_s=limit_s)
             except SiteError as error:
                 raise SiteError(f"{dockerfile.path}: {error}") from error
 
@@ -114,11 +134,11 @@ class ImageStore:
 
         A name that is itself the path of an image is taken without a mapping, if absolute.
         """
-        source = mapping.get(name)
+        source = match_name(name, mapping)
         if source is None and name.startswith("/") and os.path.exists(name):
             source = name
         if source is None:
-            asked = f", which {task_path}/task.toml asks for," if task_path else ""
+            asked = f", which a task of {task_path} asks for," if task_path else ""
             raise ConfigError(
                 f"{where}: image {name!r}{asked} is not mapped; add {name!r}: followed by a SIF file, a definition "
                 "file, a directory or a docker:// address"

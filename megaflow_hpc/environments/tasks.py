@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import fnmatch
 import glob
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.environments import formats
 from megaflow_hpc.environments.harbor import read_harbor_task
+from megaflow_hpc.environments.health import wait_healthy
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import Sandbox, Task
 
@@ -41,7 +41,7 @@ def load_tasks(sources: Sequence[Mapping[str, Any] | str], base_dir: str | os.Pa
                 f"tasks: {options['path']}: {len(found)} tasks, but none is left by include {list(include)} and "
                 f"exclude {list(exclude)}; ids are such as {found[0].id}"
             )
-        for task in kept[: options.get("limit") or None]:
+        for task in formats.settle(kept[: options.get("limit") or None]):
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
                 raise ConfigError(
@@ -54,15 +54,14 @@ def load_tasks(sources: Sequence[Mapping[str, Any] | str], base_dir: str | os.Pa
 
 
 def _read_source(path: str, base: Path) -> list[Task]:
-    if path.endswith(".jsonl"):
-        raise ConfigError(f"tasks: {path}: JSONL task files are not supported yet; give Harbor task directories")
+    other = formats.read(path, base)
+    if other is not None:
+        return other
     pattern = str(base / os.path.expanduser(os.path.expandvars(path)))
     matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     wild = len(matches) != 1 or glob.has_magic(pattern)
     directories = [match for match in matches if os.path.isdir(match) and not (wild and not _is_task(match))]
     if not directories:
-        if ":" in path and "/" not in path:
-            raise ConfigError(f"tasks: {path}: Python tasks are not supported yet; give Harbor task directories")
         raise ConfigError(f"tasks: {pattern}: no Harbor task directory (one with task.toml) there; correct the path")
     if len(directories) == 1 and not _is_task(directories[0]):
         inner = sorted(entry.path for entry in os.scandir(directories[0]) if entry.is_dir() and _is_task(entry.path))
@@ -92,26 +91,9 @@ async def prepare(task: Task, sandbox: Sandbox) -> None:
     )
     if made.exit_code:
         raise SandboxError(f"task {task.id}: {workdir} and /logs cannot be made: {made.stderr.strip()[-300:]}")
+    if found := formats.format_of(task):
+        await found.prepare(task, sandbox)
     if harbor.get("upload_environment"):
         await sandbox.upload(os.path.join(task.path, "environment"), workdir)
     if check := harbor.get("healthcheck"):
-        await _wait_healthy(task, sandbox, check)
-
-
-async def _wait_healthy(task: Task, sandbox: Sandbox, check: Mapping[str, Any]) -> None:
-    """Docker's HEALTHCHECK: failures within the start period do not count."""
-    started = time.monotonic()
-    grace_s = float(check.get("start_period_sec", 0))
-    retries = int(check.get("retries", 3))
-    failures = 0
-    while True:
-        result = await sandbox.exec(str(check["command"]), timeout_s=float(check.get("timeout_sec", 30)))
-        if result.exit_code == 0:
-            return
-        within = time.monotonic() - started < grace_s
-        failures += not within
-        if failures >= retries:
-            raise SandboxError(
-                f"task {task.id}: not healthy: {check['command']!r} gave {result.exit_code}: {result.stderr[-300:]}"
-            )
-        await asyncio.sleep(float(check.get("start_interval_sec" if within else "interval_sec", 5)))
+        await wait_healthy(task.id, sandbox, check)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaflow_hpc.environments.provider import ApptainerProvider
 from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
 from megaflow_hpc.environments.tasks import prepare
-from megaflow_hpc.environments.verifier import verify
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.environments.verifier import Court, verify
+from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import Agent, Task
 
 
@@ -86,18 +85,20 @@ def judge(before: Run, after: Run) -> list[str]:
 
 
 async def validate(
-    tasks: Sequence[Task], images: Mapping[str, str], oracle: Agent, provider: ApptainerProvider
+    tasks: Sequence[Task], images: Mapping[str, str], oracle: Agent, provider: ApptainerProvider, jobs: int = 2
 ) -> AsyncIterator[Validation]:
-    """Validates tasks, as many at once as the provider lets sandboxes live; each is yielded when it is done.
+    """Validates tasks, ``jobs`` at once; each is yielded when it is done.
 
     Args:
-        images: image file of every ``task.image``.
+        images: image file of every image that the tasks name, separate verifiers included.
         oracle: carries out a task's own solution.
     """
+    slots = asyncio.Semaphore(jobs)
 
     async def one(task: Task) -> Validation:
-        before = await _run(task, images[task.image], None, provider)
-        after = await _run(task, images[task.image], oracle, provider)
+        async with slots:
+            before = await _run(task, images, None, provider)
+            after = await _run(task, images, oracle, provider)
         return Validation(task.id, before, after, judge(before, after))
 
     running = [asyncio.create_task(one(task)) for task in tasks]
@@ -110,10 +111,46 @@ async def validate(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _run(task: Task, image: str, agent: Agent | None, provider: ApptainerProvider) -> Run:
+async def _run(task: Task, images: Mapping[str, str], agent: Agent | None, provider: ApptainerProvider) -> Run:
+    court = Court(start=lambda other: provider.start(_spec(other, images)))
+    started = time.monotonic()
+    steps = steps_of(task)
+    verdicts: list[StepVerdict] = []
+    try:
+        async with await provider.start(_spec(task, images)) as sandbox:
+            started = time.monotonic()
+            await prepare(task, sandbox)
+            for step in steps:
+                if step.user != sandbox.spec.user:
+                    await sandbox.restart(replace(sandbox.spec, user=step.user))
+                await begin_step(step, sandbox)
+                if agent is not None:
+                    result = await asyncio.wait_for(agent.run(step, sandbox, None), step.agent_timeout_s)
+                    if result.exit_code:
+                        return Run(error=result.error)
+                await sandbox.kill_processes()
+                verdict = await verify(step, sandbox, court, stay=step is not steps[-1])
+                verdicts.append(StepVerdict(name_of(step), verdict))
+                if not goes_on(step, verdict):
+                    break
+    except (SandboxError, ConfigError) as error:
+        return Run(error=str(error))
+    except TimeoutError:
+        return Run(error=f"the solution ran longer than its {task.agent_timeout_s:g} s")
+    verdict = combine(task, verdicts)
+    run = Run(reward=verdict.reward, error=verdict.error, output=verdict.output)
+    run.duration_s = time.monotonic() - started
+    for artifact in verdict.artifacts:
+        if artifact.name == "verifier/results.json":
+            results = json.loads(artifact.data)
+            run.failing, run.passing = results["failing"], results["passing"]
+    return run
+
+
+def _spec(task: Task, images: Mapping[str, str]) -> SandboxSpec:
     limits = task.limits
-    spec = SandboxSpec(
-        image=image,
+    return SandboxSpec(
+        image=images[task.image],
         env=task.env,
         workdir=task.workdir,
         user=task.user,
@@ -123,23 +160,3 @@ async def _run(task: Task, image: str, agent: Agent | None, provider: ApptainerP
         disk_mb=limits.disk_mb,
         processes=limits.processes,
     )
-    try:
-        async with await provider.start(spec) as sandbox:
-            started = time.monotonic()
-            await prepare(task, sandbox)
-            if agent is not None:
-                result = await agent.run(task, sandbox, None)
-                if result.exit_code:
-                    return Run(error=result.error)
-            verdict = await verify(task, sandbox)
-            run = Run(reward=verdict.reward, error=verdict.error, output=verdict.output)
-            with tempfile.TemporaryDirectory() as scratch:
-                file = Path(scratch) / "results.json"
-                if (await sandbox.exec(["test", "-f", "/logs/verifier/results.json"], cwd="/")).exit_code == 0:
-                    await sandbox.download("/logs/verifier/results.json", str(file))
-                    results = json.loads(file.read_text())
-                    run.failing, run.passing = results["failing"], results["passing"]
-            run.duration_s = time.monotonic() - started
-            return run
-    except SandboxError as error:
-        return Run(error=str(error))

@@ -1,20 +1,40 @@
-"""Judges what an agent left: its processes gone first, the tests uploaded after, the reward from a fresh directory.
+"""Judges what an agent left, where it cannot have tampered.
 
-Harbor's contract: ``tests/`` → ``/tests``, run ``test.sh`` in the work directory, read ``/logs/verifier/reward.json``
-or ``reward.txt``. A test that fails is a reward; only a verifier that gives none is an error.
+Harbor's contract: ``tests/`` is at ``/tests``, ``test.sh`` runs in the work directory, the reward is in
+``/logs/verifier/reward.json`` or ``reward.txt``. A test that fails is a reward; only a verifier that gives none is an
+error. Three places to judge in (docs/tasks.md says what each closes):
+
+- *shared*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
+  are fresh directories of the host, put over whatever the agent made there; the shells, basic tools, loader and C
+  library are the image's own again. No program of the agent's has a part in getting the tests in or the reward out.
+- *fresh*: the same, and of the agent's changes only those below the work directory and at declared artifacts are left.
+- *separate*, where the task says so: a sandbox of another image, which gets the declared artifacts only.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import asyncio
 import os
-from dataclasses import dataclass, field
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from megaflow_hpc.types import Sandbox, Task
+from megaflow_hpc.environments import formats, layer
+from megaflow_hpc.environments.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
+from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.rewards import read_logs, read_rewards
+from megaflow_hpc.environments.sandbox import ApptainerSandbox, LayerPaths
+from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.types import Artifact, Network, Task
 
-REWARD_LIMIT = 65536
-"""Bytes of a reward file; more is garbage."""
+_SHELL = (
+    'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
+)
+"""Not looked up on PATH: an image's PATH may name directories that the agent filled."""
 
 
 @dataclass(frozen=True)
@@ -25,85 +45,173 @@ class Verdict:
     rewards: dict[str, float] = field(default_factory=dict)
     output: str = ""
     error: str = ""
+    artifacts: list[Artifact] = field(default_factory=list)
+    """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
 
 
-async def verify(task: Task, sandbox: Sandbox) -> Verdict:
-    """Runs the task's tests in the agent's sandbox.
+@dataclass(frozen=True)
+class Court:
+    """How a campaign verifies."""
 
-    Whatever the agent put at ``/tests`` and ``/logs/verifier``, links too, is removed; its processes are killed
-    before, so none can put it back.
+    fresh: bool = False
+    network: Network | None = None
+    """For tests that may use it; ``None``: as the sandbox has it."""
+    start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
+    """Starts the sandbox of a separate verifier, from its environment as a task."""
+
+
+async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), *, stay: bool = False) -> Verdict:
+    """Collects the artifacts and runs the tests of a task (or of a step). The agent must have ended.
+
+    Args:
+        stay: the sandbox is used further: it gets its own container back, without tests and rewards.
 
     Raises:
-        SandboxError: the sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
+        SandboxError: a sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
+        ConfigError: the task cannot be verified in this way.
     """
+    if found := formats.format_of(task):
+        verdict: Verdict = await found.verify(task, sandbox)
+        return verdict
     harbor = task.metadata.get("harbor", {})
-    await sandbox.kill_processes()
-    # PATH as the image has it may hold directories the agent filled; these tools are looked up in the system's.
-    cleaned = await sandbox.exec(
-        "PATH=/usr/sbin:/usr/bin:/sbin:/bin; if [ -L /logs ] || [ ! -d /logs ]; then rm -rf /logs; fi; "
-        "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier",
-        cwd="/",
-        timeout_s=60,
-    )
-    if cleaned.exit_code:
-        return Verdict(error=f"/tests and /logs/verifier cannot be cleared: {cleaned.stderr.strip()[-300:]}")
-    await sandbox.upload(os.path.join(task.path, "tests"), "/tests")
-    result = await sandbox.exec(
-        ["bash", "/tests/test.sh"],
-        cwd=task.workdir or None,
-        env=dict(harbor.get("verifier_env", {})),
-        timeout_s=task.verifier_timeout_s,
-    )
-    output = result.stdout + (f"\n--- stderr ---\n{result.stderr}" if result.stderr else "")
-    if result.timed_out:
-        return Verdict(output=output, error=f"tests/test.sh ran longer than its {task.verifier_timeout_s:g} s")
+    rules: Mapping[str, Any] = harbor.get("verifier", {})
+    prefix = f"steps/{harbor['step']}/" if harbor.get("step") else ""
+    folder = Path(sandbox.directory + ".artifacts")
     try:
-        rewards = await _read_rewards(sandbox)
-    except ValueError as error:
-        return Verdict(output=output, error=f"{error} (tests/test.sh ended with {result.exit_code})")
-    reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
-    return Verdict(reward=reward, rewards=rewards, output=output)
+        await run_hooks(task, sandbox)
+        collected = await collect(task, sandbox, folder)
+        artifacts = to_artifacts(collected, prefix)
+        if rules.get("environment"):
+            verdict = await _judge_elsewhere(task, sandbox, rules, court, collected, stay)
+        else:
+            verdict = await _judge(task, sandbox, rules, court, fresh=court.fresh, stay=stay)
+    finally:
+        await asyncio.to_thread(remove_tree, folder)
+    logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
+    return replace(verdict, artifacts=[*artifacts, *logs])
 
 
-async def _read_rewards(sandbox: Sandbox) -> dict[str, float]:
-    """``reward.json`` before ``reward.txt``, as Harbor; raises :class:`ValueError` with what is wrong."""
-    for name in ("reward.json", "reward.txt"):
-        path = f"/logs/verifier/{name}"
-        # No link is followed: tests write a plain file.
-        script = (
-            f"[ -e {path} ] || exit 3; [ -f {path} ] && [ ! -L {path} ] || exit 4; head -c {REWARD_LIMIT + 1} {path}"
+def check_fresh(task: Task) -> None:
+    """Raises :class:`ConfigError` for a task of which ``fresh`` would keep nothing, or all."""
+    if os.path.normpath(task.workdir or "/") == "/" and not task.metadata.get("harbor", {}).get("artifacts"):
+        raise ConfigError(
+            f"task {task.id}: verification 'fresh' keeps the work directory, and the task has none; set [environment] "
+            "workdir in its task.toml, or use 'shared'"
         )
-        read = await sandbox.exec(script, cwd="/", timeout_s=60)
-        if read.exit_code == 3:
-            continue
-        if read.exit_code or read.timed_out:
-            raise ValueError(f"{path}: not a plain file that can be read")
-        if len(read.stdout_bytes) > REWARD_LIMIT:
-            raise ValueError(f"{path}: larger than {REWARD_LIMIT} bytes")
-        return parse_rewards(name, read.stdout)
-    raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
 
 
-def parse_rewards(name: str, text: str) -> dict[str, float]:
-    """Named rewards of a reward file's text; a bare number is called ``reward``."""
-    if not text.strip():
-        raise ValueError(f"{name} is empty; expected a number")
-    if name.endswith(".txt"):
+async def _judge_elsewhere(
+    task: Task,
+    sandbox: ApptainerSandbox,
+    rules: Mapping[str, Any],
+    court: Court,
+    collected: Sequence[Collected],
+    stay: bool,
+) -> Verdict:
+    if court.start is None:
+        raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
+    if not stay:
+        await sandbox.stop()
+    other = await court.start(replace(Task.from_dict(rules["environment"]), id=task.id))
+    try:
+        await carry(collected, other)
+        there = replace(task, workdir=other.spec.workdir)
+        return await _judge(there, other, rules, court, fresh=False, stay=False)
+    finally:
+        await other.stop()
+
+
+async def _judge(
+    task: Task, sandbox: ApptainerSandbox, rules: Mapping[str, Any], court: Court, *, fresh: bool, stay: bool
+) -> Verdict:
+    home = Path(sandbox.directory, "verifier")
+    tests, logs, aside = home / "tests", home / "logs", Path(sandbox.directory, "layer", "agent")
+    sources = [] if rules.get("bundled") else [Path(path) for path in task.metadata["harbor"]["tests"]]
+    before = sandbox.spec
+    taken: list[str] = []
+    restored: list[str] = []
+
+    def enter(paths: LayerPaths) -> None:
+        if fresh:
+            taken.extend(layer.keep_only(paths.upper, aside, _kept(task)))
+        else:
+            restored.extend(layer.restore_programs(paths.upper, paths.rootfs))
+        for place in ("tests", "logs/verifier") if sources else ("logs/verifier",):
+            layer.make_way(paths.upper, place)
+
+    def leave(paths: LayerPaths) -> None:
+        if fresh:
+            layer.put_back(paths.upper, aside, taken)
+
+    if fresh:
+        check_fresh(task)
+    try:
+        await asyncio.to_thread(_lay_out, home, sources)
+        binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
+        await sandbox.restart(_spec(before, rules, court, binds), enter)
+        result = await sandbox.exec(
+            _command(sources),
+            cwd=task.workdir or None,
+            env=dict(rules.get("env", {})),
+            timeout_s=task.verifier_timeout_s,
+        )
+        output = result.stdout + (f"\n--- stderr ---\n{result.stderr}" if result.stderr else "")
+        if restored:
+            output += f"\n--- taken from the image again: {' '.join(restored[:50])} ---\n"
+        artifacts = await asyncio.to_thread(read_logs, logs)
+        if result.timed_out:
+            error = f"tests/test.sh ran longer than its {task.verifier_timeout_s:g} s"
+            return Verdict(output=output, error=error, artifacts=artifacts)
         try:
-            value: object = float(text)
-        except ValueError:
-            raise ValueError(f"{name} holds {text.strip()[:80]!r}; expected a number") from None
-    else:
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{name} is not JSON ({error})") from None
-    named = value if isinstance(value, dict) else {"reward": value}
-    if not named:
-        raise ValueError(f"{name} names no reward")
-    rewards: dict[str, float] = {}
-    for key, number in named.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"{name}: {key} is {number!r}; expected a finite number")
-        rewards[str(key)] = float(number)
-    return rewards
+            rewards = await asyncio.to_thread(read_rewards, logs)
+        except ValueError as wrong:
+            error = f"{wrong} (tests/test.sh ended with {result.exit_code})"
+            return Verdict(output=output, error=error, artifacts=artifacts)
+        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+        return Verdict(reward=reward, rewards=rewards, output=output, artifacts=artifacts)
+    finally:
+        if stay:
+            await sandbox.restart(before, leave)
+            await asyncio.to_thread(remove_tree, home)
+
+
+def _spec(before: SandboxSpec, rules: Mapping[str, Any], court: Court, binds: Sequence[str]) -> SandboxSpec:
+    network = before.network
+    if rules.get("network") is not None:
+        network = rules["network"] or court.network or network
+    return replace(before, binds=(*before.binds, *binds), network=network, user=rules.get("user") or before.user)
+
+
+def _kept(task: Task) -> list[str]:
+    return [task.workdir or "/", *(str(entry["source"]) for entry in entries_of(task))]
+
+
+def _command(sources: Sequence[Path]) -> list[str]:
+    """Scripts of a shell are run by the image's; others, and those in a verifier's own image, by their first line."""
+    script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
+    if script is not None:
+        with open(script, "rb") as file:
+            first = file.readline(256)
+        words = first[2:].split() if first.startswith(b"#!") else []
+        names = [os.path.basename(word) for word in words if not word.startswith(b"-")]
+        if names[:1] == [b"env"]:
+            names = names[1:]
+        if names and not re.fullmatch(rb"(ba|da|a)?sh", names[0]):
+            return ["/tests/test.sh"]
+    return ["/bin/sh", "-c", _SHELL]
+
+
+def _lay_out(home: Path, sources: Sequence[Path]) -> None:
+    """Fresh ``tests`` and ``logs`` below ``home``; of files with the same name the later source's is taken."""
+    remove_tree(home)
+    for directory in (home, home / "tests", home / "logs"):
+        directory.mkdir(mode=0o755, parents=True)
+        directory.chmod(0o755)  # whatever the umask: the verifier's user may be another
+    try:
+        for source in sources:
+            shutil.copytree(source, home / "tests", symlinks=True, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise SandboxError(f"{source}: the tests cannot be copied ({error})") from error
+    script = home / "tests" / "test.sh"
+    if script.is_file():
+        script.chmod(script.stat().st_mode | 0o755)

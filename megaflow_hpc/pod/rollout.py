@@ -1,8 +1,8 @@
 """One rollout from start to verdict.
 
-Sandbox, agent, everything of the agent killed, verifier, in this order; whatever goes wrong becomes a status and a
-cause, never an exception. Infrastructure that fails is ``failed`` with a kind that says whose fault it is; an agent
-that fails is ``completed`` and verified like any other.
+Sandbox, agent, everything of the agent killed, verifier, in this order (the last three for each step of a task that has
+steps); whatever goes wrong becomes a status and a cause, never an exception. Infrastructure that fails is ``failed``
+with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from megaflow_hpc.agents import create
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
 from megaflow_hpc.environments.tasks import prepare
-from megaflow_hpc.environments.verifier import verify
-from megaflow_hpc.errors import ModelServiceError, SandboxError
+from megaflow_hpc.environments.verifier import Court, verify
+from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.model.gateway import ModelGateway
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import (
@@ -119,6 +120,8 @@ async def execute(services: Services, rollout: Rollout, task: Task, attempt: int
             _fail(trajectory, "sandbox", str(error))
     except ModelServiceError as error:
         _fail(trajectory, "model", str(error))
+    except (ConfigError, UserCodeError) as error:  # says itself where
+        _fail(trajectory, "user", str(error))
     except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
         _fail(trajectory, "user", f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
     trajectory.finished_at = time.time()
@@ -137,20 +140,24 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         raise SandboxError(f"no sandbox could be made: {error}") from error
     try:
         await prepare(task, sandbox)
-        result, recording = await _run_agent(services, rollout, task, policy, sandbox)
-        trajectory.status = result.status
-        trajectory.error = result.error
-        trajectory.error_kind = "agent" if result.exit_code or result.error else ""
-        trajectory.messages = result.messages or recording.messages
-        trajectory.sequences, trajectory.turns = recording.sequences, recording.turns
-        for turn, seconds in zip(trajectory.turns, result.sandbox_s, strict=False):
-            turn.sandbox_s = seconds
-        _keep_raw(trajectory, recording)
-        if result.exit_code in KILLED:
-            await asyncio.sleep(SETTLE_S)
-        await sandbox.kill_processes()
-        await _keep_patch(trajectory, task, sandbox)
-        verdict = await verify(task, sandbox)
+        verdicts: list[StepVerdict] = []
+        steps = steps_of(task)
+        for step in steps:
+            if step.user != sandbox.spec.user:
+                await sandbox.restart(replace(sandbox.spec, user=step.user))
+            await begin_step(step, sandbox)
+            result, recording = await _run_agent(services, rollout, step, policy, sandbox)
+            _add(trajectory, result, recording)
+            if result.exit_code in KILLED:
+                await asyncio.sleep(SETTLE_S)
+            await sandbox.kill_processes()
+            await _keep_patch(trajectory, step, sandbox)
+            verdict = await verify(step, sandbox, court(services), stay=step is not steps[-1])
+            verdicts.append(StepVerdict(name_of(step), verdict))
+            if not goes_on(step, verdict):
+                break
+        verdict = combine(task, verdicts)
+        trajectory.artifacts += verdict.artifacts
         trajectory.artifacts.append(
             Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
         )
@@ -163,6 +170,33 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             await sandbox.stop()
         except OSError as error:  # what is left is the janitor's; the rollout is as good as it was
             print(f"{rollout.id}: {error}", file=sys.stderr)
+
+
+def court(services: Services) -> Court:
+    """Where and how this campaign verifies."""
+    environment = services.config.environment
+    return Court(
+        fresh=environment.verification == "fresh",
+        network="none" if environment.network == "gateway" else environment.network,
+        start=lambda other: services.provider.start(sandbox_spec(services, other)),
+    )
+
+
+def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
+    """What an agent did, after what it did in earlier steps."""
+    if trajectory.status != "truncated":
+        trajectory.status = result.status
+    if result.exit_code or result.error:
+        trajectory.error_kind = "agent"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
+    trajectory.messages = [*trajectory.messages, *(result.messages or recording.messages)]
+    for turn, seconds in zip(recording.turns, result.sandbox_s, strict=False):
+        turn.sandbox_s = seconds
+    for turn in recording.turns:
+        turn.sequence += len(trajectory.sequences)
+    trajectory.sequences = [*trajectory.sequences, *recording.sequences]
+    trajectory.turns = [*trajectory.turns, *recording.turns]
+    _keep_raw(trajectory, recording)
 
 
 async def _run_agent(
@@ -212,4 +246,5 @@ async def _keep_patch(trajectory: Trajectory, task: Task, sandbox: Sandbox) -> N
     command = "export GIT_INDEX_FILE=/tmp/.patch-index; git add -A . && git diff --cached HEAD; rm -f /tmp/.patch-index"
     result = await sandbox.exec(f"({command}) 2>/dev/null", timeout_s=KILL_S, cwd=task.workdir)
     if result.exit_code == 0 and result.stdout_bytes:
-        trajectory.artifacts.append(Artifact("patch", result.stdout_bytes[:MAX_ARTIFACT]))
+        prefix = f"steps/{name_of(task)}/" if name_of(task) else ""
+        trajectory.artifacts.append(Artifact(f"{prefix}patch", result.stdout_bytes[:MAX_ARTIFACT]))

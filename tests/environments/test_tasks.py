@@ -52,13 +52,14 @@ def test_a_task_is_read_with_its_limits_and_survives_json(tmp_path: Path) -> Non
     assert (task.agent_timeout_s, task.verifier_timeout_s, task.network) == (120.0, 30.0, "gateway")
     assert task.limits == Limits(memory_mb=2048, cpus=2.0, disk_mb=500)
     assert task.metadata["difficulty"] == "easy"
-    assert task.metadata["harbor"]["verifier_env"] == {"MODE": "strict"}
+    assert task.metadata["harbor"]["verifier"]["env"] == {"MODE": "strict"}
     assert task.metadata["harbor"]["upload_environment"]
     assert Task.from_dict(task.to_dict()) == task
 
 
 def test_the_later_schema_and_host_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN_OF_TEST", "t1")
+    monkeypatch.setenv("MEGAFLOW_TASK_ENV", "OTHER, TOKEN_OF_TEST")
     toml = """\
     schema_version = "1.4"
     [task]
@@ -111,12 +112,33 @@ def test_tasks_with_equal_dockerfiles_share_an_image_and_others_do_not(tmp_path:
         ),
         (('memory = "2G"', 'memory = "lots"'), r"task\.toml:13: .*memory = 'lots': expected a size"),
         (('workdir = "/app"', 'workdir = "app"'), r"task\.toml:11: .*workdir = 'app': expected an absolute path"),
-        (('"strict"', '"${NOT_SET_ANYWHERE}"'), r"task\.toml:8: .*NOT_SET_ANYWHERE.*export NOT_SET_ANYWHERE"),
+        (
+            ('"strict"', '"${HOME}"'),
+            r"task\.toml:8: .*HOME to be let through: .* MEGAFLOW_TASK_ENV=HOME",
+        ),
         (("cpus = 2", "gpus = 1"), r"task\.toml:12: .*gpus = 1: expected none"),
         (("allow_internet = false", 'network_mode = "some"'), r"task\.toml:15: .*network_mode = 'some'"),
         (("[metadata]", "[metadata"), r"task\.toml: not valid TOML"),
         (('docker_image = "org/base:1"', ""), r"neither \[environment\] docker_image nor environment/Dockerfile"),
-        (("[agent]", '[[steps]]\nname = "s"\n[agent]'), r"task\.toml:4: steps .*multi-step tasks are not supported"),
+        (
+            ("[agent]", '[[steps]]\nname = "a/b"\n[agent]'),
+            r"task\.toml:5: \[steps\] name = 'a/b': expected the name",
+        ),
+        (
+            ('version = "1.0"', 'schema_version = "1.5"'),
+            r"task\.toml:1: schema_version = '1\.5': .* at most 1\.4",
+        ),
+        (("cpus = 2", 'os = "windows"'), r"task\.toml:12: .*os = 'windows': expected linux"),
+        (("cpus = 2", 'mcp_servers = [{name = "m"}]'), r"task\.toml:12: .*mcp_servers = \['m'\]: expected none"),
+        (('version = "1.0"', 'artifacts = ["../x"]'), r"task\.toml:1: artifacts = '\.\./x': expected a path without"),
+        (
+            ('version = "1.0"', 'artifacts = [{source = "/x", service = "db"}]'),
+            r"task\.toml:1: .*service = 'db': expected main",
+        ),
+        (
+            ("[agent]", '[[verifier.collect]]\ncommand = "dump"\nservice = "db"\n[agent]'),
+            r"task\.toml:6: \[verifier\.collect\] service = 'db': expected main",
+        ),
     ],
 )
 def test_a_wrong_task_names_file_line_value_and_remedy(tmp_path: Path, change: tuple[str, str], said: str) -> None:

@@ -12,8 +12,9 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.harbor import read_harbor_task
 from megaflow_hpc.environments.images import resolve_images
+from megaflow_hpc.environments.rewards import parse_rewards
 from megaflow_hpc.environments.tasks import prepare
-from megaflow_hpc.environments.verifier import Verdict, parse_rewards, verify
+from megaflow_hpc.environments.verifier import Verdict, verify
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.types import Task
 from tests.environments.test_tasks import write_task

@@ -1,0 +1,186 @@
+"""A sandbox's writable layer, edited from the host while nothing runs in it.
+
+What an agent changed lies in the overlay's upper directory, which belongs to the user who runs the campaign. So a
+change is undone by removing it there, whatever the agent made of the programs inside: the image's own file shows
+again. The tree is the agent's work: nothing here follows a link in it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from megaflow_hpc.environments.files import remove_tree
+
+RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")
+"""What the container runtime reads of an image before anything of ours runs: scripts that set variables, for one."""
+
+PRELOAD = "etc/ld.so.preload"
+PROGRAM_DIRS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin", "etc/alternatives")
+_NAMES = """
+sh bash dash ash busybox [ awk basename cat chmod chown cmp comm cp cut date dd diff dirname du echo env expr false find
+gawk getopt grep egrep fgrep head hostname id kill ln ls mawk md5sum mkdir mktemp mv nl nproc od paste printenv printf
+ps pwd readlink realpath rm rmdir sed seq setsid sha1sum sha256sum sha512sum sleep sort stat su sudo sync tail tar tee
+test timeout touch tr true uname uniq wc which xargs yes
+"""
+PROGRAMS = frozenset(_NAMES.split())
+"""The shells, and what test scripts are made of."""
+
+LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64")
+LIBRARIES = (
+    *("ld-linux", "ld64.so", "ld-2", "ld.so", "ld-musl", "libc.so", "libc-2", "libc.musl", "libm.so", "libdl.so"),
+    *("libpthread.so", "librt.so", "libtinfo.so", "libselinux.so", "libpcre2-8.so", "libacl.so", "libattr.so"),
+)
+"""How the names of those files begin that every one of these programs is made of when it starts."""
+
+_OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
+
+
+def forget(upper: Path, path: str) -> bool:
+    """Undoes whatever the layer has at ``path``, relative to the root; ``True`` if there was anything."""
+    *parents, name = PurePosixPath(path).parts
+    place = upper
+    for part in parents:
+        place /= part
+        if not _is_directory(place):
+            return False
+    return _remove(place / name)
+
+
+def make_way(upper: Path, path: str) -> None:
+    """Makes ``path`` a place that binds may cover: its parents real directories of the layer or of the image."""
+    parts = PurePosixPath(path).parts
+    for depth in range(1, len(parts)):
+        place = upper.joinpath(*parts[:depth])
+        if os.path.lexists(place) and not _is_directory(place):
+            _remove(place)
+    forget(upper, path)
+
+
+def restore_programs(upper: Path, rootfs: Path) -> list[str]:
+    """Gives a layer the image's own shells, basic tools, loader and C library back; returns what had been changed.
+
+    Where the image is no directory (``rootfs``), every file of these names counts as one of the image's.
+    """
+    changed = [name for name in RUNTIME if forget(upper, name)]
+    if forget(upper, PRELOAD):
+        changed.append(PRELOAD)
+    known = _names_in(rootfs, PROGRAM_DIRS)
+    for directory in PROGRAM_DIRS:
+        for name in _changes(upper, rootfs, directory, changed):
+            if name in PROGRAMS and (known is None or name in known):
+                changed += _undo(upper, rootfs, directory, name)
+    triplets = _names_in(rootfs, LIBRARY_DIRS) or set()
+    places = [*LIBRARY_DIRS, *(f"{base}/{n}" for base in LIBRARY_DIRS for n in sorted(triplets) if n.count("-") >= 2)]
+    for directory in places:
+        for name in _changes(upper, rootfs, directory, changed):
+            if name.startswith(LIBRARIES):
+                changed += _undo(upper, rootfs, directory, name)
+    return changed
+
+
+def keep_only(upper: Path, aside: Path, paths: Iterable[str]) -> list[str]:
+    """Sets the whole layer aside and takes back only what it has at ``paths``; returns those taken.
+
+    Moved, not copied: deletions (overlay's whiteouts) and times stay as they are. A path of which a parent is no real
+    directory in the layer is not taken: the agent made it lead elsewhere.
+    """
+    os.rename(upper, aside)
+    upper.mkdir(mode=0o755)
+    taken: list[str] = []
+    for path in dict.fromkeys(path.strip("/") for path in paths):
+        parts = PurePosixPath(path).parts
+        if not parts or any(PurePosixPath(path).is_relative_to(other) for other in taken):
+            continue
+        if _move(aside, upper, parts):
+            taken.append(path)
+    return taken
+
+
+def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
+    """Undoes :func:`keep_only`: the layer is the agent's again, with what happened at the kept paths since."""
+    for path in taken:
+        parts = PurePosixPath(path).parts
+        forget(aside, path)
+        _move(upper, aside, parts)
+    remove_tree(upper)
+    os.rename(aside, upper)
+
+
+def _move(source: Path, target: Path, parts: Sequence[str]) -> bool:
+    here, there = source, target
+    for part in parts[:-1]:
+        here, there = here / part, there / part
+        if not _is_directory(here):
+            return False
+        there.mkdir(exist_ok=True)
+        os.chmod(there, stat.S_IMODE(os.lstat(here).st_mode) | 0o700)
+    here, there = here / parts[-1], there / parts[-1]
+    if not os.path.lexists(here):
+        return False
+    os.rename(here, there)
+    return True
+
+
+def _changes(upper: Path, rootfs: Path, directory: str, changed: list[str]) -> list[str]:
+    """What the layer has in a directory of the image, after the directory itself is the image's again."""
+    place, below = upper, rootfs
+    for part in PurePosixPath(directory).parts:
+        place, below = place / part, below / part
+        if not os.path.lexists(place):
+            return []
+        if _is_directory(place) and not below.is_symlink():
+            _show_through(place)
+        elif os.path.lexists(below):
+            _remove(place)
+            changed.append(str(place.relative_to(upper)))
+            return []
+        else:
+            return []
+    return sorted(os.listdir(place))
+
+
+def _undo(upper: Path, rootfs: Path, directory: str, name: str) -> list[str]:
+    """Files of these names are not looked for in directories that the image does not have."""
+    shadows = os.path.lexists(rootfs / directory / name)
+    hijacks = directory.startswith("usr/local/")
+    if shadows or hijacks or not rootfs.is_dir():
+        _remove(upper / directory / name)
+        return [f"{directory}/{name}"]
+    return []
+
+
+def _names_in(rootfs: Path, directories: Iterable[str]) -> set[str] | None:
+    if not rootfs.is_dir():
+        return None
+    return {
+        name for directory in directories if (rootfs / directory).is_dir() for name in os.listdir(rootfs / directory)
+    }
+
+
+def _show_through(directory: Path) -> None:
+    """A directory that was made anew hides the image's; without its mark both are seen."""
+    for name in _OPAQUE:
+        try:
+            os.removexattr(directory, name, follow_symlinks=False)
+        except OSError:
+            pass
+    mode = stat.S_IMODE(os.lstat(directory).st_mode)
+    if mode & 0o700 != 0o700:
+        os.chmod(directory, mode | 0o700)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _remove(path: Path) -> bool:
+    if not os.path.lexists(path):
+        return False
+    remove_tree(path)
+    return True

@@ -1,0 +1,182 @@
+"""A ``task.toml``, read table by table, whose errors know their line.
+
+Templates such as ``${NAME}`` in environment variables are resolved here, from variables that the user lets tasks read:
+a task is somebody else's text, and must not be able to ask for a cloud key of whoever plans the campaign.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+
+PASSED = "MEGAFLOW_TASK_ENV"
+"""Environment variable that names, separated by commas, the variables that ``${NAME}`` in a task may be."""
+
+_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+
+
+def read_text(path: Path) -> str:
+    """UTF-8 text of a file; raises :class:`ConfigError` with its name."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+
+
+def read_toml(path: Path) -> Table:
+    """The root table. Raises :class:`ConfigError`: no such file, or not TOML."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: missing; a Harbor task is a directory with task.toml, instruction.md and tests/")
+    text = read_text(path)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return Table(path, data, text.splitlines())
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table; ``name`` is dotted, empty for the root. It is in the lines from ``begin`` to ``end``."""
+
+    path: Path
+    data: dict[str, Any]
+    lines: Sequence[str] = field(repr=False)
+    name: str = ""
+    begin: int = 0
+    end: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.data
+
+    def error(self, key: str, value: Any, expected: str) -> ConfigError:
+        line = self._line(self.name, key)
+        place = f"{self.path}:{line}" if line else str(self.path)
+        return ConfigError(f"{place}: {f'[{self.name}] ' if self.name else ''}{key} = {value!r}: expected {expected}")
+
+    def _line(self, section: str, key: str) -> int | None:
+        current = section if self.begin else ""
+        dotted = f"{section}.{key}" if section else key
+        for number, line in enumerate(self.lines[self.begin : self.end], self.begin + 1):
+            header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line)
+            if header:
+                current = header[1]
+                if current == dotted:
+                    return number
+            elif current == section and re.match(rf"\s*\"?{re.escape(key)}\"?\s*[=.]", line):
+                return number
+        if "." in section:  # an inline table
+            return self._line(*section.rsplit(".", 1))
+        return self._line("", section) if section else None
+
+    # --- tables -------------------------------------------------------------------------------------------------
+
+    def table(self, key: str) -> Table:
+        """The table ``key``, empty where it is missing."""
+        value = self.data.get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, value, "a table")
+        return Table(self.path, value, self.lines, self._dotted(key), self.begin, self.end)
+
+    def tables(self, key: str) -> list[Table]:
+        """An array of tables, each with its own lines."""
+        values = self.data.get(key) or []
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self.error(key, values, f"[[{self._dotted(key)}]] tables")
+        header = re.compile(rf"\s*\[\[\s*{re.escape(self._dotted(key))}\s*\]\]")
+        found = [n for n, line in enumerate(self.lines[: self.end]) if n >= self.begin and header.match(line)]
+        if len(found) != len(values):  # written inline
+            return [Table(self.path, value, self.lines, self._dotted(key), self.begin, self.end) for value in values]
+        ends = [*found, self.end][1:]
+        return [
+            Table(self.path, value, self.lines, self._dotted(key), begin, end)
+            for value, begin, end in zip(values, found, ends, strict=True)
+        ]
+
+    def _dotted(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def text(self, key: str) -> str | None:
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value.strip() or "\0" in value:
+            raise self.error(key, value, "a text that is not empty")
+        return value
+
+    def choice(self, key: str, *options: str) -> str | None:
+        value = self.text(key)
+        if value is not None and value not in options:
+            raise self.error(key, value, f"{', '.join(options[:-1])} or {options[-1]}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """Above 0, in the unit that the key names."""
+        value = self.data.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            raise self.error(key, value, "a number above 0")
+        return float(value)
+
+    def user(self, key: str = "user") -> str | None:
+        value = self.data.get(key)
+        if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
+            return None if value is None else str(value)
+        raise self.error(key, value, "a name or a uid")
+
+    def path_inside(self, key: str) -> str | None:
+        """An absolute path of the container."""
+        value = self.text(key)
+        if value is not None and not value.startswith("/"):
+            raise self.error(key, value, "an absolute path")
+        return value
+
+    def size_mb(self, key: str, old_key: str) -> int | None:
+        """``memory_mb = 2048``, or the older ``memory = "2G"``."""
+        number = self.number(key)
+        if number is not None:
+            return int(number)
+        old = self.data.get(old_key)
+        if old is None:
+            return None
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([GMK])B?\s*", str(old), re.IGNORECASE)
+        if not match:
+            raise self.error(old_key, old, "a size such as '2G' or '512M'")
+        return int(float(match[1]) * _SIZES[match[2].upper()])
+
+    def variables(self, key: str) -> dict[str, str]:
+        """Environment variables, their ``${NAME}`` and ``${NAME:-default}`` resolved."""
+        table = self.table(key)
+        found: dict[str, str] = {}
+        for name, value in table.data.items():
+            if not isinstance(value, str):
+                raise table.error(name, value, "a text")
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+                raise table.error(name, value, "a name of letters, digits and _, and a value without a zero byte")
+            found[name] = _TEMPLATE.sub(lambda match, name=name: table._resolve(name, match), value)  # type: ignore[misc]
+        return found
+
+    def _resolve(self, name: str, match: re.Match[str]) -> str:
+        allowed = {word.strip() for word in os.environ.get(PASSED, "").split(",")}
+        value = os.environ.get(match[1]) if match[1] in allowed else None
+        if value is None:
+            value = match[2]
+        if value is None:
+            why = f"{match[1]} to be set" if match[1] in allowed else f"{match[1]} to be let through"
+            remedy = f"export {match[1]}=… and {PASSED}={match[1]}, or give a default in the task"
+            raise self.error(name, match[0], f"{why}: {remedy}")
+        return value
