@@ -4,7 +4,9 @@ HDF5's own filters run under one lock, and on zlib. A column here takes arrays, 
 has a thread apply shuffle and deflate (:mod:`~megaflow_hpc.trajectories.fastzlib`) and writes the result with
 ``write_direct_chunk``; what is in the file is what HDF5's filters would have made, and every HDF5 reads it.
 
-Chunks of another file that lie on the same grid are taken over without being inflated (:meth:`Column.extend`).
+Chunks of another file that lie on the same grid are taken over as they are (:meth:`Column.extend`). Every column gets
+the attribute ``crc32``, the CRC-32 of its values as little-endian bytes; chunks taken over are inflated for it, in
+threads.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories import schema
-from megaflow_hpc.trajectories.fastzlib import compress, decompress
+from megaflow_hpc.trajectories.fastzlib import compress, crc32, decompress
 
 THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
 """Threads that compress."""
@@ -30,6 +32,8 @@ _OUTSTANDING = 4 * THREADS
 _MIN_WIDTH = 16
 
 Array = NDArray[Any]
+Packed = tuple[bytes, Array]
+"""A chunk as it is stored, and its values."""
 
 
 def encode(values: Array, shuffle: bool) -> bytes:
@@ -108,7 +112,8 @@ class Column:
         self._held_count = 0
         self._cut = 0
         """Entries before the held ones: always whole chunks."""
-        self._under_way: deque[tuple[int, Future[list[bytes]]]] = deque()
+        self._under_way: deque[tuple[int, Future[list[Packed]]]] = deque()
+        self._crc = 0
 
     def __len__(self) -> int:
         return self._cut + self._held_count
@@ -141,9 +146,7 @@ class Column:
                 start = reading
                 continue
             self._flush()
-            done: Future[list[bytes]] = Future()
-            done.set_result([raw])
-            self._submit(done, 1)
+            self._submit(self._threads.submit(_decode_one, raw, self.dtype, self._shuffle), 1)
             taken += self._chunk
             start = stop
         return taken
@@ -159,6 +162,8 @@ class Column:
             last[: self._held_count] = np.concatenate(self._held)
             self._dataset.resize((len(self),))
             self._dataset.id.write_direct_chunk((self._cut,), encode(last, self._shuffle))
+            self._crc = crc32(last[: self._held_count], self._crc)
+        self._dataset.attrs["crc32"] = np.uint32(self._crc)
 
     @staticmethod
     def _raw(source: h5py.Dataset, start: int) -> bytes | None:
@@ -185,7 +190,7 @@ class Column:
             part = values[first : min(first + step, whole)]
             self._submit(self._threads.submit(_encode_all, part, self._chunk, self._shuffle), len(part) // self._chunk)
 
-    def _submit(self, future: Future[list[bytes]], chunks: int) -> None:
+    def _submit(self, future: Future[list[Packed]], chunks: int) -> None:
         self._under_way.append((self._cut, future))
         self._cut += chunks * self._chunk
         self._write(_OUTSTANDING)
@@ -198,8 +203,9 @@ class Column:
             end = first + len(packed) * self._chunk
             if len(self._dataset) < end:
                 self._dataset.resize((end,))
-            for number, raw in enumerate(packed):
+            for number, (raw, values) in enumerate(packed):
                 self._dataset.id.write_direct_chunk((first + number * self._chunk,), raw)
+                self._crc = crc32(values, self._crc)
 
     def _fitted(self, values: Array) -> Array:
         if values.dtype.itemsize > self.dtype.itemsize:
@@ -217,12 +223,23 @@ class Column:
         self.dtype = np.dtype(f"S{width}")
         self._dataset = self._create()
         self._held = [part.astype(self.dtype) for part in held]
-        self._cut, self._held_count = 0, sum(len(part) for part in held)
+        self._cut, self._held_count, self._crc = 0, sum(len(part) for part in held), 0
         self._flush()
 
 
-def _encode_all(values: Array, chunk: int, shuffle: bool) -> list[bytes]:
-    return [encode(values[first : first + chunk], shuffle) for first in range(0, len(values), chunk)]
+def _encode_all(values: Array, chunk: int, shuffle: bool) -> list[Packed]:
+    parts = (values[first : first + chunk] for first in range(0, len(values), chunk))
+    return [(encode(part, shuffle), np.ascontiguousarray(part)) for part in parts]
+
+
+def _decode_one(raw: bytes, dtype: Any, shuffle: bool) -> list[Packed]:
+    return [(raw, decode(raw, dtype, shuffle))]
+
+
+def text_crc(values: Array, crc: int) -> int:
+    """CRC-32 of texts of variable length, each followed by a NUL."""
+    joined = b"".join((v if isinstance(v, bytes) else v.encode()) + b"\0" for v in values.tolist())
+    return crc32(joined, crc)
 
 
 class TextColumn:
@@ -230,10 +247,12 @@ class TextColumn:
 
     def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
         self._dataset = create(file, path, h5py.string_dtype(), chunk, False)
+        self._crc = 0
 
     def put(self, values: Array) -> None:
         if not len(values):
             return
+        self._crc = text_crc(values, self._crc)
         start = len(self._dataset)
         self._dataset.resize((start + len(values),))
         self._dataset[start:] = values
@@ -243,7 +262,7 @@ class TextColumn:
         return 0
 
     def finish(self) -> None:
-        pass
+        self._dataset.attrs["crc32"] = np.uint32(self._crc)
 
 
 def column(file: h5py.File, spec: schema.Column, threads: ThreadPoolExecutor) -> Column | TextColumn:

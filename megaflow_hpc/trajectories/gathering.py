@@ -1,24 +1,37 @@
-"""Gather: one self-contained ``RUN/trajectories.h5`` from the journals of a run.
+"""Gather: one self-contained ``RUN/trajectories.h5`` from the journals and shards of a run.
 
-The journals are read twice: once to decide the winners, once to copy them in commit order. The file is written under a
-temporary name in the same directory, made durable and published by rename, so a reader sees the old file or the new
-one, and a gather that was killed is simply run again. It may run while the campaign does.
+The winners are decided first, then copied in commit order: runs of rows that lie side by side in a shard as columns,
+single rows and what no shard holds from the journals. The file is published by rename, so a reader sees the old file or
+the new one, and a gather that was killed is simply run again. It may run while the campaign does.
+
+With ``rebuild`` the shards are not looked at. Either way makes the same file.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
-import secrets
-import socket
+import platform
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import h5py
 
 from megaflow_hpc import __version__
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.trajectories import fastzlib
 from megaflow_hpc.trajectories.hdf5 import recorded_sources
-from megaflow_hpc.trajectories.winners import Seals, fingerprint, index, seals_of
-from megaflow_hpc.trajectories.writer import TrajectoryWriter, fsync
+from megaflow_hpc.trajectories.publishing import published
+from megaflow_hpc.trajectories.shards import open_shard
+from megaflow_hpc.trajectories.winners import Entry, Index, Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.writer import TrajectoryWriter
+
+_RUN_ROWS = 16
+"""Rows side by side in a shard from which on copying columns is quicker than decoding records."""
 
 
 def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, rebuild: bool = False) -> Path:
@@ -27,7 +40,7 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     Args:
         run: the run directory.
         seals: (block, epoch) → (``<pod>.<start>``, bytes that count); by default what the ledger says.
-        rebuild: write it anew in any case.
+        rebuild: write it anew in any case, from the journals alone.
 
     Returns:
         The path of the file.
@@ -50,30 +63,88 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
             )
         if gone or (before == now and not rebuild):
             return run.trajectories
-    _write(run, seals, now)
+    _write(run, seals, now, rebuild)
     return run.trajectories
 
 
-def _write(run: RunDir, seals: Seals, sources: dict[str, Any]) -> None:
-    found = index(run, seals)
-    target = run.trajectories
-    temporary = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        writer = TrajectoryWriter(temporary, campaign_name(run), f"megaflow-hpc {__version__}", sources)
+def _write(run: RunDir, seals: Seals, sources: dict[str, Any], rebuild: bool) -> None:
+    found = index(run, seals, shards=not rebuild)
+    with published(run.trajectories) as temporary:
+        writer = TrajectoryWriter(
+            temporary, campaign_name(run), f"megaflow-hpc {__version__}", sources, _attributes(run)
+        )
         try:
-            for entry in found.winners:
-                writer.append(found.load(entry))
+            _copy(run, found, writer)
         except BaseException:
             writer.abandon()
             raise
         writer.close()
-        os.chmod(temporary, 0o600)
-        fsync(temporary)
-        os.replace(temporary, target)
-        fsync(target.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+
+def _copy(run: RunDir, found: Index, writer: TrajectoryWriter) -> None:
+    with ExitStack() as opened:
+        shard: tuple[str, h5py.File | None] = ("", None)
+        for first, last in _runs(found):
+            entry = found.winners[first]
+            if last - first < _RUN_ROWS or entry.shard_row < 0:
+                for other in found.winners[first:last]:
+                    writer.append(found.load(other))
+                continue
+            if shard[0] != entry.journal:
+                opened.close()
+                shard = (entry.journal, open_shard(run, run.journal / entry.journal))
+                if shard[1] is not None:
+                    opened.enter_context(shard[1])
+            if shard[1] is None:  # removed meanwhile
+                for other in found.winners[first:last]:
+                    writer.append(found.load(other))
+            else:
+                writer.extend(shard[1], entry.shard_row, entry.shard_row + last - first)
+
+
+def _runs(found: Index) -> Iterator[tuple[int, int]]:
+    """Winners ``[first, last)`` that lie side by side in one shard, or one that must be decoded."""
+    first = 0
+    winners = found.winners
+    while first < len(winners):
+        last = first + 1
+        if winners[first].shard_row >= 0 and winners[first].id not in found.losers:
+            while last < len(winners) and _follows(winners[last - 1], winners[last], found):
+                last += 1
+        yield first, last
+        first = last
+
+
+def _follows(one: Entry, other: Entry, found: Index) -> bool:
+    side_by_side = other.journal == one.journal and other.shard_row == one.shard_row + 1
+    return side_by_side and other.id not in found.losers
+
+
+def _attributes(run: RunDir) -> dict[str, str]:
+    """The campaign as resolved and the versions of what ran, so that a file says by itself how it came about."""
+    content = run.read_run() if run.run_json.exists() else {}
+    campaign = content.get("campaign")
+    versions: dict[str, Any] = {
+        "megaflow-hpc": __version__,
+        "python": platform.python_version(),
+        "hdf5": h5py.version.hdf5_version,
+    }
+    versions |= {name: importlib.metadata.version(name) for name in ("h5py", "numpy")}
+    versions["deflate"] = fastzlib.NAME
+    if content.get("version"):
+        versions["planned by megaflow-hpc"] = str(content["version"])
+    policies = content.get("policies")
+    if isinstance(policies, dict):
+        versions["models"] = {name: _model(policy) for name, policy in policies.items()}
+    return {
+        "config": json.dumps(campaign if isinstance(campaign, dict) else {}, sort_keys=True, default=str),
+        "versions": json.dumps(versions, sort_keys=True, default=str),
+    }
+
+
+def _model(policy: Any) -> Any:
+    model = policy.get("model") if isinstance(policy, dict) else None
+    return {key: model[key] for key in ("engine", "path") if key in model} if isinstance(model, dict) else None
 
 
 def campaign_name(run: RunDir) -> str:

@@ -11,6 +11,9 @@ The identity of a record is (rollout, epoch, attempt). Among the valid records o
 
 So a success once seen stays. The attempts listed in the valid records that lost are kept with the winner's.
 
+Records are found in the shards of finished parts of journals, where there are any, and else in the journals themselves:
+both say the same.
+
 *Commit order.* Within a journal, the order of appending. Journals are merged by the time each frame carries, made
 monotone per journal; the clocks of pods only decide the order of rows of different pods, never which rows exist.
 """
@@ -25,9 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.trajectories.frames import read_frame, read_frames, unpack_record
+from megaflow_hpc.trajectories.frames import Frame, read_frame, read_frames, unpack_record
+from megaflow_hpc.trajectories.journal import SUFFIX, base_of, owner_of
 from megaflow_hpc.types import Attempt, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -35,7 +41,6 @@ logger = logging.getLogger(__name__)
 Seals = Mapping[tuple[int, int], tuple[str, int]]
 """(block, epoch) → (``<pod>.<start>`` or the name of its journal file, bytes of it that count)."""
 
-SUFFIX = ".journal"
 _FINAL = ("completed", "truncated")
 
 
@@ -52,6 +57,8 @@ class Entry:
     journal: str
     """File name within ``RUN/journal``."""
     start: int
+    shard_row: int = -1
+    """Its row in the shard of the journal's file; -1 where there is none."""
 
     @property
     def rank(self) -> tuple[bool, int, int, int, str, int]:
@@ -84,19 +91,25 @@ class Index:
 
     def _read(self, entry: Entry) -> Trajectory:
         path = self.root / entry.journal
-        record = unpack_record(read_frame(path, entry.start).payload)
-        data = _trajectory_data(record)
-        try:
-            return checked(Trajectory.from_record({**data, "epoch": entry.epoch}))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            logger.warning(
-                "%s: record at byte %d (%s): %r; kept without its tokens", path, entry.start, entry.id, error
-            )
-            lost = ("sequences", "turns", "attempts", "artifacts")
-            scalars = {key: value for key, value in data.items() if key not in lost}
-            trajectory = Trajectory.from_record({**scalars, "epoch": entry.epoch})
-            trajectory.error = f"{trajectory.error}\n[tokens lost: the record is inconsistent: {error!r}]".lstrip()
-            return trajectory
+        return trajectory_of(read_frame(path, entry.start), entry.epoch, path)
+
+
+def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
+    """The trajectory of a record; without its tokens, and saying so, where these contradict one another."""
+    data: Mapping[str, Any] = {}
+    try:
+        data = _trajectory_data(unpack_record(frame.payload))
+        return checked(Trajectory.from_record({**data, "epoch": epoch}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        data = data or _head(frame.payload)["trajectory"]
+        logger.warning("%s: record at byte %d (%s): %r; kept without its tokens", path, frame.start, data["id"], error)
+        lost = ("sequences", "turns", "attempts", "artifacts")
+        scalars = {key: value for key, value in data.items() if key not in lost}
+        for name in ("task_id", "group_id", "policy", "agent"):
+            scalars.setdefault(name, "")
+        trajectory = Trajectory.from_record({**scalars, "epoch": epoch})
+        trajectory.error = f"{trajectory.error}\n[tokens lost: the record is inconsistent: {error!r}]".lstrip()
+        return trajectory
 
 
 def checked(trajectory: Trajectory) -> Trajectory:
@@ -141,16 +154,24 @@ def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
     }
 
 
-def index(run: RunDir, seals: Seals) -> Index:
+def index(run: RunDir, seals: Seals, shards: bool = True) -> Index:
     """Reads every journal once and decides. Damage is logged and skipped: the rest of the campaign stays readable.
+
+    Args:
+        run: the run directory.
+        seals: what voids records.
+        shards: whether shards are read in the place of their journals.
 
     Raises:
         ConfigError: a file in ``RUN/journal`` is no journal, or of a newer version.
     """
+    from megaflow_hpc.trajectories.shards import shard_entries  # reads HDF5, which following a journal does not need
+
     best: dict[str, Entry] = {}
     losers: dict[str, list[Entry]] = {}
     for path in journals(run):
-        for entry in _entries(path, seals):
+        found = shard_entries(run, path, seals) if shards else None
+        for entry in entries(path, seals)[0] if found is None else found:
             other = best.get(entry.id)
             if other is None:
                 best[entry.id] = entry
@@ -162,14 +183,25 @@ def index(run: RunDir, seals: Seals) -> Index:
     return Index(run.journal, winners, losers)
 
 
-def _entries(path: Path, seals: Seals) -> list[Entry]:
-    name = path.name
+def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[Entry], int]:
+    """The valid records of one journal file.
+
+    Args:
+        path: the file, a part of a journal.
+        seals: what voids records.
+        start: end of a record that was read before; what lies before it is left out.
+        limit: bytes of the file to look at.
+
+    Returns:
+        The entries in order, and the end of the last whole record (``start`` if there is none).
+    """
     found: list[Entry] = []
-    time_ns = 0
-    for frame in read_frames(path, tolerant=True):
+    base, end, time_ns = base_of(path), start, 0
+    for frame in read_frames(path, limit, tolerant=True, start=start):
+        end = frame.end
         time_ns = max(time_ns, frame.time_ns)
         try:
-            record = unpack_record(frame.payload)
+            record = _head(frame.payload)
             if record.get("kind") != "trajectory":
                 continue
             data = _trajectory_data(record)
@@ -180,13 +212,45 @@ def _entries(path: Path, seals: Seals) -> list[Entry]:
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("%s: record at byte %d is no trajectory (%r); skipped", path, frame.start, error)
             continue
-        sealed = seals.get((block, epoch))
-        if sealed is not None:
-            owner, length = sealed
-            if owner.removesuffix(SUFFIX) != name.removesuffix(SUFFIX) or frame.end > length:
+        if counts(seals, block, epoch, path.name, base + frame.end):
+            found.append(Entry(rollout, status, epoch, attempt, time_ns, path.name, frame.start))
+    return found, end
+
+
+def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool:
+    """Whether no seal voids a record of ``journal`` that ends at the logical offset ``end``."""
+    sealed = seals.get((block, epoch))
+    return sealed is None or (owner_of(sealed[0]) == owner_of(journal) and end <= sealed[1])
+
+
+_WANTED = frozenset({"id", "status", "attempt", "epoch"})
+_HEAD_BYTES = 4096
+
+
+def _head(payload: bytes) -> dict[str, Any]:
+    """A record with only so much of its trajectory as decides; all of it where these do not come first."""
+    unpacker = msgpack.Unpacker(raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+    unpacker.feed(payload[:_HEAD_BYTES])
+    record: dict[str, Any] = {}
+    try:
+        for _ in range(unpacker.read_map_header()):
+            key = unpacker.unpack()
+            if key != "trajectory":
+                record[key] = unpacker.unpack()
                 continue
-        found.append(Entry(rollout, status, epoch, attempt, time_ns, name, frame.start))
-    return found
+            data: dict[str, Any] = {}
+            for _ in range(unpacker.read_map_header()):
+                name = unpacker.unpack()
+                if name in _WANTED:
+                    data[name] = unpacker.unpack()
+                else:
+                    unpacker.skip()
+                if len(data) == len(_WANTED) and {"kind", "epoch", "block"} <= record.keys():
+                    return {**record, "trajectory": data}
+            break
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        pass
+    return unpack_record(payload)
 
 
 def _trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:

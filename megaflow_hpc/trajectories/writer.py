@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections.abc import Mapping
 from itertools import accumulate
@@ -304,15 +303,6 @@ def _array(dtype: str, values: list[Any]) -> np.ndarray[Any, Any]:
         known = {value: clean(value).encode() for value in set(values)}
         return np.array([known[value] for value in values], dtype="S")
     return np.array(values, dtype=dtype)
-
-
-def fsync(path: Path) -> None:
-    """Makes a file or directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _view(values: array[Any], dtype: Any) -> np.ndarray[Any, Any]:
