@@ -26,6 +26,7 @@ from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
+from megaflow_hpc.trajectories.sharding import ShardMaker
 from megaflow_hpc.trajectories.winners import index
 
 
@@ -60,7 +61,8 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
     who = identity()
     ledger = Ledger(run, who)
     directory = os.environ.get("MEGAFLOW_POD_DIR")
-    journal = JournalWriter(run.journal_file(who.pod, who.start))
+    shards = ShardMaker(run)
+    journal = JournalWriter(run.journal_file(who.pod, who.start), on_rotate=shards.add)
     pod = Pod(
         run=run,
         comm=comm,
@@ -84,6 +86,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
     )
     state = Master(pod).run()
     journal.close()
+    shards.close()
     if directory:
         write_atomic(Path(directory) / "state", state)
     return state

@@ -250,6 +250,7 @@ class Master:
         trajectory.attempts = self._attempts.pop(trajectory.id)
         trajectory.epoch = work.epoch
         trajectory.job_id = self.pod.job_id
+        trajectory.rank = rank
         self.pod.journal.append(
             {"kind": "trajectory", "epoch": work.epoch, "block": work.block, "trajectory": trajectory.to_record()}
         )

@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megaflow_hpc.agents import create
@@ -132,27 +133,41 @@ def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
     trajectory.status, trajectory.error_kind, trajectory.error = "failed", kind, error
 
 
+@contextmanager
+def _timed(trajectory: Trajectory, name: str) -> Iterator[None]:
+    """Adds the seconds of its body to one of the trajectory's timings."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        setattr(trajectory, name, (getattr(trajectory, name) or 0.0) + time.monotonic() - began)
+
+
 async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory) -> None:
     policy = services.policies[rollout.policy]
     try:
-        sandbox = await services.provider.start(sandbox_spec(services, task))
+        with _timed(trajectory, "setup_s"):
+            sandbox = await services.provider.start(sandbox_spec(services, task))
     except OSError as error:
         raise SandboxError(f"no sandbox could be made: {error}") from error
     try:
-        await prepare(task, sandbox)
+        with _timed(trajectory, "setup_s"):
+            await prepare(task, sandbox)
         verdicts: list[StepVerdict] = []
         steps = steps_of(task)
         for step in steps:
             if step.user != sandbox.spec.user:
                 await sandbox.restart(replace(sandbox.spec, user=step.user))
             await begin_step(step, sandbox)
-            result, recording = await _run_agent(services, rollout, step, policy, sandbox)
+            with _timed(trajectory, "agent_s"):
+                result, recording = await _run_agent(services, rollout, step, policy, sandbox)
             _add(trajectory, result, recording)
             if result.exit_code in KILLED:
                 await asyncio.sleep(SETTLE_S)
             await sandbox.kill_processes()
             await _keep_patch(trajectory, step, sandbox)
-            verdict = await verify(step, sandbox, court(services), stay=step is not steps[-1])
+            with _timed(trajectory, "verify_s"):
+                verdict = await verify(step, sandbox, court(services), stay=step is not steps[-1])
             verdicts.append(StepVerdict(name_of(step), verdict))
             if not goes_on(step, verdict):
                 break
