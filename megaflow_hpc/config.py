@@ -112,6 +112,23 @@ class ModelConfig(Section):
         return self
 
 
+class SandboxLimits(Section):
+    """What one sandbox may use where its task does not say. MB are 10^6 bytes."""
+
+    memory_mb: int | None = Field(None, ge=1)
+    """Memory of all its processes, and its files in memory."""
+    cpus: float | None = Field(None, gt=0)
+    """Processors; a fraction counts as a whole one."""
+    disk_mb: int | None = Field(None, ge=1)
+    """What it writes on scratch."""
+    processes: int | None = Field(None, ge=16)
+    """Processes and threads. Default 512."""
+    cpu_s: float | None = Field(None, gt=0)
+    """CPU seconds; agent and verifier apart."""
+    wall_s: float | None = Field(None, gt=0)
+    """Seconds from its start; agent and verifier apart."""
+
+
 class EnvironmentConfig(Section):
     """The sandboxes."""
 
@@ -121,6 +138,8 @@ class EnvironmentConfig(Section):
     """``none``, ``gateway`` (only the model answers) or ``host``."""
     images: dict[str, str] = {}
     """Image name in the tasks → SIF file, definition file, directory or ``docker://``."""
+    limits: SandboxLimits = SandboxLimits()
+    """What one sandbox may use where its task does not say."""
     verification: Literal["shared", "fresh"] = "shared"
     """``shared``: tests run in the agent's sandbox; ``fresh``: in the image with the agent's work directory alone."""
 
@@ -191,6 +210,17 @@ class SlurmConfig(Section):
         return value.splitlines() if isinstance(value, str) else value
 
 
+class SchedulingConfig(Section):
+    """Which rollout starts next, and where."""
+
+    order: Literal["fifo", "longest", "fair"] = "fifo"
+    """As planned; longest expected first; or the policy that was given the least."""
+    weights: dict[str, float] = {}
+    """Of policies, for ``fair``; 1 where not named."""
+    pack: tuple[Literal["cpus", "memory"], ...] = ()
+    """What a task asks for that a rank must have free beside a slot."""
+
+
 class LimitsConfig(Section):
     """When a campaign stops by itself."""
 
@@ -221,6 +251,7 @@ class CampaignConfig(Section):
     """Several, by policy."""
     environment: EnvironmentConfig = EnvironmentConfig()
     slurm: SlurmConfig = SlurmConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
     limits: LimitsConfig = LimitsConfig()
 
     @field_validator("name")

@@ -22,6 +22,7 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.master import Master, Pod
+from megaflow_hpc.pod.walltime import Walltime
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir, write_atomic
@@ -54,6 +55,14 @@ def slots_per_rank(content: dict[str, Any]) -> int:
     return int(pods["slots_per_rank"] or pods["cpus_per_rank"] or os.environ.get("SLURM_CPUS_PER_TASK") or 2)
 
 
+def room_per_rank(content: dict[str, Any]) -> tuple[float | None, int | None]:
+    """Cpus and MB of memory of a rank, where the campaign file says them."""
+    pods = content["campaign"]["slurm"]["pods"]
+    cpus, memory_gb = pods["cpus_per_rank"], pods["mem_gb"]
+    ranks = pods["ranks_per_node"] or 1
+    return cpus, None if memory_gb is None else int(memory_gb * 1000 / ranks)
+
+
 def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
     """Rank 0 from first claim to last word."""
     content = run.read_run()
@@ -83,6 +92,9 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         drain_file=Path(directory) / "drain" if directory else None,
         failure_limit=content["campaign"]["limits"]["failures"],
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
+        scheduling=content["campaign"].get("scheduling", {}),
+        room=room_per_rank(content),
+        walltime=Walltime.of(),
     )
     state = Master(pod).run()
     journal.close()

@@ -7,22 +7,23 @@ touches the run directory.
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.pod.comm import Backoff, Comm
+from megaflow_hpc.pod.endpoints import Endpoints
+from megaflow_hpc.pod.estimates import Estimates
 from megaflow_hpc.pod.events import Events
-from megaflow_hpc.pod.scheduler import RETRIES, Scheduler, Work
+from megaflow_hpc.pod.scheduler import RETRIES, Demand, Scheduler, Work
+from megaflow_hpc.pod.walltime import Walltime
 from megaflow_hpc.pod.wire import Message
 from megaflow_hpc.process import node_name
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.types import Attempt, Trajectory
+from megaflow_hpc.types import Attempt, Rollout, Trajectory
 
 TICK_S = 1.0
 """How often the drain file, leases and heartbeats are looked at."""
@@ -38,6 +39,8 @@ DRAIN_S = 25.0
 of the batch script."""
 DRAIN_NOW_S = 4.0
 """The same when Slurm is about to kill the step (preempted or cancelled)."""
+SURELY = 0.9
+"""Quantile of a rollout's expected duration that must fit before the walltime."""
 STUCK_S = 120.0
 """How long a journal may refuse to be written before the pod gives up and is started anew."""
 
@@ -75,12 +78,11 @@ class Pod:
     drain_file: Path | None = None
     failure_limit: int | None = None
     job_id: str = ""
-
-
-def _essence(endpoints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What of the endpoint files a gateway must hear of; a heartbeat is nothing new."""
-    keys = ("url", "started_at", "weight_version", "cause", "hopeless")
-    return {name: tuple(endpoint.get(key) for key in keys) for name, endpoint in endpoints.items()}
+    scheduling: Mapping[str, Any] = field(default_factory=dict)
+    """``order``, ``weights``, ``pack`` of the campaign file."""
+    room: tuple[float | None, int | None] = (None, None)
+    """Cpus and MB of memory that a worker rank has, where they are known."""
+    walltime: Walltime = field(default_factory=Walltime)
 
 
 class Master:
@@ -88,13 +90,18 @@ class Master:
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
-        self.scheduler = Scheduler()
+        self._estimates = Estimates()
+        self.scheduler = Scheduler(
+            pod.scheduling.get("order", "fifo"),
+            pod.scheduling.get("weights"),
+            lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
+        )
         self._held: dict[int, _Held] = {}
         self._attempts: dict[str, list[Attempt]] = {}
         self._heard: dict[int, float] = {}
         self._awaited = set(range(1, pod.comm.size)) if pod.comm.size > 1 else set()
         self.scheduler.waiting = set(pod.servers)
-        self._endpoints: dict[str, Any] = {}
+        self._endpoints = Endpoints(pod.run, pod.servers)
         self._unacknowledged: list[tuple[Trajectory, int]] = []
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
@@ -142,10 +149,13 @@ class Master:
             if not self._held and self.pod.ledger.finished:
                 return "done"
             return "paused" if self._paused else "drained"
-        if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not self._dry:
+        claimed_all = self._dry or self.scheduler.too_long
+        if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not claimed_all:
             return None
         if self.pod.ledger.unsettled and not self._held:
             return None  # whoever holds the rest may be dead: stay until that is known
+        if self.scheduler.too_long:
+            self._drain("what is left is not expected to end before the walltime")
         return "drained" if self._held else "done"
 
     @property
@@ -182,10 +192,12 @@ class Master:
 
     def _on_ready(self, rank: int, message: Message) -> None:
         self._awaited.discard(rank)
-        self.scheduler.join(rank, int(message["slots"]))
+        self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
+        for work in self.scheduler.impossible():
+            self._refuse(work)
         self.pod.events.write("worker", rank=rank, state="ready", slots=message["slots"], node=message["node"])
-        if self._endpoints:
-            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": list(self._endpoints.values())})
+        if self._endpoints.all:
+            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._lose(rank, str(message.get("why", "it left")))
@@ -200,24 +212,27 @@ class Master:
         self._awaited.discard(rank)
         lost = self.scheduler.leave(rank)
         self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=len(lost))
-        now = time.time()
         for work in lost:
-            trajectory = Trajectory(
-                id=work.rollout.id,
-                task_id=work.rollout.task_id,
-                group_id=work.rollout.group_id,
-                policy=work.rollout.policy,
-                agent=work.rollout.agent,
-                sample_index=work.rollout.sample_index,
-                status="failed",
-                error_kind="node",
-                error=f"worker rank {rank} was lost: {why}",
-                attempt=work.attempt,
-                job_id=self.pod.job_id,
-                started_at=now,
-                finished_at=now,
-            )
-            self._settle(work, trajectory, rank)
+            self._settle(work, self._unrun(work, "node", f"worker rank {rank} was lost: {why}"), rank)
+
+    def _unrun(self, work: Work, kind: str, error: str) -> Trajectory:
+        """The trajectory of an attempt of which nothing came back."""
+        now = time.time()
+        return Trajectory(
+            id=work.rollout.id,
+            task_id=work.rollout.task_id,
+            group_id=work.rollout.group_id,
+            policy=work.rollout.policy,
+            agent=work.rollout.agent,
+            sample_index=work.rollout.sample_index,
+            status="failed",
+            error_kind=kind,
+            error=error,
+            attempt=work.attempt,
+            job_id=self.pod.job_id,
+            started_at=now,
+            finished_at=now,
+        )
 
     # --- results ---
 
@@ -247,6 +262,9 @@ class Master:
         if trajectory.status == "failed" and self.scheduler.retry(work, kind, rank):
             self.pod.events.write("attempt", id=trajectory.id, attempt=work.attempt, kind=kind, error=trajectory.error)
             return
+        if trajectory.status in ("completed", "truncated"):
+            seconds = trajectory.finished_at - trajectory.started_at
+            self._estimates.observe(trajectory.task_id, trajectory.policy, seconds)
         trajectory.attempts = self._attempts.pop(trajectory.id)
         trajectory.epoch = work.epoch
         trajectory.job_id = self.pod.job_id
@@ -306,7 +324,8 @@ class Master:
             return False
         self._claim()
         started = False
-        while (next_ := self.scheduler.next()) is not None:
+        walltime = self.pod.walltime
+        while (next_ := self.scheduler.next(walltime.remaining_s, walltime.whole_s)) is not None:
             rank, work = next_
             rollout = work.rollout
             start = {
@@ -322,7 +341,7 @@ class Master:
     def _claim(self) -> None:
         """Holds enough blocks to fill the slots; looks again every few seconds while others hold the rest."""
         while self.scheduler.queued < max(1, self.scheduler.slots - self.scheduler.running):
-            if not self.scheduler.slots or not self.pod.ledger.may_commit:
+            if not self.scheduler.slots or not self.pod.ledger.may_commit or self.scheduler.too_long:
                 return
             if self._dry and not self._due("claim", LISTING_S):
                 return
@@ -343,7 +362,32 @@ class Master:
             self.pod.events.write("claim", block=claim.block, epoch=claim.epoch, state="claimed", rollouts=len(todo))
             if not todo:
                 self._finish_block(claim.block)
-            self.scheduler.add(Work(rollout, claim.block, claim.epoch) for rollout in todo)
+            self.scheduler.add(self._work(rollout, claim) for rollout in todo)
+            for work in self.scheduler.impossible():
+                self._refuse(work)
+
+    def _work(self, rollout: Rollout, claim: Claim) -> Work:
+        pack, limits = self.pod.scheduling.get("pack", ()), self.pod.tasks[rollout.task_id].get("limits", {})
+        return Work(
+            rollout,
+            claim.block,
+            claim.epoch,
+            expected_s=self._estimates.expect(rollout.task_id, rollout.policy) or 0.0,
+            demand=Demand(
+                float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
+                int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
+            ),
+            share=rollout.policy,
+        )
+
+    def _refuse(self, work: Work) -> None:
+        """No worker could ever hold it: final, and said."""
+        cpus, memory = self.pod.room
+        self._settle(
+            work,
+            self._unrun(work, "user", f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"),
+            -1,
+        )
 
     def _tick(self, elapsed: float) -> None:
         pod, now = self.pod, time.monotonic()
@@ -369,24 +413,12 @@ class Master:
                 self.pod.comm.send(rank, {"op": "beat"})
 
     def _list_endpoints(self) -> None:
-        found: dict[str, Any] = {}
-        for path in sorted(self.pod.run.endpoints.glob("*.json")):
-            try:
-                found[path.name] = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue  # just withdrawn, or being replaced
-        failed = Counter(endpoint["policy"] for endpoint in found.values() if not endpoint.get("url"))
-        for endpoint in found.values():
-            if failed[endpoint["policy"]] == self.pod.servers.get(endpoint["policy"]):
-                endpoint["hopeless"] = True  # all that were asked for have given up: nobody need wait long
-        answered = {e["policy"] for e in found.values() if e.get("url") or e.get("hopeless")}
-        self.scheduler.waiting = {policy for policy in self.pod.servers if policy not in answered}
-        if _essence(found) == _essence(self._endpoints):
-            return
-        self._endpoints = found
-        self.pod.events.write("endpoints", servers=sorted(found))
-        for rank in self.scheduler.workers:
-            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": list(found.values())})
+        changed = self._endpoints.refresh()
+        self.scheduler.waiting = self._endpoints.unanswered
+        if changed:
+            self.pod.events.write("endpoints", servers=self._endpoints.names)
+            for rank in self.scheduler.workers:
+                self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
 
     # --- the end ---
 

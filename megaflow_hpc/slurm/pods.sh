@@ -10,6 +10,10 @@ export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 trap 'rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
+# When the walltime ends, in seconds UTC, so that rank 0 starts nothing that cannot finish. Older Slurms must be asked.
+MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)" +%s 2>/dev/null)}"
+export MEGAFLOW_END
+
 # USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
 ours=yes
 trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2

@@ -1,11 +1,11 @@
-"""The scheduler: FIFO, bounded retries, no slot idle while work fits, no rollout lost."""
+"""The scheduler: its orders, bounded retries, packing, no slot idle while work fits, no rollout lost or starved."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.pod.scheduler import RETRIES, Scheduler, Work
+from megaflow_hpc.pod.scheduler import OVERTAKEN, RETRIES, Demand, Scheduler, Work
 from megaflow_hpc.types import Rollout
 
 
@@ -109,3 +109,131 @@ def test_every_rollout_is_accounted_for_and_no_slot_idles(data: st.DataObject) -
         assert scheduler.running <= sum(slots.values())
     assert len(done) == len(set(done))
     assert len(done) + scheduler.running + scheduler.queued == len(added)
+
+
+def one(name: str, policy: str = "p", **fields: object) -> Work:
+    return Work(Rollout(name, policy, 0, "a"), block=0, epoch=0, **fields)  # type: ignore[arg-type]
+
+
+def test_longest_expected_first_and_retries_before_all() -> None:
+    scheduler = Scheduler("longest")
+    scheduler.join(1, 1)
+    scheduler.add(
+        [one("short", expected_s=1.0), one("long", expected_s=100.0), one("unknown"), one("mid", expected_s=9)]
+    )
+    order = []
+    while (next_ := scheduler.next()) is not None:
+        scheduler.finish(next_[0], next_[1].rollout.id)
+        order.append(next_[1].rollout.task_id)
+        if order == ["long"]:
+            assert scheduler.retry(next_[1], "node", 1)
+    assert order == ["long", "long", "mid", "short", "unknown"]
+
+
+def test_fair_shares_follow_the_weights_in_expected_seconds() -> None:
+    scheduler = Scheduler("fair", weights={"a": 3.0})
+    scheduler.join(1, 1)
+    scheduler.add(one(f"a{n}", share="a", expected_s=10.0) for n in range(300))
+    scheduler.add(one(f"b{n}", share="b", expected_s=40.0) for n in range(300))
+    given = {"a": 0.0, "b": 0.0}
+    for _ in range(200):
+        rank, item = scheduler.next() or (0, one(""))
+        given[item.share] += item.expected_s
+        scheduler.finish(rank, item.rollout.id)
+    assert 2.5 < given["a"] / given["b"] < 3.5
+
+
+def test_a_share_that_joins_late_does_not_take_every_slot_to_catch_up() -> None:
+    scheduler = Scheduler("fair")
+    scheduler.join(1, 1)
+    scheduler.add(one(f"a{n}", share="a") for n in range(200))
+    for _ in range(100):
+        rank, item = scheduler.next() or (0, one(""))
+        scheduler.finish(rank, item.rollout.id)
+    scheduler.add(one(f"b{n}", share="b") for n in range(200))
+    started = []
+    for _ in range(20):
+        rank, item = scheduler.next() or (0, one(""))
+        scheduler.finish(rank, item.rollout.id)
+        started.append(item.share)
+    assert 8 <= started.count("b") <= 12
+
+
+def test_what_cannot_end_in_time_is_put_aside_and_given_back() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 4)
+    scheduler.add([one("long", expected_s=500.0), one("short", expected_s=50.0), one("unknown")])
+    names = []
+    while (next_ := scheduler.next(remaining_s=100.0)) is not None:
+        names.append(next_[1].rollout.task_id)
+    assert names == ["short", "unknown"]
+    assert (scheduler.too_long, scheduler.queued) == (1, 0)
+    assert [item.rollout.task_id for item in scheduler.clear()] == ["long"]
+
+
+def test_what_no_pod_would_have_time_for_is_started_all_the_same() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 1)
+    scheduler.add([one("endless", expected_s=5000.0)])
+    assert scheduler.next(remaining_s=100.0, whole_s=3600.0) is not None
+
+
+def test_cpus_and_memory_are_never_exceeded_and_what_fits_nowhere_is_named() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 8, cpus=4, memory_mb=1000)
+    scheduler.add(one(f"m{n}", demand=Demand(1.0, 400)) for n in range(5))
+    scheduler.add([one("giant", demand=Demand(1.0, 5000))])
+    assert len(start_all(scheduler)) == 2
+    assert [item.rollout.task_id for item in scheduler.impossible()] == ["giant"]
+    scheduler.add([one("free")])
+    assert start_all(scheduler) == [(1, "free")]
+
+
+def test_a_large_rollout_is_overtaken_only_so_often() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 2, cpus=2)
+    scheduler.add([one("first", demand=Demand(cpus=1))])
+    scheduler.next()
+    scheduler.add([one("large", demand=Demand(cpus=2))])
+    scheduler.add(one(f"small{n}", demand=Demand(cpus=1)) for n in range(5 * OVERTAKEN))
+    last, started = "first", 0
+    while True:
+        next_ = scheduler.next()
+        if next_ is None:
+            scheduler.finish(1, f"{last}/p/0")
+            continue
+        name, started = next_[1].rollout.task_id, started + 1
+        if name == "large":
+            break
+        scheduler.finish(1, f"{last}/p/0")
+        last = name
+    assert started <= OVERTAKEN + 2
+
+
+@given(st.data())
+def test_with_demands_limits_hold_and_all_work_ends(data: st.DataObject) -> None:
+    order = data.draw(st.sampled_from(["fifo", "longest", "fair"]))
+    scheduler = Scheduler(order)
+    rooms = {rank: (data.draw(st.integers(1, 4)), data.draw(st.integers(2, 8))) for rank in (1, 2)}
+    for rank, (slots, cpus) in rooms.items():
+        scheduler.join(rank, slots, cpus=cpus)
+    items = [
+        one(f"t{n}", share=data.draw(st.sampled_from("xy")), demand=Demand(cpus=data.draw(st.integers(0, 2))),
+            expected_s=data.draw(st.integers(0, 9)))
+        for n in range(data.draw(st.integers(1, 30)))
+    ]  # fmt: skip
+    scheduler.add(items)
+    ended = []
+    while len(ended) < len(items):
+        start_all(scheduler)
+        for rank, (slots, cpus) in rooms.items():
+            running = scheduler.running_on(rank).values()
+            assert len(running) <= slots
+            assert sum(item.demand.cpus for item in running) <= cpus
+        choices = [(rank, i) for rank in rooms for i in scheduler.running_on(rank)]
+        assert choices, "no slot may stay empty while work fits an empty worker"
+        rank, rollout_id = data.draw(st.sampled_from(choices))
+        assert scheduler.finish(rank, rollout_id) is not None
+        ended.append(rollout_id)
+    assert sorted(ended) == sorted(item.rollout.id for item in items)
+    assert (scheduler.queued, scheduler.running) == (0, 0)
