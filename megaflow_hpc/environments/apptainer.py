@@ -100,9 +100,18 @@ def last_line(output: str) -> str:
 
 
 def build(
-    apptainer: str, target: Path, source: str, *options: str, cwd: Path | None = None, timeout_s: float = 3600
+    apptainer: str,
+    target: Path,
+    source: str,
+    *options: str,
+    cwd: Path | None = None,
+    temporary: Path | None = None,
+    timeout_s: float = 3600,
 ) -> None:
     """``apptainer build``: ``source`` is a definition file, an image or a ``docker://`` address.
+
+    Args:
+        temporary: where the image is assembled; default ``TMPDIR``.
 
     Raises:
         SiteError: with Apptainer's own last lines; nothing is left at ``target``.
@@ -112,7 +121,7 @@ def build(
         done = subprocess.run(
             argv,
             cwd=cwd,
-            env=clean_environment(proxies=True),
+            env=clean_environment(temporary, proxies=True),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
