@@ -64,6 +64,7 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
 
     Where the image is no directory (``rootfs``), every file of these names counts as one of the image's.
     """
+    _open(upper)
     changed = [name for name in RUNTIME if forget(upper, name)]
     if forget(upper, PRELOAD):
         changed.append(PRELOAD)
@@ -81,12 +82,25 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
     return changed
 
 
+def mend(upper: Path, rootfs: Path, workdir: str | None) -> None:
+    """Makes a container start again, whatever the last one did: its shell, its directories, its work directory."""
+    restore_programs(upper, rootfs)
+    place = upper
+    for part in PurePosixPath((workdir or "/").strip("/")).parts:
+        place /= part
+        if os.path.lexists(place) and not _is_directory(place):
+            _remove(place)
+        elif _is_directory(place):
+            _open(place)
+
+
 def keep_only(upper: Path, aside: Path, paths: Iterable[str]) -> list[str]:
     """Sets the whole layer aside and takes back only what it has at ``paths``; returns those taken.
 
-    Moved, not copied: deletions (overlay's whiteouts) and times stay as they are. A path of which a parent is no real
-    directory in the layer is not taken: the agent made it lead elsewhere.
+    Moved, not copied: deletions (overlay's whiteouts) and times stay as they are. A link is not taken, nor
+    what lies behind one: the agent made it lead elsewhere.
     """
+    _open(upper)
     os.rename(upper, aside)
     upper.mkdir(mode=0o755)
     taken: list[str] = []
@@ -118,7 +132,7 @@ def _move(source: Path, target: Path, parts: Sequence[str]) -> bool:
         there.mkdir(exist_ok=True)
         os.chmod(there, stat.S_IMODE(os.lstat(here).st_mode) | 0o700)
     here, there = here / parts[-1], there / parts[-1]
-    if not os.path.lexists(here):
+    if not os.path.lexists(here) or here.is_symlink():
         return False
     os.rename(here, there)
     return True
@@ -167,6 +181,10 @@ def _show_through(directory: Path) -> None:
             os.removexattr(directory, name, follow_symlinks=False)
         except OSError:
             pass
+    _open(directory)
+
+
+def _open(directory: Path) -> None:
     mode = stat.S_IMODE(os.lstat(directory).st_mode)
     if mode & 0o700 != 0o700:
         os.chmod(directory, mode | 0o700)

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv
+from megaflow_hpc.environments import layer
+from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv, namespace_root
 from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
 from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
@@ -119,29 +120,21 @@ class ApptainerSandbox:
         control = os.path.join(self.directory, f"control-{self._containers}")
         self._containers += 1
         container = Container(control, on_started=self._record_owner)
-        container.prepare(self.spec.env, self.spec.as_root)
+        container.prepare(self.spec.env, self.spec.as_root, self.spec.workdir)
         runner = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
         argv = exec_argv(self._apptainer, self.spec, self._rootfs, overlay=self._layer, control=control, command=runner)
         try:
-            await container.start(argv, temporary=os.path.join(self.directory, "tmp"), timeout_s=self._start_timeout_s)
+            await container.start(
+                argv,
+                temporary=os.path.join(self.directory, "tmp"),
+                timeout_s=self._start_timeout_s,
+                prefix=namespace_root(self.spec),
+            )
         except SandboxError as error:
             raise SandboxError(f"{self.spec.image}: {error}") from error
         self._container = container
         if container.init is not None:
             self._watch.attach(container.init)
-        if self.spec.workdir:
-            made = await container.commands.run(
-                ["mkdir", "-p", self.spec.workdir],
-                cwd="/",
-                env=None,
-                user_input=None,
-                timeout_s=self._start_timeout_s,
-                limit=self._output_limit,
-            )
-            if made.exit_code:
-                raise SandboxError(
-                    f"{self.spec.image}: workdir {self.spec.workdir} cannot be made: {made.stderr.strip()}"
-                )
 
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
         """In the watchdog's thread; what it says is heard before the end of what it kills."""
@@ -186,6 +179,15 @@ class ApptainerSandbox:
                 self.spec = replace(spec, image=self.spec.image)
                 self.workdir = self.spec.workdir or "/"
             self._renew()
+            await self._start_again()
+
+    async def _start_again(self) -> None:
+        """If no container starts in what was left of the sandbox, what one needs is taken from the image again."""
+        try:
+            await self._start_container()
+        except SandboxError:
+            await self._drop_container()
+            await asyncio.to_thread(layer.mend, Path(self._layer, "upper"), Path(self._rootfs), self.spec.workdir)
             await self._start_container()
 
     async def reset(self) -> None:
@@ -239,7 +241,7 @@ class ApptainerSandbox:
         async with self._changing:
             if self._running() is container:
                 await self._drop_container()
-                await self._start_container()
+                await self._start_again()
             return self._running()
 
     def _running(self) -> Container:
