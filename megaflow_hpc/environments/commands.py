@@ -1,7 +1,8 @@
 """The commands under way in one container: how they are handed over, read, timed and ended.
 
-A command costs one small file, two opens, one write and one line back. Its standard output and error are read here as
-they come, so what a command prints is bounded in memory, and nothing of it touches a disk.
+A command costs one line into the FIFO of a worker, whose child waits for it already, and one line back. It prints into
+two FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it
+prints, so its output is bounded in memory and touches no disk.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from megaflow_hpc.environments.apptainer import CONTROL_DIR
-from megaflow_hpc.environments.fragments import MARKER, command_text
+from megaflow_hpc.environments.fragments import MARKER, command_text, one_line
 from megaflow_hpc.environments.processes import kill_marked
 from megaflow_hpc.environments.streams import CappedBuffer, StreamPair, read_available
 from megaflow_hpc.errors import SandboxError
@@ -20,10 +22,19 @@ from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Commands at once in one sandbox; more wait. Each worker is a small shell that stays."""
+"""Commands at once in one sandbox; more wait. Each worker is two small shells that stay."""
+
+FIRST_WORKERS = 2
+"""Started with the container: the next command finds a child waiting while the last worker forks its own."""
+
+_SHORT_S = 0.002
+"""Most commands of an agent's inner loop end sooner, and need no look at their output before."""
 
 KILL_GRACE_S = 10.0
 """From the kill of a command to its end. A process in uninterruptible sleep may need it."""
+
+_GONE_S = 1.0
+"""No process of a killed command is found for so long, and it has not ended: its worker was killed."""
 
 _LEFT_OVER_READS = 32
 """Reads per stream (64 KiB each) after a command's end: a process it left behind may print for ever."""
@@ -32,17 +43,28 @@ _LONGEST_ARGUMENT = 100_000
 """The kernel takes at most 128 KiB in one argument."""
 
 
+class _Worker:
+    """A worker of the runner, as its FIFO."""
+
+    def __init__(self, number: int, pipe: int) -> None:
+        self.number = number
+        self.pipe = pipe
+        self.command: _Command | None = None
+
+
 class _Command:
     """A command under way."""
 
-    def __init__(self, number: int, worker: int, pair: StreamPair, limit: int) -> None:
+    def __init__(self, number: int, worker: _Worker, pair: StreamPair, limit: int) -> None:
         self.number = number
         self.worker = worker
         self.pair = pair
         self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.files = [f"c{number}"]
+        self.files: list[str] = []
         self.breach = ""
+        self.listening: asyncio.TimerHandle | None = None
+        self.killing: asyncio.Task[None] | None = None
 
 
 def write_new(path: str, data: bytes) -> None:
@@ -63,38 +85,58 @@ class Commands:
         control: the control directory on the host.
         spawn: asks the runner for worker number K.
         why_ended: ``None`` while the container lives, else its last words.
+        give_up: ends the container, whose commands caused that; called with the reason.
     """
 
-    def __init__(self, control: str, spawn: Callable[[int], None], why_ended: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        control: str,
+        spawn: Callable[[int], None],
+        why_ended: Callable[[], str | None],
+        give_up: Callable[[str], None],
+    ) -> None:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1, as the host sees it; set once it is known."""
         self._spawn = spawn
         self._why_ended = why_ended
+        self._give_up = give_up
         self._number = 0
         self._commands: dict[int, _Command] = {}
-        self._idle_workers: list[int] = []
-        self._worker_pipes: list[int] = []
+        self._workers: list[_Worker] = []
+        self._idle: deque[_Worker] = deque()
         self._free_pairs: list[StreamPair] = []
         self._pairs: list[StreamPair] = []
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 
-    def add_worker(self, spawn: bool = False) -> int:
-        """Makes a worker's FIFO; ``spawn``: also asks for the worker, to be used at once."""
-        number = len(self._worker_pipes)
+    def prepare(self) -> None:
+        """Makes what the first commands need; the container's runner takes it up as it starts."""
+        for _ in range(FIRST_WORKERS):
+            self._idle.append(self._add_worker())
+            pair = self._add_pair()
+            pair.open()
+            self._free_pairs.append(pair)
+
+    def _add_worker(self) -> _Worker:
+        number = len(self._workers)
         path = os.path.join(self.control, f"w{number}")
         os.mkfifo(path, 0o600)
-        self._worker_pipes.append(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        if spawn:
-            self._spawn(number)
-        else:
-            self._idle_workers.append(number)
-        return number
+        worker = _Worker(number, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        self._workers.append(worker)
+        self._spawn(number)
+        return worker
 
-    def answered(self, number: int, status: int) -> None:
-        """The runner says that a command has ended."""
-        command = self._commands.get(number)
-        if command is not None:
+    def answered(self, worker: int, status: int | None) -> None:
+        """A worker says how its command has ended; ``None``: it could not start one, and is gone itself."""
+        if worker >= len(self._workers):
+            return
+        command = self._workers[worker].command
+        if status is None and command is None:
+            self._idle = deque(idle for idle in self._idle if idle.number != worker)
+        elif status is None and command is not None:
+            command.buffers[1].feed(b"[no process could be started: the sandbox is at its limit]\n")
+            self._finish(command, 2, dead=True)
+        elif status is not None and command is not None:
             self._finish(command, status)
 
     def everyone_killed(self, breach: str = "") -> None:
@@ -117,6 +159,8 @@ class Commands:
         """The container is gone: what ran raises :class:`SandboxError`."""
         for command in list(self._commands.values()):
             self._withdraw(command)
+            if command.listening is not None:
+                command.listening.cancel()
             if not command.done.done():
                 command.done.set_exception(SandboxError(why))
                 command.done.exception()
@@ -129,9 +173,9 @@ class Commands:
                 if descriptor >= 0:
                     loop.remove_reader(descriptor)
             pair.close()
-        for descriptor in self._worker_pipes:
-            os.close(descriptor)
-        self._worker_pipes = []
+        for worker in self._workers:
+            os.close(worker.pipe)
+        self._pairs, self._workers = [], []
 
     async def run(
         self,
@@ -149,21 +193,22 @@ class Commands:
         async with self._slots:
             self._check_alive()
             running = self._launch(command, cwd, env or {}, user_input, limit)
-            timed_out = False
+            timer = None
+            if timeout_s is not None:
+                left = max(0.0, timeout_s - (time.monotonic() - started))
+                timer = asyncio.get_running_loop().call_later(left, self._kill, running)
             try:
-                if timeout_s is None:
-                    status = await asyncio.shield(running.done)
-                else:
-                    await asyncio.wait((running.done,), timeout=max(0.0, timeout_s - (time.monotonic() - started)))
-                    if not running.done.done():
-                        timed_out = True
-                        await self._kill_command(running)
-                    status = await asyncio.shield(running.done)
+                status = await asyncio.shield(running.done)
+                if running.killing is not None:
+                    await asyncio.shield(running.killing)
             except asyncio.CancelledError:
-                if not running.done.done():
-                    await asyncio.shield(self._kill_command(running))
+                await asyncio.shield(self._kill(running))
                 raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
         out, err = running.buffers
+        timed_out = running.killing is not None
         return ExecResult(
             exit_code=124 if timed_out else status,
             stdout_bytes=out.value(),
@@ -178,49 +223,64 @@ class Commands:
         self, command: str | Sequence[str], cwd: str, env: Mapping[str, str], user_input: bytes | None, limit: int
     ) -> _Command:
         self._number += 1
-        pair = self._free_pairs.pop() if self._free_pairs else self._add_pair()
-        worker = self._idle_workers.pop() if self._idle_workers else self.add_worker(spawn=True)
-        running = _Command(self._number, worker, pair, limit)
+        pair = worker = running = None
         try:
-            self._write_files(running, command, cwd, env, user_input)
+            pair = self._free_pairs.pop() if self._free_pairs else self._add_pair()
+            worker = self._idle.popleft() if self._idle else self._add_worker()
+            running = _Command(self._number, worker, pair, limit)
+            line = self._line(running, command, cwd, env, user_input)
             pair.open()
+            os.write(worker.pipe, line)
         except BaseException as error:
-            self._remove_files(running)
-            pair.close()
-            self._free_pairs.append(pair)
-            self._idle_workers.append(worker)
+            if running is not None:
+                self._remove_files(running)
+            if pair is not None:
+                self._free_pairs.append(pair)
+            if worker is not None:
+                self._idle.append(worker)
             if isinstance(error, OSError):
                 raise SandboxError(
                     f"{self.control}: a command cannot be handed over ({error}); is scratch full?"
                 ) from error
             raise
-        loop = asyncio.get_running_loop()
-        for stream, descriptor in enumerate(pair.descriptors):
-            loop.add_reader(descriptor, self._read_output, running, stream)
-        self._commands[running.number] = running
-        os.write(self._worker_pipes[worker], b"%d\n" % running.number)
+        worker.command = self._commands[running.number] = running
+        running.listening = asyncio.get_running_loop().call_later(_SHORT_S, self._listen, running)
         return running
 
-    def _write_files(
+    def _line(
         self,
         running: _Command,
         command: str | Sequence[str],
         cwd: str,
         env: Mapping[str, str],
         user_input: bytes | None,
-    ) -> None:
-        number = running.number
+    ) -> bytes:
+        """What the waiting child reads: the command itself, or where it lies if it is long."""
         stdin = "/dev/null"
         if user_input:
-            stdin = f"{CONTROL_DIR}/i{number}"
-            running.files.append(f"i{number}")
-            write_new(os.path.join(self.control, f"i{number}"), user_input)
+            stdin = self._file(running, "i", user_input)
         if isinstance(command, str) and len(os.fsencode(command)) > _LONGEST_ARGUMENT:
-            running.files.append(f"s{number}")
-            write_new(os.path.join(self.control, f"s{number}"), command.encode("utf-8", "surrogateescape"))
-            command = ["/bin/sh", f"{CONTROL_DIR}/s{number}"]
-        text = command_text(number, command, cwd, env, stdin, running.pair.names)
-        write_new(os.path.join(self.control, f"c{number}"), text.encode("utf-8", "surrogateescape"))
+            command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
+        text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
+        line = one_line(text)
+        if line is None:
+            line = b". %s\n" % self._file(running, "c", text.encode("utf-8", "surrogateescape")).encode()
+        return line
+
+    def _file(self, running: _Command, kind: str, data: bytes) -> str:
+        """Lays a file into the control directory until the command has ended; its path inside."""
+        name = f"{kind}{running.number}"
+        running.files.append(name)
+        write_new(os.path.join(self.control, name), data)
+        return f"{CONTROL_DIR}/{name}"
+
+    def _listen(self, command: _Command) -> None:
+        """Reads from now on as the command prints."""
+        command.listening = None
+        loop = asyncio.get_running_loop()
+        for stream, descriptor in enumerate(command.pair.descriptors):
+            if descriptor >= 0:
+                loop.add_reader(descriptor, self._read_output, command, stream)
 
     def _read_output(self, command: _Command, stream: int) -> bool:
         """One read; ``True`` if there may be more. A closed end gives its reader up."""
@@ -234,25 +294,32 @@ class Commands:
             if command.number in self._commands:
                 command.buffers[stream].feed(data)
             return True
-        asyncio.get_running_loop().remove_reader(descriptor)
+        if command.listening is None:
+            asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
         command.pair.descriptors[stream] = -1
         if command.number not in self._commands:
             self._give_back(command.pair)
         return False
 
-    def _finish(self, command: _Command, status: int) -> None:
+    def _finish(self, command: _Command, status: int, dead: bool = False) -> None:
         for stream in (0, 1):
             for _ in range(_LEFT_OVER_READS):
                 if not self._read_output(command, stream):
                     break
+        listened = command.listening is None
+        if command.listening is not None:
+            command.listening.cancel()
         self._withdraw(command)
-        self._idle_workers.append(command.worker)
-        self._give_back(command.pair)
+        if not dead:
+            self._idle.append(command.worker)
+        if not self._give_back(command.pair) and not listened:
+            self._listen(command)  # somebody in the background holds them
         if not command.done.done():
             command.done.set_result(status)
 
     def _withdraw(self, command: _Command) -> None:
+        command.worker.command = None
         del self._commands[command.number]
         self._remove_files(command)
 
@@ -263,20 +330,38 @@ class Commands:
             except OSError:
                 pass
 
-    def _give_back(self, pair: StreamPair) -> None:
-        if all(descriptor < 0 for descriptor in pair.descriptors):
-            pair.descriptors = []
-            self._free_pairs.append(pair)
+    def _give_back(self, pair: StreamPair) -> bool:
+        """Opens a pair for its next command if nobody inside holds it any more."""
+        if any(descriptor >= 0 for descriptor in pair.descriptors):
+            return False
+        pair.descriptors = []
+        pair.open()
+        self._free_pairs.append(pair)
+        return True
+
+    def _kill(self, command: _Command) -> asyncio.Task[None]:
+        if command.killing is None:
+            command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
+        return command.killing
 
     async def _kill_command(self, command: _Command) -> None:
-        init = self.init
-        if init is not None:
-            marker = b"%s=%d" % (MARKER.encode(), command.number)
-            await asyncio.to_thread(kill_marked, init.pid, marker)
-        await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
-        if not command.done.done():  # not even SIGKILL ends it: the container goes
-            if init is not None:
-                init.kill()
+        """Kills what carries the command's mark until it has ended: a child that only just took it has no mark yet."""
+        if self.init is None:
+            return
+        marker = b"%s=%d" % (MARKER.encode(), command.number)
+        started = seen = time.monotonic()
+        while True:
+            ended = command.done.done()
+            now = time.monotonic()
+            if await asyncio.to_thread(kill_marked, self.init.pid, marker):
+                seen = now
+            if ended:
+                return
+            await asyncio.wait((command.done,), timeout=0.02)
+            if now - seen > _GONE_S or now - started > KILL_GRACE_S:
+                break
+        if not command.done.done():
+            self._give_up("a command could not be ended, so its sandbox was")
             await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
 
     # --- small parts --------------------------------------------------------------------------------------------

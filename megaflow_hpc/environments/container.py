@@ -4,9 +4,8 @@
 
     CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
       runner.sh  env    what PID 1 runs, and what it exports
-      w0 w1 …           FIFOs: command numbers for worker 0, 1, …
-      c17               command 17 as a shell fragment, removed when it is done
-      i17               its standard input, if it has any
+      w0 w1 …           FIFOs: a line of shell per command for worker 0, 1, …
+      i17  c17  s17     command 17's standard input, and what is too long for a line; removed when it is done
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
 
 Its commands are in commands.py. The container ends with its owner: the kernel kills it with the thread that started
@@ -19,12 +18,13 @@ import asyncio
 import os
 import subprocess
 import time
+import tty
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from megaflow_hpc.environments.apptainer import clean_environment, last_line
 from megaflow_hpc.environments.commands import KILL_GRACE_S, Commands, write_new
-from megaflow_hpc.environments.fragments import environment_text
+from megaflow_hpc.environments.fragments import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.processes import dies_with_parent, namespace_init
 from megaflow_hpc.environments.spec import check_variables
 from megaflow_hpc.environments.streams import read_available
@@ -32,6 +32,9 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.process import Identity
 
 _STDERR_KEPT = 16384
+_ONE_THREAD = {"GOMAXPROCS": "1", "GOGC": "off"}
+"""For Apptainer, which lives some 50 ms: less time in threads and garbage collection that it does not need."""
+
 ENDED_FROM_WITHIN = 86
 """Exit status of runner.sh when a command has killed every process but PID 1."""
 
@@ -45,7 +48,8 @@ class Container:
         """The container's PID 1, as the host sees it."""
         self._on_started = on_started
         self._process: subprocess.Popen[bytes] | None = None
-        self.commands = Commands(control, self._spawn, lambda: None if self.alive else self.last_words())
+        self._stderr_pipe = -1
+        self.commands = Commands(control, self._spawn, lambda: None if self.alive else self.last_words(), self._give_up)
         self._answer = b""
         self._stderr = bytearray()
         self._ready: asyncio.Future[None] | None = None
@@ -63,40 +67,49 @@ class Container:
 
     # --- life ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, env: Mapping[str, str], as_root: bool) -> None:
-        """Writes what PID 1 reads."""
+    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None) -> None:
+        """Writes what PID 1 reads; it makes ``workdir``."""
         check_variables(env)
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments").joinpath("runner.sh").read_bytes()
         write_new(os.path.join(self.control, "runner.sh"), runner)
-        text = environment_text(env, as_root).encode("utf-8", "surrogateescape")
+        text = environment_text(env, as_root, workdir).encode("utf-8", "surrogateescape")
         write_new(os.path.join(self.control, "env"), text)
 
-    async def start(self, argv: Sequence[str], *, temporary: str, timeout_s: float) -> None:
-        """Runs ``argv``, whose last words must be the runner, until it says that it is ready."""
+    async def start(self, argv: Sequence[str], *, temporary: str, timeout_s: float, prefix: Sequence[str] = ()) -> None:
+        """Runs ``argv``, whose last words must be the runner, until it says that it is ready.
+
+        Args:
+            prefix: words before it that change what it runs as, and with that its parent-death signal.
+        """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        self.commands.add_worker()
+        self._stderr_pipe, errors = _terminal()
         try:
             self._process = subprocess.Popen(
-                [*dies_with_parent(), *argv],
+                [*prefix, *dies_with_parent(), *argv],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=clean_environment(temporary),
+                stderr=errors,
+                env={**clean_environment(temporary), **_ONE_THREAD},
                 cwd="/",
                 start_new_session=True,
             )
         except OSError as error:
+            os.close(self._stderr_pipe)
             raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
+        finally:
+            os.close(errors)
         if (identity := Identity.of(self._process.pid)) and self._on_started:
             self._on_started(identity)
         assert self._process.stdout
-        assert self._process.stderr
-        for pipe, reader in ((self._process.stdout, self._read_answers), (self._process.stderr, self._read_stderr)):
-            os.set_blocking(pipe.fileno(), False)
-            loop.add_reader(pipe.fileno(), reader, pipe.fileno())
-        self._spawn(0)
+        for pipe, reader in (
+            (self._process.stdout.fileno(), self._read_answers),
+            (self._stderr_pipe, self._read_stderr),
+        ):
+            os.set_blocking(pipe, False)
+            loop.add_reader(pipe, reader, pipe)
+        self.commands.prepare()
         try:
             await asyncio.wait_for(self._ready, timeout_s)
         except TimeoutError:
@@ -153,10 +166,9 @@ class Container:
         assert process.stdout is not None
         loop.remove_reader(process.stdout.fileno())
         self._ended.set()
-        if process.stderr is not None:
-            while self._read_stderr(process.stderr.fileno()):
-                pass
-            loop.remove_reader(process.stderr.fileno())
+        while self._read_stderr(self._stderr_pipe):
+            pass
+        loop.remove_reader(self._stderr_pipe)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError(f"the container did not start: {self.last_words()}"))
         if self._killing:
@@ -178,6 +190,11 @@ class Container:
         """The container is about to be killed because the sandbox passed a limit: that is its commands' doing."""
         self._breach = breach
 
+    def _give_up(self, reason: str) -> None:
+        self.pays(reason)
+        if self.init is not None:
+            self.init.kill()
+
     async def check(self) -> None:
         """Raises :class:`SandboxError` if the container was ended from outside."""
         if self._judgement is not None:
@@ -188,12 +205,13 @@ class Container:
     def _release(self) -> None:
         process = self._process
         assert process is not None
-        for pipe in (process.stdin, process.stdout, process.stderr):
+        for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 try:
                     pipe.close()
                 except OSError:
                     pass
+        os.close(self._stderr_pipe)
         self.commands.close()
 
     # --- what the runner says -----------------------------------------------------------------------------------
@@ -208,15 +226,25 @@ class Container:
         *lines, self._answer = (self._answer + data).split(b"\n")
         self._answer = self._answer[-256:]
         for line in lines:
-            if line == b"ready" and self._ready is not None and not self._ready.done():
-                self._ready.set_result(None)
-                continue
             words = line.split()
-            if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
-                self.commands.answered(int(words[0]), int(words[1]))
+            if len(words) == 2 and words[0].isdigit():
+                if words[1].isdigit():
+                    self.commands.answered(int(words[0]), int(words[1]))
+                elif words[1] == b"dead":
+                    self.commands.answered(int(words[0]), None)
+            elif self._ready is not None and not self._ready.done():
+                if line == b"ready":
+                    self._ready.set_result(None)
+                elif line == NO_WORKDIR.encode():
+                    while self._read_stderr(self._stderr_pipe):
+                        pass
+                    self._ready.set_exception(SandboxError(f"its workdir cannot be made: {self.last_words()}"))
 
     def _read_stderr(self, descriptor: int) -> bool:
-        data = read_available(descriptor)
+        try:
+            data = read_available(descriptor)
+        except OSError:  # a terminal whose other end is closed everywhere
+            data = b""
         if data:
             self._stderr += data
             del self._stderr[:-_STDERR_KEPT]
@@ -232,3 +260,13 @@ class Container:
             os.write(self._process.stdin.fileno(), b"%d\n" % number)
         except BrokenPipeError:
             pass  # its end is seen, with its cause, on the status pipe
+
+
+def _terminal() -> tuple[int, int]:
+    """Our end and the container's of its standard error: a terminal, for runner.sh's job control, or a pipe."""
+    try:
+        ours, theirs = os.openpty()
+    except OSError:  # as many terminals as the node allows
+        return os.pipe()
+    tty.setraw(theirs)
+    return ours, theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
@@ -9,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 
+from megaflow_hpc.environments.apptainer import CONTROL_DIR
 from megaflow_hpc.process import Identity, stat_fields
 
 
@@ -67,8 +69,13 @@ def session(pid: int) -> int:
     return int(fields[3]) if fields else 0
 
 
+def group(pid: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[2]) if fields else 0
+
+
 def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
-    """SIGKILLs the processes below ``init`` whose environment holds ``marker``, and their whole sessions.
+    """SIGKILLs the processes below ``init`` whose environment holds ``marker``, and their whole groups and sessions.
 
     A process that left its session keeps the environment it was started with, so a daemon is found as well; one that
     also wiped its environment lives until the sandbox's processes are killed as a whole. Repeats until a look finds
@@ -77,19 +84,28 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     killed = 0
     for _ in range(rounds):
         found: set[int] = set()
+        groups: set[int] = set()
         sessions: set[int] = set()
+        kept: set[int] = set()
         everyone = list(descendants(init))
         for pid in everyone:
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
                     if marker in file.read(1 << 20).split(b"\0"):
                         found.add(pid)
+                        groups.add(group(pid))
                         sessions.add(session(pid))
+                        continue
             except OSError:
                 continue
-        own = session(init)
-        sessions -= {0, own}
-        found |= {pid for pid in everyone if session(pid) in sessions}
+            if _is_runner(pid):
+                kept.add(pid)
+        for pid in kept:
+            groups.discard(group(pid))
+            sessions.discard(session(pid))
+        groups -= {0, group(init)}
+        sessions -= {0, session(init)}
+        found |= {pid for pid in everyone if session(pid) in sessions or group(pid) in groups}
         victims = [identity for pid in found if (identity := Identity.of(pid))]
         if not victims:
             break
@@ -98,7 +114,16 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     return killed
 
 
-def dies_with_parent() -> list[str]:
+def _is_runner(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read(64).startswith(f"/bin/sh\0{CONTROL_DIR}/runner.sh\0".encode())
+    except OSError:
+        return False
+
+
+@functools.cache
+def dies_with_parent() -> tuple[str, ...]:
     """Words to put before a command so that the kernel kills it when the thread that started it ends."""
     setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+    return (setpriv, "--pdeathsig", "KILL") if setpriv else ()

@@ -1,35 +1,76 @@
 # The only program of a sandbox that is ours: PID 1 of its container, in whatever /bin/sh the image has.
 #
 # $1 is the control directory, read-only in here. Standard input says which workers to start, one number a line; its
-# end means that the owner is gone. Worker K takes command numbers from the FIFO wK, sources the file cN (which runs
-# one command with its own directory, environment and streams) and answers "N STATUS" on standard output.
+# end means that the owner is gone. Worker K keeps a child waiting on the FIFO wK: the child reads one line of shell,
+# which is one command (fragments.py), and becomes it; the worker answers "K STATUS" and forks the next child. So the
+# fork is over before a command comes. Names begin with _mf_: a sandbox's own variables live in the same shell.
 #
-# Workers are started as members of a pipeline and not with "&": POSIX makes a shell without job control ignore SIGINT
-# and SIGQUIT in everything it starts with "&", for good, and the commands would inherit that.
+# A command needs a process group of its own. A shell with job control gives one without starting another program, but
+# has job control only where it has a terminal: standard error is one, whose other end is the owner's. A "leader", first
+# process of a session, shares it with a worker that starts; when the leader has ended, the session has no terminal any
+# more, nor has any command. Where that does not work, the program setsid makes a session for every command.
 
-dir=$1
-. "$dir/env"
-if command -v setsid >/dev/null 2>&1; then setsid=setsid; else setsid=; fi
+_mf_dir=$1
 
-worker() {
-  while IFS= read -r number; do
-    . "$dir/c$number"
-    echo "$number $?"
-  done <"$dir/w$1"
+_mf_work() {
+  exec <"$_mf_dir/w$1" 2>/dev/null
+  trap 'echo "$1 dead"' EXIT # a fork was refused: the limit of processes
+  _mf_n='
+'
+  while :; do
+    if [ -n "$_mf_jobs" ]; then
+      (IFS= read -r _mf_line && eval "$_mf_line") &
+      wait $!
+    else
+      (IFS= read -r _mf_line && eval "$_mf_line")
+    fi
+    echo "$1 $?"
+  done
 }
 
-spawner() {
-  while IFS= read -r wanted; do
-    start "$wanted"
+_mf_spawn() {
+  while IFS= read -r _mf_number; do
+    if [ -z "$_mf_setsid" ]; then
+      _mf_nest "$_mf_number"
+    else
+      "$_mf_setsid" /bin/sh "$_mf_dir/runner.sh" "$_mf_dir" leader "$_mf_number" "$_mf_setsid" </dev/null
+      [ $? -eq 137 ] || _mf_nest "$_mf_number"
+    fi
   done
   kill -9 -1
 }
 
-start() {
+# A worker without job control is the member of a pipeline, not started with "&": that would make it ignore SIGINT and
+# SIGQUIT for good, and every command with it.
+_mf_nest() {
   exec 3<&0 4>&1
-  { worker "$1" </dev/null >&4 3<&- 4>&-; } | { exec <&3 >&4 3<&- 4>&-; spawner; }
-  exit 86 # what PID 1 says when everything but itself was killed from within; a kill from outside looks different
+  { _mf_jobs= _mf_s=$_mf_setsid; _mf_work "$1" </dev/null >&4 3<&- 4>&-; } |
+    { exec <&3 >&4 3<&- 4>&-; _mf_spawn; }
+  exit
 }
 
-echo ready
-spawner
+case $2 in
+leader)
+  exec 8<>/proc/self/fd/2
+  set -m
+  case $- in *m*) ;; *) exit 1 ;; esac
+  /bin/sh "$_mf_dir/runner.sh" "$_mf_dir" worker "$3" "$4" 8<&-
+  [ $? -gt 128 ] || exit 1
+  kill -9 $$ # the worker has stopped itself; the kernel lets it go on when its leader has ended
+  ;;
+worker)
+  trap : HUP
+  set -m
+  case $- in *m*) ;; *) exit 1 ;; esac
+  _mf_jobs=1 _mf_s=
+  kill -STOP $$
+  _mf_work "$3"
+  ;;
+*)
+  _mf_setsid=$(command -v setsid)
+  . "$_mf_dir/env"
+  echo ready
+  (_mf_spawn)
+  exit 86 # everything but PID 1 was killed from within; a kill from outside looks different
+  ;;
+esac

@@ -62,6 +62,8 @@ class StreamPair:
 
     def open(self) -> None:
         """Opens the reading ends afresh: a FIFO read end that has seen its writers go reports end-of-file for ever."""
+        if self.descriptors:
+            return
         self.descriptors = [os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) for path in self._paths]
 
     def close(self) -> None:

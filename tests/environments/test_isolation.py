@@ -226,7 +226,7 @@ def test_an_image_that_is_none_is_refused_with_its_path(scratch: Path, tmp_path:
         async with ApptainerProvider(scratch) as provider:
             await provider.start(SandboxSpec(image))
 
-    with pytest.raises(SandboxError, match=r"broken\.sif: cannot be unpacked"):
+    with pytest.raises(SandboxError, match=r"broken\.sif: cannot be read as an image"):
         asyncio.run(start(str(broken)))
     with pytest.raises(SandboxError, match=r"missing\.sif: no such image"):
         asyncio.run(start(str(tmp_path / "missing.sif")))
@@ -245,4 +245,4 @@ def test_an_image_is_unpacked_once_by_several_processes(tmp_path: Path) -> None:
     outputs = {process.communicate()[0].strip() for process in started}
     assert len(outputs) == 1
     assert Path(outputs.pop(), "marker").read_text() == "x"
-    assert sorted(path.name for path in next(scratch.iterdir()).iterdir()) == ["lock", "rootfs"]
+    assert len(list(scratch.rglob("marker"))) == 1
