@@ -1,9 +1,9 @@
 """Many short slices of a chunked, compressed HDF5 column at once: what a random batch of trajectories is.
 
-h5py answers one slice per call under a global lock, and inflates a whole chunk for each. Here the slices of a request are
-sorted by chunk, so that each chunk is read and inflated once. Chunks are read with ``pread`` and inflated in threads,
-which lets go of the interpreter, and only the part of a chunk that is asked for is unshuffled, into the result itself.
-Inflated chunks stay in a cache bounded in bytes.
+h5py answers one slice per call under a global lock, and inflates a whole chunk for each. Here the slices of a request
+are sorted by chunk, so that each chunk is read and inflated once. Chunks are read with ``pread`` and inflated in
+threads, which lets go of the interpreter, and only the part of a chunk that is asked for is unshuffled, into the result
+itself. Inflated chunks stay in a cache bounded in bytes.
 
 This needs a file that does not change while it is open, which holds for all published files, and the filters that the
 schema allows: shuffle and deflate. Any other layout is read through h5py.
@@ -12,11 +12,11 @@ schema allows: shuffle and deflate. Any other layout is read through h5py.
 from __future__ import annotations
 
 import os
-import threading
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -34,45 +34,35 @@ _BATCH = 16
 """Chunks per task of a thread: fewer cost more in hand-overs than they gain."""
 
 
-class Piece(NamedTuple):
-    """Part of one chunk: entries ``[start, end)`` of the chunk go to ``target`` of the result."""
-
-    start: int
-    end: int
-    target: int
+Piece = tuple[int, int, int]
+"""Part of one chunk: entries ``[start, end)`` of the chunk go to the third of the result."""
 
 
 class ChunkCache:
-    """Inflated chunks by (column, chunk number), the longest unused dropped first. Safe between threads."""
+    """Inflated chunks by (column, chunk number), the longest unused dropped first. For one thread."""
 
     def __init__(self, capacity: int = CACHE_BYTES) -> None:
         self._capacity = capacity
-        self._held: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
+        self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._bytes = 0
-        self._lock = threading.Lock()
 
-    def get(self, key: tuple[int, int]) -> NDArray[np.uint8] | None:
-        with self._lock:
-            found = self._held.get(key)
-            if found is not None:
-                self._held.move_to_end(key)
-            return found
+    def get(self, key: tuple[str, int]) -> bytes | None:
+        found = self._held.get(key)
+        if found is not None:
+            self._held.move_to_end(key)
+        return found
 
-    def put(self, key: tuple[int, int], data: NDArray[np.uint8]) -> None:
-        if data.nbytes > self._capacity // 4:
+    def put(self, key: tuple[str, int], data: bytes) -> None:
+        if key in self._held or len(data) > self._capacity // 4:
             return
-        with self._lock:
-            if key in self._held:
-                return
-            self._held[key] = data
-            self._bytes += data.nbytes
-            while self._bytes > self._capacity:
-                self._bytes -= self._held.popitem(last=False)[1].nbytes
+        self._held[key] = data
+        self._bytes += len(data)
+        while self._bytes > self._capacity:
+            self._bytes -= len(self._held.popitem(last=False)[1])
 
     def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self._bytes = 0
+        self._held.clear()
+        self._bytes = 0
 
 
 class ChunkedColumn:
@@ -85,76 +75,75 @@ class ChunkedColumn:
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, cache: ChunkCache) -> None:
-        self._dataset = dataset
-        self._descriptor = descriptor
-        self._cache = cache
-        self._number = id(dataset.id)
+        self.dataset = dataset
         self.dtype = dataset.dtype
+        self.chunk = int(dataset.chunks[0]) if dataset.chunks else 0
+        self.cache = cache
+        self._descriptor = descriptor
+        self._name = dataset.name
         self._size = dataset.dtype.itemsize
-        self._chunk = dataset.chunks[0] if dataset.chunks else 0
-        self._shuffled, self._direct = _filters(dataset)
+        self._shuffled, self.direct = _filters(dataset)
+        self._places: tuple[array[int], array[int]] | None = None
+        self._looked_up = 0
 
-    def gather(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[Callable[[], None]]:
-        """Prepares :meth:`out` for the slices ``[starts[i], ends[i])`` end to end; returns the work that fills it."""
-        lengths = np.maximum(ends - starts, 0)
-        self.out = np.empty(int(lengths.sum()), self.dtype)
-        targets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-        if not self._direct:
-            return [lambda: self._through_h5py(starts, ends, targets)]
-        pieces: dict[int, list[Piece]] = {}
-        chunk = self._chunk
-        for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
-            while start < end:
-                number, offset = divmod(start, chunk)
-                size = min(chunk - offset, end - start)
-                pieces.setdefault(number, []).append(Piece(offset, offset + size, target))
-                start += size
-                target += size
-        numbers = sorted(pieces)
-        batches = [numbers[first : first + _BATCH] for first in range(0, len(numbers), _BATCH)]
-        return [lambda batch=batch: self._fill(self.out, batch, pieces) for batch in batches]  # type: ignore[misc]
+    def packed(self, numbers: Sequence[int]) -> list[tuple[int, int] | bytes | None]:
+        """Each chunk's offset and size in the file, or its bytes at once; ``None`` if it has to be read by h5py.
 
-    def _fill(self, out: NDArray[Any], numbers: Sequence[int], pieces: dict[int, list[Piece]]) -> None:
-        wide = out.view(np.uint8).reshape(-1, self._size)
+        HDF5 finds one chunk in some ten microseconds, or lists all of them at two each: a file that is read at random
+        for a while is listed.
+        """
+        total = -(-len(self.dataset) // self.chunk)
+        self._looked_up += len(numbers)
+        if self._places is None and self._looked_up * 5 >= total:
+            self._places = self._list(total)
+        if self._places is not None:
+            offsets, sizes = self._places
+            return [(offsets[n], sizes[n]) if sizes[n] else None for n in numbers]
+        found: list[tuple[int, int] | bytes | None] = []
         for number in numbers:
-            raw = self._raw(number)
-            if raw is None:  # stored in some other way: seldom
-                first = number * self._chunk
-                for piece in pieces[number]:
-                    size = piece.end - piece.start
-                    out[piece.target : piece.target + size] = self._dataset[first + piece.start : first + piece.end]
-                continue
-            for piece in pieces[number]:
-                target = slice(piece.target, piece.target + piece.end - piece.start)
-                if self._shuffled:
-                    wide[target] = raw.reshape(self._size, -1)[:, piece.start : piece.end].T
-                else:
-                    wide[target] = raw.reshape(-1, self._size)[piece.start : piece.end]
+            try:
+                mask, data = self.dataset.id.read_direct_chunk((number * self.chunk,))
+            except OSError:  # never written: it reads as the fill value
+                mask, data = 1, b""
+            found.append(None if mask else data)
+        return found
 
-    def _raw(self, number: int) -> NDArray[np.uint8] | None:
-        """The chunk, inflated and still shuffled; ``None`` if its filters were left out or it was never written."""
-        key = (self._number, number)
-        found = self._cache.get(key)
-        if found is not None:
-            return found
-        info = self._dataset.id.get_chunk_info_by_coord((number * self._chunk,))
-        if info.byte_offset is None or info.filter_mask:
-            return None
-        packed = os.pread(self._descriptor, info.size, info.byte_offset)
-        expected = self._chunk * self._size
+    def _list(self, total: int) -> tuple[array[int], array[int]]:
+        offsets, sizes = array("q", bytes(8 * total)), array("q", bytes(8 * total))
+
+        def add(info: Any) -> None:
+            if not info.filter_mask:
+                number = info.chunk_offset[0] // self.chunk
+                offsets[number], sizes[number] = info.byte_offset, info.size
+
+        self.dataset.id.chunk_iter(add)
+        return offsets, sizes
+
+    def inflate(self, number: int, packed: tuple[int, int] | bytes) -> bytes:
+        """The chunk, inflated and still shuffled. Called in threads."""
+        if not isinstance(packed, bytes):
+            packed = os.pread(self._descriptor, packed[1], packed[0])
+        expected = self.chunk * self._size
         try:
-            data = np.frombuffer(decompress(packed, 15, expected), np.uint8)
-        except Exception as error:  # zlib.error, or ISA-L's own
-            raise OSError(f"{self._dataset.name}: chunk {number} does not inflate ({error})") from error
+            data = decompress(packed, 15, expected)
+        except Exception as error:  # zlib's error, or ISA-L's own
+            raise OSError(f"{self._name}: chunk {number} does not inflate ({error}); the file is damaged") from error
         if len(data) != expected:
-            raise OSError(f"{self._dataset.name}: chunk {number} holds {len(data)} bytes, expected {expected}")
-        self._cache.put(key, data)
+            raise OSError(f"{self._name}: chunk {number} holds {len(data)} bytes, expected {expected}")
         return data
 
-    def _through_h5py(self, starts: NDArray[np.int64], ends: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
-            if start < end:
-                self.out[target : target + end - start] = self._dataset[start:end]
+    def copy(self, data: bytes, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
+        """Puts the pieces of one inflated chunk where they belong."""
+        if not self._shuffled:
+            values = np.frombuffer(data, self.dtype)
+            for start, end, target in pieces:
+                out[target : target + end - start] = values[start:end]
+            return
+        planes = np.frombuffer(data, np.uint8).reshape(self._size, -1)
+        wide = out.view(np.uint8).reshape(-1, self._size)
+        for start, end, target in pieces:
+            for byte in range(self._size):
+                wide[target : target + end - start, byte] = planes[byte, start:end]
 
 
 def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[NDArray[Any]]:
@@ -163,16 +152,75 @@ def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: ND
     Raises:
         OSError: a chunk is damaged.
     """
-    work = [task for column in columns for task in column.gather(starts, ends)]
+    total = int((ends - starts).sum())
+    results = [np.empty(total, column.dtype.newbyteorder("=")) for column in columns]
+    plans: dict[int, dict[int, list[Piece]]] = {}
+    work: list[tuple[ChunkedColumn, NDArray[Any], list[tuple[int, Any]], dict[int, list[Piece]]]] = []
+    for column, out in zip(columns, results, strict=True):
+        if not column.direct:
+            _through_h5py(column.dataset, starts, ends, out)
+            continue
+        if column.chunk not in plans:
+            plans[column.chunk] = _pieces(starts, ends, column.chunk)
+        pieces = plans[column.chunk]
+        cold: list[int] = []
+        for number in sorted(pieces):
+            held = column.cache.get((column.dataset.name, number))
+            if held is None:
+                cold.append(number)
+            else:
+                column.copy(held, pieces[number], out)
+        found = list(zip(cold, column.packed(cold), strict=True))
+        for number, packed in found:
+            if packed is None:
+                first = number * column.chunk
+                for start, end, target in pieces[number]:
+                    out[target : target + end - start] = column.dataset[first + start : first + end]
+        found = [item for item in found if item[1] is not None]
+        work += [(column, out, found[i : i + _BATCH], pieces) for i in range(0, len(found), _BATCH)]
     if len(work) <= len(columns) or THREADS == 1:
-        for task in work:
-            task()
+        done = [_inflate_all(*task) for task in work]
     else:
         # A pool per request: none is left behind in a process that forks.
         with ThreadPoolExecutor(THREADS) as pool:
-            for done in [pool.submit(task) for task in work]:
-                done.result()
-    return [column.out for column in columns]
+            done = list(pool.map(lambda task: _inflate_all(*task), work))
+    for (column, *_), inflated in zip(work, done, strict=True):
+        for number, data in inflated:
+            column.cache.put((column.dataset.name, number), data)
+    return results
+
+
+def _inflate_all(
+    column: ChunkedColumn, out: NDArray[Any], found: Sequence[tuple[int, Any]], pieces: dict[int, list[Piece]]
+) -> list[tuple[int, bytes]]:
+    inflated = []
+    for number, packed in found:
+        data = column.inflate(number, packed)
+        column.copy(data, pieces[number], out)
+        inflated.append((number, data))
+    return inflated
+
+
+def _pieces(starts: NDArray[np.int64], ends: NDArray[np.int64], chunk: int) -> dict[int, list[Piece]]:
+    """By chunk, the parts of it that the slices want."""
+    pieces: dict[int, list[Piece]] = {}
+    target = 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        while start < end:
+            number, offset = divmod(start, chunk)
+            size = min(chunk - offset, end - start)
+            pieces.setdefault(number, []).append((offset, offset + size, target))
+            start += size
+            target += size
+    return pieces
+
+
+def _through_h5py(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArray[np.int64], out: NDArray[Any]) -> None:
+    target = 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if start < end:
+            out[target : target + end - start] = dataset[start:end]
+            target += end - start
 
 
 def _filters(dataset: h5py.Dataset) -> tuple[bool, bool]:

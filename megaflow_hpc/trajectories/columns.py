@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories import chunks
 from megaflow_hpc.trajectories.hdf5 import open_file
-from megaflow_hpc.trajectories.schema import COLUMNS, STRING
+from megaflow_hpc.trajectories.schema import COLUMNS, OPTIONAL
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
 TOKEN_COLUMNS = ("id", "logprob", "loss_mask", "weight_version")
+
+UNKNOWN_AS_NAN = ("reward", "setup_s", "agent_s", "verify_s")
+"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.types.Trajectory`."""
 
 _WHOLE = 1 << 16
 """Columns up to this many entries are read whole for the sake of one of them; of longer ones a window of it."""
@@ -93,13 +96,6 @@ def text(values: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-def optional() -> dict[str, Any]:
-    """Columns that older files lack, with what stands for them."""
-    from megaflow_hpc.trajectories import schema
-
-    return dict(getattr(schema, "OPTIONAL", {}))
-
-
 class Hdf5Source:
     """A ``trajectories.h5``. The file is kept open and must not change, as published files never do."""
 
@@ -147,9 +143,9 @@ class Hdf5Source:
         return {name: value for name, value in found.items() if value == value}
 
     def _read(self, path: str, start: int, end: int | None) -> NDArray[Any]:
-        if path not in self.file and path in optional():
+        if path not in self.file and path in OPTIONAL:
             size = self._length_of(path)
-            return np.full(len(range(*slice(start, end).indices(size))), optional()[path], COLUMNS[path].dtype)
+            return np.full(len(range(*slice(start, end).indices(size))), OPTIONAL[path], COLUMNS[path].dtype)
         dataset = self.file[path]
         kind = h5py.check_string_dtype(dataset.dtype)
         values: NDArray[Any] = (dataset.asstr() if kind is not None and kind.length is None else dataset)[start:end]
@@ -257,6 +253,5 @@ class Hdf5Source:
         slices: list[Sequence[Any]] = []
         for name in names:
             values = self._read(f"{group}/{name}", start, end)
-            is_text = COLUMNS[f"{group}/{name}"].dtype == STRING or values.dtype.kind in "SO"
-            slices.append((text(values) if is_text else values).tolist())
+            slices.append((text(values) if values.dtype.kind in "SO" else values).tolist())
         return [dict(zip(names, values, strict=True)) for values in zip(*slices, strict=True)]

@@ -26,17 +26,16 @@ from numpy.typing import NDArray
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.advantages import Kind, advantages
 from megaflow_hpc.trajectories.batch import Oversize, make_batch, plan_batches, table_of
-from megaflow_hpc.trajectories.columns import Hdf5Source, SequenceView, Source, text
+from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, Flat, Hdf5Source, SequenceView, Source, text
+from megaflow_hpc.trajectories.gathering import campaign_name
 from megaflow_hpc.trajectories.hdf5 import recorded_sources
+from megaflow_hpc.trajectories.schema import COLUMNS
 from megaflow_hpc.trajectories.selection import Table, select
 from megaflow_hpc.trajectories.sources import JournalSource
 from megaflow_hpc.trajectories.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
 
-_SCALARS = frozenset(
-    {"id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"}
-    | {"sample_index", "attempt", "epoch", "reward", "started_at", "finished_at"}
-)
+_SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
 
 
 class Row:
@@ -102,8 +101,9 @@ class Row:
 
     def trajectory(self) -> Trajectory:
         """All of it, independent of the store."""
-        scalars = {name: getattr(self, name) for name in _SCALARS}
-        scalars["reward"] = None if np.isnan(self.reward) else self.reward
+        scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
+        for name in UNKNOWN_AS_NAN:
+            scalars[name] = None if np.isnan(scalars[name]) else scalars[name]
         sequences = [
             TokenSequence(
                 s.policy,
@@ -199,6 +199,22 @@ class TrajectoryStore:
         """
         values = self.column("reward" if reward is None else f"rewards/{reward}")
         return advantages(values, self._source.column("trajectories/group_id"), kind, **options)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the rewards that any row has."""
+        return self._table.rewards
+
+    @cached_property
+    def campaign(self) -> str:
+        """The campaign's name."""
+        if isinstance(self._source, Hdf5Source):
+            return str(self._source.file.attrs["campaign"])
+        return campaign_name(RunDir(self.path))
+
+    def flat(self, ids: Iterable[int | str]) -> Flat:
+        """The token sequences of some trajectories end to end, as they lie in the file."""
+        return self._source.flat(self._rows(ids))
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, of all its sequences."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.columns import Flat, SequenceView, Source, optional, text
-from megaflow_hpc.trajectories.schema import COLUMNS, STRING
+from megaflow_hpc.trajectories.columns import Flat, SequenceView, Source, text
+from megaflow_hpc.trajectories.schema import COLUMNS, OPTIONAL, STRING, TEXT
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
 _COUNTS = ("sequence_offset", "turn_offset", "message_offset", "attempt_offset")
@@ -75,7 +75,7 @@ class Rowwise:
         turns: dict[str, list[Any]] = {name: [] for name in ("sequence", "token_start", "token_end")}
         for row in range(len(self)):
             for column in scalars:
-                values[column.path].append(_scalar(self, column.name, row, optional().get(column.path)))
+                values[column.path].append(_scalar(self, column.name, row, OPTIONAL.get(column.path)))
             for name, value in self.rewards(row).items():
                 rewards.setdefault(name, {})[row] = value
             base, tokens = counts["sequence_offset"][-1], counts["token_offset"][-1]
@@ -123,7 +123,7 @@ def _scalar(source: Source, name: str, row: int, default: Any) -> Any:
 
 def _array(path: str, values: list[Any]) -> NDArray[Any]:
     dtype = COLUMNS[path].dtype if path in COLUMNS else "int32"
-    if dtype == STRING:
+    if dtype in (STRING, TEXT):
         found = np.empty(len(values), object)
         found[:] = values
         return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.trajectories.columns import SequenceView
+from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, SequenceView
 from megaflow_hpc.trajectories.rowwise import Rowwise
 from megaflow_hpc.trajectories.winners import Entry, Index
 from megaflow_hpc.trajectories.writer import clean, message_json, reward_name
@@ -37,7 +37,7 @@ class JournalSource(Rowwise):
 
     def scalar(self, name: str, row: int) -> Any:
         value = getattr(self._load(row), name)
-        if name == "reward":
+        if name in UNKNOWN_AS_NAN:
             return float("nan") if value is None else float(np.float32(value))
         return clean(value) if isinstance(value, str) else value
 

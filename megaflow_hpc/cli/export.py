@@ -1,0 +1,133 @@
+"""``export``: trajectories in the formats that other programs read; ``import``: JSON lines back into a file of ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.cli.output import add_json, note, print_json
+from megaflow_hpc.errors import ConfigError
+
+EPILOG = """\
+formats:
+  jsonl    everything, one trajectory a line; `megaflow-hpc import` reads it back
+  parquet  one row per trajectory: pandas, Polars, DuckDB, Hugging Face datasets
+  verl     verl.parquet: prompts, responses, masks and log-probabilities per token sequence
+  areal    areal.parquet: input_ids, loss_mask, logprobs, versions, rewards per token sequence
+  atif     atif/: Harbor's trajectory format, one JSON document per trajectory
+  preds    preds.json: SWE-bench predictions, from the patch that each rollout left
+
+examples:
+  megaflow-hpc export RUN --format jsonl,parquet
+  megaflow-hpc export RUN --format verl --where "status == 'completed' and reward >= 0.5" -o train
+  megaflow-hpc export RUN --format jsonl --compress zst -o share
+
+An expression names columns of the campaign file (status, reward, policy, group, task, agent, turns, …), rewards by
+their names (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
+"""
+
+
+def register(subparsers: Any) -> None:
+    export = subparsers.add_parser(
+        "export",
+        help="write trajectories in other formats",
+        description="Writes the trajectories of a campaign for other programs. Works while the campaign runs, keeps "
+        "little in memory, and replaces a file only when the new one is whole.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    export.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
+    export.add_argument(
+        "--format", required=True, metavar="F[,F…]", help="jsonl, parquet, verl, areal, atif, preds; several by commas"
+    )
+    export.add_argument("--where", metavar="EXPR", help="only those for which the expression is true")
+    export.add_argument("-o", "--output", metavar="DIR", help="directory to write to (RUN/export)")
+    export.add_argument("--compress", choices=("none", "gz", "zst"), default="none", help="of JSON lines (none)")
+    add_json(export)
+    export.set_defaults(run=_export)
+
+    back = subparsers.add_parser(
+        "import",
+        help="make a trajectories.h5 from exported JSON lines",
+        description="Reads what `export --format jsonl` wrote, plain or compressed, into a new campaign file with the "
+        "same columns.",
+        epilog="example:\n  megaflow-hpc import trajectories.jsonl.zst -o trajectories.h5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    back.add_argument("file", metavar="FILE", help="JSON lines, plain, .gz or .zst")
+    back.add_argument("-o", "--output", metavar="FILE.h5", required=True, help="the campaign file to write")
+    back.add_argument("--campaign", metavar="NAME", help="name of the campaign (FILE's)")
+    back.add_argument("--force", action="store_true", help="replace a file that is there")
+    add_json(back)
+    back.set_defaults(run=_import)
+
+
+class Said:
+    """Progress on stderr: in place on a terminal, a line now and then in a log, nothing for what is quick."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, name: str, done: int, total: int | None = None) -> None:
+        if time.monotonic() - self._last < (0.5 if self._terminal else 15.0):
+            return
+        self._last = time.monotonic()
+        text = f"{name}: {done}{f'/{total}' if total else ''} trajectories"
+        if self._terminal:
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+        else:
+            note(text)
+
+    def close(self) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.trajectories import open_trajectories
+    from megaflow_hpc.trajectories.exports import export, module_of
+
+    formats = [name.strip() for name in arguments.format.split(",") if name.strip()]
+    for name in formats:
+        module_of(name)
+    path = Path(arguments.run_dir)
+    directory = Path(arguments.output) if arguments.output else (path if path.is_dir() else path.parent) / "export"
+    said = Said()
+    with open_trajectories(path) as store:
+        try:
+            written = export(store, formats, directory, arguments.where, arguments.compress, said)
+        finally:
+            said.close()
+        count = len(store) if arguments.where is None else len(store.select(arguments.where))
+    if arguments.json:
+        print_json({"trajectories": count, "files": {name: list(map(str, paths)) for name, paths in written.items()}})
+    else:
+        note(f"{count} trajectories")
+        for paths in written.values():
+            print("\n".join(map(str, paths)))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    importing = import_module("megaflow_hpc.trajectories.importing")
+    target = Path(arguments.output)
+    if target.exists() and not arguments.force:
+        raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
+    said = Said()
+    try:
+        count = importing.import_jsonl(
+            Path(arguments.file), target, arguments.campaign, lambda done: said("import", done)
+        )
+    finally:
+        said.close()
+    if arguments.json:
+        print_json({"file": str(target), "trajectories": count})
+    else:
+        note(f"{count} trajectories")
+        print(target)
+    return 0

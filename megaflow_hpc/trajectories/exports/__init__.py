@@ -1,0 +1,112 @@
+"""Trajectories in the formats that other programs read; one module per format.
+
+Every module offers ``HELP`` (one line) and ``write(job) -> list[Path]``: it takes rows from ``job.rows()`` in order,
+keeps a bounded part of them in memory, and publishes what it wrote by rename, so nobody ever sees half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories.columns import Flat
+from megaflow_hpc.trajectories.reader import Row, TrajectoryStore
+
+FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
+
+GROUP_TOKENS = 1 << 20
+"""Tokens per group of rows that is held in memory: some tens of MB."""
+GROUP_ROWS = 1024
+
+COMPRESSIONS = ("none", "gz", "zst")
+
+
+@dataclass
+class Job:
+    """One export: which rows of which store go where."""
+
+    store: TrajectoryStore
+    numbers: NDArray[np.int64]
+    directory: Path
+    compress: str = "none"
+    """Of JSON lines; Parquet is always compressed."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Is told how many of how many rows are done."""
+
+    def rows(self) -> Iterator[Row]:
+        for done, row in enumerate(self.store.rows(self.numbers)):
+            yield row
+            self.progress(done + 1, len(self.numbers))
+
+    def groups(self) -> Iterator[NDArray[np.int64]]:
+        """Row numbers in runs that fit in memory together."""
+        lengths = self.store.lengths()[self.numbers]
+        start = tokens = 0
+        for end, length in enumerate(lengths.tolist()):
+            if end > start and (tokens + length > GROUP_TOKENS or end - start >= GROUP_ROWS):
+                yield self.numbers[start:end]
+                self.progress(end, len(self.numbers))
+                start, tokens = end, 0
+            tokens += length
+        if start < len(self.numbers):
+            yield self.numbers[start:]
+        self.progress(len(self.numbers), len(self.numbers))
+
+    def flat(self, numbers: NDArray[np.int64]) -> Flat:
+        return self.store.flat(numbers)
+
+
+def export(
+    store: TrajectoryStore,
+    formats: Sequence[str],
+    directory: Path,
+    where: str | None = None,
+    compress: str = "none",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, list[Path]]:
+    """Writes trajectories in other formats.
+
+    Args:
+        store: an open store.
+        formats: of :data:`FORMATS`.
+        directory: where to; made if it is not there. Files of the same name are replaced.
+        where: an expression that chooses rows; see :mod:`~megaflow_hpc.trajectories.selection`.
+        compress: ``none``, ``gz`` or ``zst``, of JSON lines.
+        progress: is told format, rows done and rows in all.
+
+    Returns:
+        What was written, by format.
+
+    Raises:
+        ConfigError: an unknown format, a package that the format needs is missing, or nothing was chosen.
+    """
+    modules = {name: module_of(name) for name in formats}
+    if compress not in COMPRESSIONS:
+        raise ConfigError(f"compression {compress!r}: there are {', '.join(COMPRESSIONS)}")
+    numbers = np.arange(len(store)) if where is None else store.select(where)
+    if not len(numbers):
+        chosen = f" for which {where!r} holds" if where else ""
+        raise ConfigError(f"{store.path}: no trajectory{chosen} among {len(store)}; nothing was written")
+    directory.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, module in modules.items():
+
+        def tell(done: int, total: int, name: str = name) -> None:
+            if progress is not None:
+                progress(name, done, total)
+
+        written[name] = module.write(Job(store, numbers, directory, compress, tell))
+    return written
+
+
+def module_of(name: str) -> Any:
+    if name not in FORMATS:
+        raise ConfigError(f"format {name!r}: there are {', '.join(FORMATS)}")
+    return import_module(f"{__name__}.{name}")

@@ -1,0 +1,71 @@
+"""AReaL: one row per token sequence, as Parquet, with the keys of what AReaL's rollout workflows return.
+
+``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 where not sampled), ``versions`` int32 (-1 where not
+sampled), ``attention_mask`` bool and ``rewards`` float32, the tensors of a trajectory by AReaL's names; :func:`tensors`
+pads rows to the batch that its ``concat_padded_tensors`` would make. ``trajectory`` and ``group`` say whose they are.
+(AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.trajectories.batch import padded
+from megaflow_hpc.trajectories.columns import text
+from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.publishing import published
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.exports import Job
+
+HELP = "Parquet, one row per token sequence, with the keys of AReaL's rollout workflows"
+
+KEYS = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
+_FILL = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
+
+
+def write(job: Job) -> list[Path]:
+    pa = pyarrow()
+    path = job.directory / "areal.parquet"
+    schema = pa.schema(
+        [
+            *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in KEYS.items()),
+            ("attention_mask", pa.list_(pa.bool_())),
+            ("rewards", pa.float32()),
+            ("trajectory", pa.string()),
+            ("group", pa.string()),
+            ("policy", pa.string()),
+        ]
+    )
+    with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        for numbers in job.groups():
+            flat = job.flat(numbers)
+            offsets = pa.array(flat.offsets, pa.int32())
+            values = {
+                "input_ids": flat.tokens,
+                "loss_mask": flat.loss_mask.astype(np.int32),
+                "logprobs": np.nan_to_num(flat.logprobs, nan=0.0),
+                "versions": flat.weight_versions,
+                "attention_mask": np.ones(len(flat.tokens), np.bool_),
+            }
+            arrays = [pa.ListArray.from_arrays(offsets, pa.array(column)) for column in values.values()]
+            arrays.append(pa.array(job.store.column("reward")[flat.row], pa.float32()))
+            arrays += [pa.array(job.store.column(name)[flat.row], pa.string()) for name in ("id", "group")]
+            writer.write_table(pa.Table.from_arrays([*arrays, pa.array(text(flat.policy), pa.string())], schema=schema))
+    return [path]
+
+
+def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    """Rows of this format, padded to the right: (B, longest), ``rewards`` (B)."""
+    found: dict[str, NDArray[Any]] = {}
+    for name, dtype in {**KEYS, "attention_mask": np.bool_}.items():
+        parts: list[NDArray[Any]] = [np.asarray(row[name], dtype) for row in rows]
+        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        found[name] = padded(np.concatenate([np.empty(0, dtype), *parts]), offsets, _FILL[name])
+    found["rewards"] = np.array([row["rewards"] for row in rows], np.float32)
+    return found

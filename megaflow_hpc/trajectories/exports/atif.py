@@ -1,0 +1,179 @@
+"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory, ``atif/<rollout id>.json``.
+
+A step is a message of the system, the user or the agent; what tools answered belongs to the agent's step before it, as
+its observation. A step of the agent carries what is known of its model call: seconds, and the sampled tokens with their
+log-probabilities where they were recorded. Prompts are counted, not repeated with every call.
+
+Schema ATIF-v1.7 (RFC 0001 of Harbor); Harbor's own models take it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megaflow_hpc
+from megaflow_hpc.trajectories.columns import SequenceView
+from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
+from megaflow_hpc.types import Turn
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.reader import Row
+
+HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
+
+SCHEMA = "ATIF-v1.7"
+_SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
+
+
+def write(job: Job) -> list[Path]:
+    directory = job.directory / "atif"
+    with published_directory(directory) as temporary:
+        for row in job.rows():
+            folder = temporary / safe_name(row.task_id) / safe_name(row.policy)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            text = json.dumps(document(row, job.store.campaign), allow_nan=False)
+            (folder / f"{row.sample_index}.json").write_text(text, encoding="utf-8")
+    return [directory]
+
+
+def document(row: Row, campaign: str) -> dict[str, Any]:
+    """One trajectory as an ATIF document."""
+    turns, views = row.turns, row.sequences
+    metrics = [_metrics(turn, views) for turn in turns]
+    steps = _steps(row, metrics)
+    extra: dict[str, Any] = {
+        "trajectory": row.id,
+        "task_id": row.task_id,
+        "group_id": row.group_id,
+        "policy": row.policy,
+        "status": row.status,
+        "error_kind": row.error_kind,
+        "error": row.error,
+        "reward": None if math.isnan(row.reward) else row.reward,
+        "rewards": row.rewards,
+        "finished_at": _iso(row.finished_at),
+        "campaign": campaign,
+    }
+    prompt = sum(item.get("prompt_tokens", 0) for item in metrics)
+    completion = sum(item.get("completion_tokens", 0) for item in metrics)
+    return {
+        "schema_version": SCHEMA,
+        "session_id": row.id,
+        "trajectory_id": row.id,
+        "agent": {"name": row.agent or "unknown", "version": megaflow_hpc.__version__, "model_name": row.policy},
+        "steps": steps,
+        "final_metrics": {
+            "total_prompt_tokens": prompt,
+            "total_completion_tokens": completion,
+            "total_steps": len(steps),
+        },
+        "extra": extra,
+    }
+
+
+def _steps(row: Row, metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    calls = iter(metrics)
+    for message in row.messages:
+        role = str(message.get("role", "user"))
+        if role in ("tool", "function"):
+            _observe(steps, message)
+            continue
+        step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": _text(message.get("content"))}
+        if step["source"] == "agent":
+            reasoning = message.get("reasoning_content") or message.get("reasoning")
+            if reasoning:
+                step["reasoning_content"] = _text(reasoning)
+            tool_calls = [_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ())]
+            if tool_calls:
+                step["tool_calls"] = tool_calls
+            found = next(calls, None)
+            if found is not None:
+                step |= {"metrics": found, "llm_call_count": 1}
+        steps.append(step)
+    if not steps:  # a document needs one, and some rollouts end before a word is said
+        steps.append({"source": "system", "message": row.error or f"no conversation was recorded ({row.status})"})
+    for number, step in enumerate(steps):
+        step["step_id"] = number + 1
+    steps[0]["timestamp"] = _iso(row.started_at)
+    return steps
+
+
+def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
+    """A tool's answer, to the latest step of the agent that called it."""
+    result: dict[str, Any] = {"content": _text(message.get("content"))}
+    wanted = _text(message.get("tool_call_id"))
+    owner = next(
+        (s for s in reversed(steps) if any(c["tool_call_id"] == wanted for c in s.get("tool_calls", ()))), None
+    )
+    if owner is not None:
+        result["source_call_id"] = wanted
+    elif steps:
+        owner = next((s for s in reversed(steps) if s["source"] == "agent"), steps[-1])
+    else:
+        owner = {"source": "system", "message": ""}
+        steps.append(owner)
+    owner.setdefault("observation", {"results": []})["results"].append(result)
+
+
+def _tool_call(call: Any, number: int) -> dict[str, Any]:
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function") if isinstance(call.get("function"), dict) else {}
+    given = function.get("arguments")
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        arguments = None
+    found = {
+        "tool_call_id": _text(call.get("id") or f"call_{number}"),
+        "function_name": _text(function.get("name") or "unknown"),
+        "arguments": _plain(arguments) if isinstance(arguments, dict) else {},
+    }
+    if not isinstance(arguments, dict) and given:
+        found["extra"] = {"arguments": _text(given)}  # not the JSON object it should be: kept as it came
+    return found
+
+
+def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
+    times = {name: round(getattr(turn, name), 6) for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
+    extra = {**times, "finish_reason": turn.finish_reason, "server": turn.server}
+    if not 0 <= turn.sequence < len(views):
+        return {"extra": extra}
+    view = views[turn.sequence]
+    span = slice(turn.token_start, turn.token_end)
+    return {
+        "prompt_tokens": turn.token_start,
+        "completion_tokens": turn.token_end - turn.token_start,
+        "completion_token_ids": view.tokens[span].tolist(),
+        "logprobs": [float(f"{value:.9g}") if math.isfinite(value) else 0.0 for value in view.logprobs[span].tolist()],
+        "extra": {**extra, "weight_versions": sorted(set(view.weight_versions[span].tolist()))},
+    }
+
+
+def _text(content: Any) -> str:
+    """Any content as text that is valid Unicode."""
+    if isinstance(content, list):
+        parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
+        content = "\n".join(str(part) for part in parts)
+    return ("" if content is None else str(content)).encode("utf-8", "backslashreplace").decode()
+
+
+def _plain(value: Any) -> Any:
+    """A parsed JSON value that strict JSON in UTF-8 can hold."""
+    if isinstance(value, dict):
+        return {_text(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return _text(value) if isinstance(value, str) else value
+
+
+def _iso(seconds: float) -> str | None:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat() if seconds else None

@@ -1,0 +1,84 @@
+"""Files that appear whole or not at all, and compressed streams of lines."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories.publishing import fsync
+
+
+@contextlib.contextmanager
+def published_directory(path: Path) -> Iterator[Path]:
+    """A temporary directory beside ``path`` that takes its place when the block ends well; mode 0700."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary.mkdir(mode=0o700)
+    try:
+        yield temporary
+        if path.exists():  # directories cannot be exchanged by one rename: the old one is put aside first
+            aside = path.with_name(f"{temporary.name}.old")
+            os.rename(path, aside)
+            try:
+                os.rename(temporary, path)
+            except OSError:
+                os.rename(aside, path)
+                raise
+            shutil.rmtree(aside)
+        else:
+            os.rename(temporary, path)
+        fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def zstandard() -> Any:
+    try:
+        import zstandard as module
+    except ImportError:
+        raise ConfigError(
+            "zst: the package zstandard is missing; pip install 'megaflow-hpc[export]', or use --compress gz"
+        ) from None
+    return module
+
+
+@contextlib.contextmanager
+def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
+    with open(path, "xb", buffering=1 << 20) as file:
+        if compress == "gz":
+            with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
+                yield packed  # type: ignore[misc]
+        elif compress == "zst":
+            with zstandard().ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
+                yield packed
+        else:
+            yield file
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[IO[bytes]]:
+    """By the first bytes of the file, not by its name."""
+    with open(path, "rb") as file:
+        magic = file.read(4)
+        file.seek(0)
+        if magic[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=file) as packed:
+                yield packed  # type: ignore[misc]
+        elif magic == b"\x28\xb5\x2f\xfd":
+            with zstandard().ZstdDecompressor().stream_reader(file) as packed:
+                yield io.BufferedReader(packed)
+        else:
+            yield file
+
+
+def safe_name(text: str) -> str:
+    """``text`` as one component of a path."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
+    return plain if plain.strip(".") else f"_{plain}"

@@ -1,0 +1,49 @@
+"""SWE-bench predictions: ``preds.json``, an object by instance id of ``instance_id``, ``model_name_or_path`` and
+``model_patch``, as the evaluation harness and mini-swe-agent have it.
+
+The harness takes one prediction per instance and file. Where a campaign has several policies or samples, there is one
+file for each: ``preds-<policy>-<sample>.json``. The patch is the artifact named ``model.patch``, ``patch.diff`` or
+``patch``, else the first whose name ends in ``.patch`` or ``.diff``; without one the prediction is empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.trajectories.exports.files import safe_name
+from megaflow_hpc.trajectories.publishing import published
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.reader import Row
+
+HELP = "SWE-bench's preds.json, from the patch that each rollout left"
+
+NAMES = ("model.patch", "patch.diff", "patch")
+
+
+def write(job: Job) -> list[Path]:
+    runs: dict[tuple[str, int], dict[str, dict[str, str]]] = defaultdict(dict)
+    for row in job.rows():
+        runs[row.policy, row.sample_index][row.task_id] = {
+            "instance_id": row.task_id,
+            "model_name_or_path": row.policy,
+            "model_patch": patch_of(row),
+        }
+    paths = []
+    for (policy, sample), predictions in sorted(runs.items()):
+        name = "preds.json" if len(runs) == 1 else f"preds-{safe_name(policy)}-{sample}.json"
+        with published(job.directory / name) as temporary:
+            temporary.write_text(json.dumps(predictions, indent=1), encoding="utf-8")
+        paths.append(job.directory / name)
+    return paths
+
+
+def patch_of(row: Row) -> str:
+    artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
+    found = [name for name in NAMES if name in artifacts]
+    found += [name for name in artifacts if name.endswith((".patch", ".diff"))]
+    return artifacts[found[0]].decode("utf-8", "replace") if found else ""

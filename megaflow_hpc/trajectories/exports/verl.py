@@ -1,0 +1,153 @@
+"""verl: one row per token sequence, as Parquet, with the columns of verl's own rollouts and of its prompt datasets.
+
+verl's agent loop ends in a ``DataProto`` of padded tensors. Padding is left to the reader, so here the same names hold
+lists: ``prompts`` (what comes before the first sampled token), ``responses`` (all behind it), ``response_mask`` (1
+where sampled), ``rollout_log_probs`` (0.0 where not sampled), ``reward_score``, ``uid`` (the group, what advantages are
+computed over), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto` pads
+rows to the tensors as ``DataProto.from_single_dict`` takes them.
+
+The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` are those of verl's
+``RLHFDataset``, so that the same file can be sampled anew. (verl 0.9: ``verl/experimental/agent_loop/agent_loop.py``,
+``verl/utils/dataset/rl_dataset.py``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.trajectories.batch import padded
+from megaflow_hpc.trajectories.columns import Flat
+from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.publishing import published
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.exports import Job
+
+HELP = "Parquet, one row per token sequence, with the columns of verl's rollouts and prompt datasets"
+
+
+def write(job: Job) -> list[Path]:
+    pa = pyarrow()
+    path = job.directory / "verl.parquet"
+    schema = _schema(pa)
+    with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        for numbers in job.groups():
+            rows = list(_rows(job, job.flat(numbers)))
+            if rows:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return [path]
+
+
+def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
+    sampled = np.concatenate([[0], np.cumsum(flat.loss_mask, dtype=np.int64)])
+    place, before = 0, -1
+    for s, number in enumerate(flat.row.tolist()):
+        place, before = (place + 1 if number == before else 0), number
+        first, last = int(flat.offsets[s]), int(flat.offsets[s + 1])
+        if sampled[last] == sampled[first]:
+            continue  # nothing of it was sampled: nothing to train on
+        mask = flat.loss_mask[first:last]
+        begin = first + int(mask.argmax())
+        versions = flat.weight_versions[first:last][mask == 1]
+        row = job.store[number]
+        conversation = _prompt(row.messages)
+        yield {
+            "data_source": job.store.campaign,
+            "prompt": conversation,
+            "ability": "agent",
+            "reward_model": {"style": "rule", "ground_truth": row.task_id},
+            "extra_info": {"index": number, "sequence": place, "task_id": row.task_id, "trajectory": row.id},
+            "uid": row.group_id,
+            "prompts": flat.tokens[first:begin],
+            "responses": flat.tokens[begin:last],
+            "response_mask": flat.loss_mask[begin:last],
+            "rollout_log_probs": np.nan_to_num(flat.logprobs[begin:last], nan=0.0),
+            "reward_score": row.reward,
+            "__num_turns__": len(row.turns),
+            "min_global_steps": int(versions.min()),
+            "max_global_steps": int(versions.max()),
+            "policy": str(flat.policy[s]),
+            "agent_name": row.agent,
+        }
+
+
+def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The conversation before the first answer, as text."""
+    found = []
+    for message in messages:
+        if message.get("role") == "assistant":
+            break
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        text = str(content or "").encode("utf-8", "backslashreplace").decode()
+        found.append({"role": str(message.get("role", "user")), "content": text})
+    return found
+
+
+def _schema(pa: Any) -> Any:
+    text, whole = pa.string(), pa.int64()
+    return pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            ("extra_info", pa.struct([("index", whole), ("sequence", whole), ("task_id", text), ("trajectory", text)])),
+            ("uid", text),
+            ("prompts", pa.list_(pa.int32())),
+            ("responses", pa.list_(pa.int32())),
+            ("response_mask", pa.list_(pa.uint8())),
+            ("rollout_log_probs", pa.list_(pa.float32())),
+            ("reward_score", pa.float32()),
+            ("__num_turns__", pa.int32()),
+            ("min_global_steps", pa.int32()),
+            ("max_global_steps", pa.int32()),
+            ("policy", text),
+            ("agent_name", text),
+        ]
+    )
+
+
+def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, NDArray[Any]]:
+    """Rows of this format, padded as verl's agent loop pads them: prompts to the left, responses to the right.
+
+    Args:
+        rows: as read from the Parquet file.
+        pad_token_id: of the tokenizer.
+
+    Returns:
+        int64 ``prompts`` ``responses`` ``response_mask`` ``input_ids`` ``attention_mask`` ``position_ids``, float32
+        ``rollout_log_probs`` and ``rm_scores`` (the reward on the last token), all (B, length); ``uid`` and
+        ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its ``non_tensor_batch``.
+    """
+
+    def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> NDArray[Any]:
+        parts = [np.asarray(row[name], dtype) for row in rows]
+        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        return padded(np.concatenate([np.empty(0, dtype), *parts]), offsets, fill, left=left)
+
+    prompts, responses = lines("prompts", np.int64, pad_token_id, left=True), lines("responses", np.int64, pad_token_id)
+    lengths = [(len(row["prompts"]), len(row["responses"])) for row in rows]
+    attention = np.zeros((len(rows), prompts.shape[1] + responses.shape[1]), np.int64)
+    scores = np.zeros(responses.shape, np.float32)
+    for line, (prompt, response) in enumerate(lengths):
+        attention[line, prompts.shape[1] - prompt : prompts.shape[1] + response] = 1
+        scores[line, response - 1] = rows[line]["reward_score"]
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": lines("response_mask", np.int64, 0),
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": attention,
+        "position_ids": np.maximum(np.cumsum(attention, axis=1) - 1, 0) * attention,
+        "rollout_log_probs": lines("rollout_log_probs", np.float32, 0.0),
+        "rm_scores": scores,
+        "uid": np.array([row["uid"] for row in rows], object),
+        "__num_turns__": np.array([row["__num_turns__"] for row in rows], np.int32),
+    }
