@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +24,7 @@ from megaflow_hpc.slurm import accounting, script, site
 if TYPE_CHECKING:
     from megaflow_hpc.local import LocalPod
     from megaflow_hpc.slurm.submission import ArrayJob
+    from megaflow_hpc.trajectories.reader import Row
 
 Launcher = Literal["auto", "local", "slurm"]
 
@@ -286,21 +287,14 @@ class Run:
                 }
             )
 
-    def stream(self, after: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Trajectories as they become durable, each id once; ends with the campaign."""
-        from megaflow_hpc.trajectories import open_trajectories
+    def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
+        """Trajectories as they become durable, each id once; ends with the campaign. ``after``: ids to leave out."""
+        from megaflow_hpc.trajectories import follow
 
-        seen = set(after or ())
-        while True:
-            over = self.status()["state"] in ("finished", "cancelled") or self.pods_live() is False
-            with open_trajectories(self.dir.path) as store:
-                for trajectory in store:
-                    if trajectory.id not in seen:
-                        seen.add(trajectory.id)
-                        yield trajectory
-            if over:
-                return
-            time.sleep(2.0)
+        def over() -> bool:
+            return self.status()["state"] in ("finished", "cancelled") or self.pods_live() is False
+
+        return follow(self.dir, over, after or ())
 
     # --- act ---
 
