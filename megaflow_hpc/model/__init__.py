@@ -5,11 +5,12 @@
 ``lifeline``     the parent of an engine's processes: they end when it does
 ``proxy``        the only TCP listener before an engine: TLS, keys, an allow-list of paths
 ``server``       one element of the engine array: start, health, register, heartbeat, drain
-``gateway``      one per worker rank: an address and key per rollout, recording
+``gateway``      one per worker rank: an address and key per rollout, recording; ``stream`` sends its events
 ``backend``      what the gateway asks of an engine: the plain endpoints, or render / generate / derender
 ``router``       which server answers a call
 ``recorder``     calls become token sequences
-``scripted``     an engine that answers from a file
+``dialects``     the APIs an agent may speak, made of chat completions and into them
+``scripted``     an engine that answers from a file, whose form is ``script``'s
 ``tiny``         makes a small random model for tests; ``gemma`` joins a small real one
 ===============  =====================================================================================
 

@@ -184,6 +184,19 @@ async def split(call: Call) -> Answer:
     return Answer(reply, [sample])
 
 
+async def count(call: Call) -> int:
+    """Tokens of the prompt that the request makes; raises as :func:`post` does."""
+    try:
+        if call.server.protocol == "split":
+            return len((await call.post(call.path + "/render", call.asked()))["token_ids"])
+        reply = await call.post(call.path, call.asked(max_tokens=1))  # the one count that every engine gives
+        return int(reply["usage"]["prompt_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unavailable(
+            f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
+        ) from error
+
+
 async def _continued(call: Call, rendered: list[int]) -> list[int]:
     """``rendered`` with this rollout's own earlier answers as they were sampled; itself where none is known."""
     messages = call.body.get("messages") or ()

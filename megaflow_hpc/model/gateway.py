@@ -6,18 +6,21 @@
                                                      │
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
-So a call is attributed without the agent's help, and an agent needs to know nothing but an OpenAI address. An agent
-that runs in a sandbox without a network is served the same on a socket that listens in the sandbox. The answer
-is taken from the engine whole and, where the agent asked for a stream, streamed from here: until the last token is
-there, a call whose server dies can be made again elsewhere.
+So a call is attributed without the agent's help, and an agent needs to know nothing but an address. It may speak
+any of the :mod:`~megaflow_hpc.model.dialects`; the engine is asked in one. One that runs in a sandbox without a network
+is served the same on a socket that listens in the sandbox. The answer is taken from the engine whole and, where the
+agent asked for a stream, streamed from here: until the last token is there, a call whose server dies can be made again
+elsewhere.
 
-Errors have the OpenAI shape. 503 with type ``model_service_error`` means that no engine could answer within ``wait_s``;
-429 with type ``rollout_budget_exceeded`` that this rollout may call no more.
+Errors have the shape of the agent's API. 503 with type ``model_service_error`` means that no engine could answer within
+``wait_s``; 429 with type ``rollout_budget_exceeded`` that this rollout may call no more. Neither is worth a client's
+own retries, and says so in ``x-should-retry``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -26,13 +29,13 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
-from megaflow_hpc.model import backend, stream
+from megaflow_hpc.model import backend, dialects, stream
 from megaflow_hpc.model.recorder import Recorder
 from megaflow_hpc.model.router import Router, Server
 from megaflow_hpc.types import ModelEndpoint, Recording
@@ -40,8 +43,18 @@ from megaflow_hpc.types import ModelEndpoint, Recording
 LOG = logging.getLogger(__name__)
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
+CHAT = "/v1/chat/completions"
 MAX_BODY = 256 * 2**20
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Failure(Exception):
+    """Ends a call with an error in the agent's dialect."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
 
 
 @dataclass
@@ -154,73 +167,110 @@ class ModelGateway:
 
     def _application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        app.router.add_post("/r/{token}/v1/chat/completions", self._complete)
-        app.router.add_post("/r/{token}/v1/completions", self._complete)
+        for path in dialects.DIALECTS:
+            app.router.add_post(f"/r/{{token}}/v1{path}", self._complete)
+        app.router.add_post("/r/{token}/v1/messages/count_tokens", self._count)
         app.router.add_get("/r/{token}/v1/models", self._models)
-        for path in ("messages", "responses"):
-            app.router.add_post(f"/r/{{token}}/v1/{path}", self._later)
+        app.router.add_get("/r/{token}/v1/models/{name:.+}", self._models)
         return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Lets through who has the key of the rollout in the path, and gives every error the API's shape."""
         rollout: _Rollout | None = None
+        parts = request.path.split("/", 3)
+        if request.method == "HEAD" and len(parts) < 4:
+            return web.Response()  # "is anybody there?", which clients ask without a key and any connection answers
         try:
-            parts = request.path.split("/", 3)
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(_key(request).encode(), rollout.key.encode()):
-                return error_response(401, "no such rollout, or not its key", "authentication_error")
+                raise _Failure(401, "no such rollout, or not its key", "authentication_error")
             return await handler(request)
         except web.HTTPException as refusal:
-            return error_response(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+            failure: Exception = _Failure(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+        except _Failure as error:
+            failure = error
         except Exception as error:
             LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
-            return error_response(500, f"in the gateway: {type(error).__name__}: {error}", "server_error")
+            failure = error
+        status, message, kind = _said(failure)
+        body = dialects.of(request.path, request.headers).error(status, message, kind)
+        hopeless = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED)
+        return web.json_response(body, status=status, headers={"x-should-retry": "false"} if hopeless else None)
 
     async def _models(self, request: web.Request) -> web.Response:
         policy = self._by_token[request.match_info["token"]].policy
-        card = {"id": policy, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
-        return web.json_response({"object": "list", "data": [card]})
-
-    async def _later(self, request: web.Request) -> web.Response:
-        return error_response(501, f"{request.path.rpartition('/')[2]}: not served yet; use chat/completions")
+        name = request.match_info.get("name", policy)
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
+        card |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's fields
+        if "name" in request.match_info:
+            return web.json_response(card)
+        pages = {"has_more": False, "first_id": policy, "last_id": policy}
+        return web.json_response({"object": "list", "data": [card], **pages})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         rollout: _Rollout = self._by_token[request.match_info["token"]]
+        path = request.path.partition("/v1")[2]
+        dialect, body = dialects.DIALECTS[path], await _body(request)
         try:
-            body = json.loads(await request.read())
-            if not isinstance(body, dict):
-                raise ValueError("expected a JSON object")
-        except ValueError as error:
-            return error_response(400, f"the request's body: {error}")
+            asked = dialect.request(body)
+        except dialects.BadRequest as error:
+            raise _Failure(400, str(error)) from None
+        if over := self._over_budget(rollout.recorder):
+            raise _Failure(429, over, BUDGET_EXCEEDED)
+        rollout.recorder.request_arrived()
+        answer = self._answer(rollout, "/v1/completions" if path == "/completions" else CHAT, asked)
+        if not body.get("stream"):
+            return web.json_response(dialect.answer(await answer, body))
+        return await stream.send(
+            request,
+            answer,
+            lambda reply: dialect.events(dialect.answer(reply, body), body),
+            lambda error: dialect.error_event(*_said(error)),
+        )
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """How long a prompt is, without an answer to it: nothing is recorded."""
+        rollout = self._by_token[request.match_info["token"]]
+        try:
+            asked = dialects.messages.conversation(await _body(request))
+        except dialects.BadRequest as error:
+            raise _Failure(400, str(error)) from None
+        tokens, *_ = await self._ask(rollout, CHAT, asked, backend.count)
+        return web.json_response({"input_tokens": tokens})
+
+    async def _answer(self, rollout: _Rollout, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        """The engine's answer to a chat or plain request, recorded."""
         recorder = rollout.recorder
-        if over := self._over_budget(recorder):
-            return error_response(429, over, BUDGET_EXCEEDED)
-        recorder.request_arrived()
-        path = "/v1" + request.path.partition("/v1")[2]
-        try:
-            answer, server, model_s, wait_s = await self._ask(rollout, path, body)
-        except backend.Refused as refusal:
-            return web.Response(status=refusal.status, body=refusal.body, content_type="application/json")
-        except ModelServiceError as error:
-            rollout.trouble = str(error)
-            return error_response(503, str(error), MODEL_SERVICE_ERROR)
+        if path == CHAT:
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
+                asked["messages"] = recorder.restore(asked["messages"])
+        answer, server, model_s, wait_s = await self._ask(rollout, path, asked, backend.ask)
         if rollout.id not in self._by_id:
-            return error_response(401, "the rollout has ended", "authentication_error")
+            raise _Failure(401, "the rollout has ended", "authentication_error")
         rollout.server, rollout.trouble = server.name, ""
-        messages = body.get("messages") or ()
+        messages = asked.get("messages") or ()
         for number, sample in enumerate(answer.samples):
             recorder.add(sample, messages, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
         if not answer.samples:
             recorder.add_text(messages, answer.message)
-        if body.get("stream"):
-            return await stream.send(request, answer.body, body)
-        return web.json_response(answer.body)
+        return answer.body
 
     async def _ask(
-        self, rollout: _Rollout, path: str, body: Mapping[str, Any]
-    ) -> tuple[backend.Answer, Server, float, float]:
+        self, rollout: _Rollout, path: str, body: Mapping[str, Any], ask: Callable[[backend.Call], Awaitable[T]]
+    ) -> tuple[T, Server, float, float]:
         """One call, at as many servers as it takes; with the seconds the last one needed, and those before it."""
+        try:
+            return await self._try(rollout, path, body, ask)
+        except backend.Refused as refusal:
+            raise _Failure(refusal.status, *_reason(refusal.body)) from None
+        except ModelServiceError as error:
+            rollout.trouble = str(error)
+            raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
+
+    async def _try(
+        self, rollout: _Rollout, path: str, body: Mapping[str, Any], ask: Callable[[backend.Call], Awaitable[T]]
+    ) -> tuple[T, Server, float, float]:
         assert self._session is not None
         arrived = time.monotonic()
         deadline = arrived + self.wait_s
@@ -235,7 +285,7 @@ class ModelGateway:
             server.outstanding += 1
             began = time.monotonic()
             try:
-                answer = await backend.ask(
+                answer = await ask(
                     backend.Call(self._session, server, path, body, self.request_timeout_s, rollout.recorder)
                 )
             except backend.Unavailable as error:
@@ -269,7 +319,28 @@ def _key(request: web.Request) -> str:
     return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def error_response(status: int, message: str, kind: str = "invalid_request_error") -> web.Response:
-    """An error in OpenAI's shape."""
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return web.json_response(body, status=status)
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise _Failure(400, f"the request's body: {error}") from None
+    if not isinstance(body, dict):
+        raise _Failure(400, "the request's body: expected a JSON object")
+    return body
+
+
+def _said(error: Exception) -> tuple[int, str, str]:
+    """Status, message and type of what ended a call."""
+    if isinstance(error, _Failure):
+        return error.status, str(error), error.kind
+    return 500, f"in the gateway: {type(error).__name__}: {error}", "server_error"
+
+
+def _reason(body: bytes) -> tuple[str, str]:
+    """Message and type of an engine's refusal, or its text."""
+    try:
+        said = json.loads(body)
+        error = said.get("error") or said
+        return str(error["message"]), str(error.get("type") or "invalid_request_error")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return body[:2000].decode("utf-8", "replace"), "invalid_request_error"

@@ -16,6 +16,7 @@ sampled; elsewhere 0, NaN and -1. What is stored is what the engine reported; no
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from megaflow_hpc.types import Recording, TokenSequence, Turn
 
 RAW_TOKENS = 1_000_000
 """Sampled tokens of a rollout whose raw answers are kept; a token is about 25 bytes of JSON."""
+RAW_ARGUMENT = "input"
+"""Where a tool call's arguments are no JSON object, the one argument that they are."""
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Recorder:
     sampled: int = 0
     calls: int = 0
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
+    answers: dict[str, list[tuple[int, Mapping[str, Any]]]] = field(default_factory=dict, repr=False)
+    """By what they say: each answer as the engine wrote it, and how many messages came before it."""
     _last_answer: float = field(default=0.0, repr=False)
 
     def request_arrived(self) -> None:
@@ -148,6 +153,31 @@ class Recorder:
                 return self.recording.sequences[number], tip
         return None
 
+    def restore(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The conversation with this rollout's own earlier answers as the engine wrote them.
+
+        An agent's client hands an answer back in its own form: arguments of a tool call encoded anew, reasoning left
+        out because its API has no place for it, white space trimmed. What says the same is the same answer; what the
+        agent changed stays changed.
+        """
+        return [self._as_written(m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
+
+    def _as_written(self, message: Mapping[str, Any], place: int) -> Mapping[str, Any]:
+        known = self.answers.get(meaning(message)) or ()
+        thought = _reasoning(message)
+        fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
+        if not fitting:
+            return message
+        ids = [call.get("id") for call in message.get("tool_calls") or ()]
+
+        def nearness(found: tuple[int, Mapping[str, Any]]) -> tuple[bool, bool]:
+            return [call.get("id") for call in found[1].get("tool_calls") or ()] == ids, found[0] == place
+
+        answer = dict(max(reversed(fitting), key=nearness)[1])
+        if ids:  # the agent's own, which its tool messages refer to
+            answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], ids, strict=True)]
+        return answer
+
     def finish(self) -> Recording:
         self.request_arrived()
         return self.recording
@@ -156,6 +186,7 @@ class Recorder:
         conversation = [dict(m) for m in messages]
         if answer is not None:
             conversation.append(dict(answer))
+            self.answers.setdefault(meaning(answer), []).append((len(messages), dict(answer)))
         if len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
 
@@ -176,12 +207,36 @@ class Recorder:
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two OpenAI messages say the same; fields that are empty count as absent."""
+    """Whether two OpenAI messages say the same, reasoning included; fields that are empty count as absent."""
+    return meaning(one) == meaning(other) and _reasoning(one) == _reasoning(other)
 
-    def said(message: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "reasoning") and v}
 
-    return said(one) == said(other)
+def meaning(message: Mapping[str, Any]) -> str:
+    """What an OpenAI message says, whatever the form: without reasoning and without the identifiers of calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    calls = [
+        [call.get("function", {}).get("name"), arguments_of(call.get("function", {}).get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    said = content.strip() if isinstance(content, str) else content
+    return json.dumps([message.get("role"), said, calls], sort_keys=True)
+
+
+def arguments_of(text: Any) -> dict[str, Any]:
+    """A tool call's arguments; what a model wrote that is no JSON object becomes the one argument ``input``."""
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {RAW_ARGUMENT: text}
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    return str(message.get("reasoning") or message.get("reasoning_content") or "").strip()
 
 
 def _extend(sequence: TokenSequence, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:

@@ -1,20 +1,12 @@
 """An engine that answers from a file: real sockets, real token ids, no model.
 
 It speaks the engines' plain dialect (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``) and is
-run by the same wrapper as any engine, so a campaign can be driven to a known end without weights. A script is YAML or
-JSON::
-
-    tasks:
-      - when: "text of the task"         # a part of the conversation; or  pattern: a regular expression
-        answers:                         # the n-th answers a conversation with n assistant messages; the last repeats
-          - "THOUGHT: … ```mswea_bash_command …```"
-          - {file: fix.txt}              # text from a file beside the script
-          - {text: "…", delay_s: 2.0}    # seconds before answering
-          - {status: 500}                # this answer is an HTTP error
-    default: ["…"]                       # where no task matches
+run by the same wrapper as any engine, so a campaign can be driven to a known end without weights. The format of the
+file is :mod:`megaflow_hpc.model.script`'s.
 
 Tokens are UTF-8 bytes (ids 0 to 255) with 256 as end of turn and 257 as start of turn; log-probabilities are a function
-of id and position. So every invariant of the recording holds: a conversation's prompt extends the one before.
+of id and position. Reasoning and tool calls are text too, between marks, as models write them. So every invariant of
+the recording holds: a conversation's prompt extends the one before.
 """
 
 from __future__ import annotations
@@ -22,123 +14,39 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from aiohttp import web
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.script import Answer, Script, load, text_of
 
 END, START = 256, 257
-DEFAULT = "ready"
 
 
-@dataclass(frozen=True)
-class Answer:
-    text: str = ""
-    delay_s: float = 0.0
-    status: int = 200
-
-
-@dataclass(frozen=True)
-class ScriptedTask:
-    pattern: re.Pattern[str]
-    answers: tuple[Answer, ...]
-
-
-@dataclass(frozen=True)
-class Script:
-    tasks: tuple[ScriptedTask, ...] = ()
-    default: tuple[Answer, ...] = (Answer(DEFAULT),)
-
-    def answer(self, messages: Sequence[Mapping[str, Any]]) -> Answer:
-        conversation = "\n".join(text_of(m) for m in messages)
-        turn = sum(m.get("role") == "assistant" for m in messages)
-        for task in self.tasks:
-            if task.pattern.search(conversation):
-                return task.answers[min(turn, len(task.answers) - 1)]
-        return self.default[min(turn, len(self.default) - 1)]
-
-
-def load(path: Path) -> Script:
-    """Reads a script; every mistake is a :class:`ConfigError` that names it."""
-    try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: the script of answers cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML or JSON: {error}") from error
-    if not isinstance(data, dict) or set(data) - {"tasks", "default"}:
-        raise ConfigError(f"{path}: a script has the keys tasks and default")
-    tasks = []
-    for number, entry in enumerate(data.get("tasks") or ()):
-        where = f"{path}: tasks[{number}]"
-        if not isinstance(entry, dict) or ("when" in entry) == ("pattern" in entry) or not entry.get("answers"):
-            raise ConfigError(f"{where}: needs answers and one of when (a text) or pattern (a regular expression)")
-        try:
-            pattern = re.compile(re.escape(entry["when"]) if "when" in entry else entry["pattern"], re.DOTALL)
-        except (re.error, TypeError) as error:
-            raise ConfigError(f"{where}: {error}") from error
-        tasks.append(ScriptedTask(pattern, tuple(_answer(a, path, where) for a in entry["answers"])))
-    default = tuple(_answer(a, path, f"{path}: default") for a in data.get("default") or (DEFAULT,))
-    return Script(tuple(tasks), default)
-
-
-def _answer(value: Any, path: Path, where: str) -> Answer:
-    if isinstance(value, str):
-        return Answer(value)
-    if not isinstance(value, dict) or set(value) - {"text", "file", "delay_s", "status"}:
-        raise ConfigError(f"{where}: an answer is a text, or has the keys text or file, delay_s, status: {value!r}")
-    text = str(value.get("text", ""))
-    if "file" in value:
-        try:
-            text = (path.parent / value["file"]).read_text()
-        except OSError as error:
-            raise ConfigError(f"{where}: {value['file']}: {error.strerror}") from error
-    return Answer(text, float(value.get("delay_s", 0.0)), int(value.get("status", 200)))
-
-
-def script_from_patch(instruction_snippet: str, patch: str) -> dict[str, Any]:
-    """One entry of a script's ``tasks`` in which mini-swe-agent's text form solves a task by a known patch.
-
-    Args:
-        instruction_snippet: A text that only this task's conversation contains.
-        patch: A unified diff that applies with ``-p1`` from the sandbox's work directory, by git or patch.
-    """
-    mark = "END_OF_PATCH"
-    while f"\n{mark}\n" in f"\n{patch}\n":
-        mark += "_"
-    apply = (
-        f"cat > /tmp/fix.patch <<'{mark}'\n{patch.rstrip(chr(10))}\n{mark}\n"
-        "if command -v git >/dev/null; then git apply -p1 -v /tmp/fix.patch; else patch -p1 -i /tmp/fix.patch; fi"
-    )
-    steps = [
-        ("I look at the source tree first.", "pwd && ls -a"),
-        ("The defect is clear; I apply the repair.", apply),
-        ("The repair is in place, so I submit.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+def written(message: Mapping[str, Any]) -> str:
+    """An assistant message as the model writes it."""
+    thought = message.get("reasoning")
+    calls = [
+        f"\n<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
+        for call in message.get("tool_calls") or ()
     ]
-    answers = [f"THOUGHT: {thought}\n\n```mswea_bash_command\n{command}\n```" for thought, command in steps]
-    return {"when": instruction_snippet, "answers": answers}
+    return (f"<think>{thought}</think>\n" if thought else "") + text_of(message) + "".join(calls)
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+    """A conversation's prompt: ``START role NEWLINE content END NEWLINE`` per message, then the head of the answer.
 
-
-def render(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A conversation's prompt: ``START role NEWLINE content END NEWLINE`` per message, then the head of the answer."""
-    tokens: list[int] = []
+    Tools come first, as in most chat templates: a list that changes makes another prompt.
+    """
+    tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
     for message in messages:
-        tokens += [START, *f"{message.get('role', 'user')}\n".encode(), *text_of(message).encode(), END, 10]
+        text = written(message) if message.get("role") == "assistant" else text_of(message)
+        tokens += [START, *f"{message.get('role', 'user')}\n".encode(), *text.encode("utf-8", "replace"), END, 10]
     return [*tokens, START, *b"assistant\n"]
 
 
@@ -171,10 +79,12 @@ class ScriptedEngine:
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
         messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             return _error(400, "messages: expected a list of at least one message")
-        prompt = render(messages)
-        return await self._reply(body, self.script.answer(messages), prompt, chat=True)
+        tools = body.get("tools") or []
+        prompt = render(messages, tools)
+        answer = self.script.answer(messages, [tool["function"]["name"] for tool in tools])
+        return await self._reply(body, answer, prompt, chat=True)
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -198,23 +108,48 @@ class ScriptedEngine:
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{wanted} output tokens and your prompt contains {len(prompt)} input tokens.",
             )
-        sampled = [*answer.text.encode(), END]
+        message = _message(answer)
+        sampled = [*written(message).encode(), END]
         limit = min(wanted or room, room)
-        finish = "stop" if len(sampled) <= limit else "length"
-        sampled = sampled[:limit]
-        text = bytes(t for t in sampled if t < 256).decode("utf-8", "replace")
-        return web.json_response(_response(body, self.model_name, prompt, sampled, text, finish, chat=chat))
+        finish = "tool_calls" if answer.calls else "stop"
+        if len(sampled) > limit:
+            sampled, finish = sampled[:limit], "length"
+            message = {"role": "assistant", "content": bytes(t for t in sampled if t < 256).decode("utf-8", "replace")}
+        return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message["reasoning"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in answer.calls
+        ]
+    return message
 
 
 def _response(
-    body: Mapping[str, Any], model: str, prompt: list[int], sampled: list[int], text: str, finish: str, *, chat: bool
+    body: Mapping[str, Any],
+    model: str,
+    prompt: list[int],
+    sampled: list[int],
+    message: Mapping[str, Any],
+    finish: str,
+    *,
+    chat: bool,
 ) -> dict[str, Any]:
     scores = [logprob(t, len(prompt) + i) for i, t in enumerate(sampled)]
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
     if chat:
-        choice["message"] = {"role": "assistant", "content": text}
+        choice["message"] = message
     else:
-        choice["text"] = text
+        choice["text"] = message["content"]
     if body.get("logprobs"):
         names = [f"token_id:{t}" for t in sampled]
         choice["logprobs"] = (

@@ -1,48 +1,55 @@
-"""A whole OpenAI answer, sent to the agent as server-sent events.
+"""Server-sent events to an agent that asked for a stream.
 
-A chat answer becomes a chunk with the role, one with the message (content, reasoning, tool calls), one with the finish
-reason, on request one with the usage, and ``[DONE]``: what every client that can read a stream accepts.
+The answer comes whole from the engine. While it is awaited nothing is sent, so that a failure is an HTTP error like any
+other; after ``QUIET_S`` the stream opens with a comment, which clients skip, and one more each ``QUIET_S``, so that no
+client takes the wait for a dead connection. A failure after that is an event of the stream.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
 
+from megaflow_hpc.model.dialects import Event
 
-async def send(request: web.Request, answer: Mapping[str, Any], body: Mapping[str, Any]) -> web.StreamResponse:
-    """Streams ``answer`` in reply to ``request``, whose decoded JSON is ``body``."""
+QUIET_S = 20.0
+
+
+async def send(
+    request: web.Request,
+    answer: Awaitable[dict[str, Any]],
+    events: Callable[[dict[str, Any]], Iterator[Event]],
+    failed: Callable[[Exception], Event],
+    quiet_s: float = QUIET_S,
+) -> web.StreamResponse:
+    """Streams what ``answer`` becomes; raises as it does while no byte has been sent."""
+    work = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    for chunk in chunks(answer, usage):
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+    try:
+        while not (await asyncio.wait({work}, timeout=quiet_s))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b": still working\n\n")
+        try:
+            found = list(events(work.result()))
+        except Exception as error:
+            if not response.prepared:
+                raise
+            found = [failed(error)]
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b"".join(encode(*event) for event in found))
+        await response.write_eof()
+        return response
+    finally:
+        work.cancel()
 
 
-def chunks(answer: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-    chat = answer.get("object") == "chat.completion"
-    head = {k: answer.get(k) for k in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    for choice in answer["choices"]:
-        index, logprobs = choice["index"], choice.get("logprobs")
-        end = {"index": index, "logprobs": None, "finish_reason": choice.get("finish_reason")}
-        if chat:
-            message = {k: v for k, v in choice["message"].items() if v is not None and v != []}
-            calls = [{"index": n, **c} for n, c in enumerate(message.pop("tool_calls", ()))]
-            first = {"role": message.pop("role", "assistant"), "content": ""}
-            body = {**message, "tool_calls": calls} if calls else message
-            yield {**head, "choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}]}
-            yield {**head, "choices": [{"index": index, "delta": body, "logprobs": logprobs, "finish_reason": None}]}
-            yield {**head, "choices": [{**end, "delta": {}}]}
-        else:
-            text = choice.get("text", "")
-            yield {**head, "choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]}
-            yield {**head, "choices": [{**end, "text": ""}]}
-    if usage:
-        yield {**head, "choices": [], "usage": answer.get("usage")}
+def encode(name: str, data: Any) -> bytes:
+    head = f"event: {name}\n" if name else ""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"{head}data: {text}\n\n".encode()

@@ -14,7 +14,7 @@ from serving import Servers
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
-from megaflow_hpc.model.scripted import script_from_patch
+from megaflow_hpc.model.script import script_from_patch
 from megaflow_hpc.types import AgentResult, Recording, Task
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"

@@ -129,7 +129,10 @@ async def test_wrong_keys_and_closed_rollouts_are_refused(servers: Servers) -> N
         ("/chat/completions", b"[]", 400),
         ("/chat/completions", b'{"messages": 3}', 400),
         ("/nothing", b"{}", 404),
-        ("/messages", b"{}", 501),
+        ("/messages", b"{}", 400),
+        ("/messages/count_tokens", b"{}", 400),
+        ("/responses", b"{}", 400),
+        ("/chat/completions", b'{"messages": [3]}', 400),
     ],
 )
 @in_loop

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.scripted import Script, load, script_from_patch
+from megaflow_hpc.model.script import Script, load, script_from_patch
 
 
 def write(path: Path, text: str) -> Path:

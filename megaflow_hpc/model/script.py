@@ -1,0 +1,153 @@
+"""What a scripted engine answers: the file, and the choice of an answer for a conversation.
+
+A script is YAML or JSON::
+
+    tasks:
+      - when: "text of the task"         # a part of the conversation; or  pattern: a regular expression
+        answers:                         # the n-th answers a conversation with n assistant messages; the last repeats
+          - "THOUGHT: … ```mswea_bash_command …```"
+          - {file: fix.txt}              # text from a file beside the script
+          - {text: "…", delay_s: 2.0}    # seconds before answering
+          - {status: 500}                # this answer is an HTTP error
+          - {tool: bash, arguments: {command: ls}, text: "I look.", reasoning: "Where am I?"}
+          - {tools: [{tool: bash, arguments: {}}, {tool: read, arguments: {}}]}
+    default: ["…"]                       # where no task matches
+
+A task whose answers call a tool matches only conversations that offer it: the small requests that agents make beside
+their work (a title, a summary) get the default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaflow_hpc.errors import ConfigError
+
+DEFAULT = "ready"
+_KEYS = {"text", "file", "reasoning", "delay_s", "status", "tool", "arguments", "tools"}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str = ""
+    delay_s: float = 0.0
+    status: int = 200
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+@dataclass(frozen=True)
+class ScriptedTask:
+    pattern: re.Pattern[str]
+    answers: tuple[Answer, ...]
+
+    @property
+    def tools(self) -> set[str]:
+        return {call.name for answer in self.answers for call in answer.calls}
+
+
+@dataclass(frozen=True)
+class Script:
+    tasks: tuple[ScriptedTask, ...] = ()
+    default: tuple[Answer, ...] = (Answer(DEFAULT),)
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> Answer:
+        """What is said next in a conversation that offers these tools."""
+        conversation = "\n".join(text_of(m) for m in messages)
+        turn = sum(m.get("role") == "assistant" for m in messages)
+        for task in self.tasks:
+            if task.tools <= set(tools) and task.pattern.search(conversation):
+                return task.answers[min(turn, len(task.answers) - 1)]
+        return self.default[min(turn, len(self.default) - 1)]
+
+
+def load(path: Path) -> Script:
+    """Reads a script; every mistake is a :class:`ConfigError` that names it."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: the script of answers cannot be read ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML or JSON: {error}") from error
+    if not isinstance(data, dict) or set(data) - {"tasks", "default"}:
+        raise ConfigError(f"{path}: a script has the keys tasks and default")
+    tasks = []
+    for number, entry in enumerate(data.get("tasks") or ()):
+        where = f"{path}: tasks[{number}]"
+        if not isinstance(entry, dict) or ("when" in entry) == ("pattern" in entry) or not entry.get("answers"):
+            raise ConfigError(f"{where}: needs answers and one of when (a text) or pattern (a regular expression)")
+        try:
+            pattern = re.compile(re.escape(entry["when"]) if "when" in entry else entry["pattern"], re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+        tasks.append(ScriptedTask(pattern, tuple(_answer(a, path, where) for a in entry["answers"])))
+    default = tuple(_answer(a, path, f"{path}: default") for a in data.get("default") or (DEFAULT,))
+    return Script(tuple(tasks), default)
+
+
+def _answer(value: Any, path: Path, where: str) -> Answer:
+    if isinstance(value, str):
+        return Answer(value)
+    if not isinstance(value, dict) or set(value) - _KEYS:
+        raise ConfigError(
+            f"{where}: an answer is a text, or has the keys text or file, reasoning, delay_s, status, tool and "
+            f"arguments, or tools: {value!r}"
+        )
+    text = str(value.get("text", ""))
+    if "file" in value:
+        try:
+            text = (path.parent / value["file"]).read_text()
+        except OSError as error:
+            raise ConfigError(f"{where}: {value['file']}: {error.strerror}") from error
+    calls = tuple(_call(call, where) for call in value.get("tools") or ([value] if "tool" in value else []))
+    delay_s, status = float(value.get("delay_s", 0.0)), int(value.get("status", 200))
+    return Answer(text, delay_s, status, calls, str(value.get("reasoning", "")))
+
+
+def _call(value: Any, where: str) -> ToolCall:
+    arguments = value.get("arguments", {}) if isinstance(value, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(value.get("tool"), str):
+        raise ConfigError(f"{where}: a call is {{tool: NAME, arguments: {{…}}}}, found {value!r}")
+    return ToolCall(value["tool"], arguments)
+
+
+def script_from_patch(instruction_snippet: str, patch: str) -> dict[str, Any]:
+    """One entry of a script's ``tasks`` in which mini-swe-agent's text form solves a task by a known patch.
+
+    Args:
+        instruction_snippet: A text that only this task's conversation contains.
+        patch: A unified diff that applies with ``-p1`` from the sandbox's work directory, by git or patch.
+    """
+    mark = "END_OF_PATCH"
+    while f"\n{mark}\n" in f"\n{patch}\n":
+        mark += "_"
+    apply = (
+        f"cat > /tmp/fix.patch <<'{mark}'\n{patch.rstrip(chr(10))}\n{mark}\n"
+        "if command -v git >/dev/null; then git apply -p1 -v /tmp/fix.patch; else patch -p1 -i /tmp/fix.patch; fi"
+    )
+    steps = [
+        ("I look at the source tree first.", "pwd && ls -a"),
+        ("The defect is clear; I apply the repair.", apply),
+        ("The repair is in place, so I submit.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    ]
+    answers = [f"THOUGHT: {thought}\n\n```mswea_bash_command\n{command}\n```" for thought, command in steps]
+    return {"when": instruction_snippet, "answers": answers}
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if isinstance(part, dict))
