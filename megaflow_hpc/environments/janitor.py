@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.mounts import sweep_mounts
 from megaflow_hpc.environments.processes import descendants, namespace_init
 from megaflow_hpc.process import Identity
 
@@ -18,9 +19,10 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
     """Cleans ``SCRATCH/owners`` of dead owners.
 
     Returns:
-        ``owners``, ``sandboxes``, ``processes`` ended or removed, and ``left``: directories that could not be.
+        ``owners``, ``sandboxes``, ``processes`` and ``mounts`` ended or removed, and ``left``: directories that could
+        not be.
     """
-    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "left": 0}
+    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "mounts": sweep_mounts(scratch), "left": 0}
     try:
         owners = [entry for entry in os.scandir(Path(scratch) / "owners") if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:

@@ -16,25 +16,22 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from megaflow_hpc.environments import site
+from megaflow_hpc.environments.access import Access, ImageAccess
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.janitor import sweep
 from megaflow_hpc.environments.limits import Watchdog
 from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.site import file_system, kind_of, scratch_base
 from megaflow_hpc.environments.spec import SandboxSpec
-from megaflow_hpc.environments.staging import stage
+from megaflow_hpc.environments.staging import ImageCache
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.process import Identity
 
 
 def default_scratch() -> Path:
-    """In ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR`` or ``/tmp``: a private directory of this user's."""
-    for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
-        base = os.environ.get(name)
-        if base and os.path.isdir(base):
-            break
-    else:
-        base = "/tmp"
-    return Path(base) / f"megaflow-{os.getuid()}"
+    """A private directory of this user's on local scratch: :func:`~megaflow_hpc.environments.site.scratch_base`."""
+    return Path(scratch_base()[0]) / f"megaflow-{os.getuid()}"
 
 
 def private_directory(path: Path) -> Path:
@@ -85,7 +82,9 @@ class ApptainerProvider:
         self._watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
-        self._staging: dict[str, asyncio.Task[str]] = {}
+        self._kind = kind_of(file_system(self.scratch))
+        cached = ImageCache(self.cache, self.apptainer)
+        self.images = ImageAccess(cached, lambda: site.cached(self.scratch, self.apptainer), self.scratch, self._kind)
         self._closed = False
         sweep(self.scratch)
 
@@ -107,33 +106,48 @@ class ApptainerProvider:
         spec.check()
         if self._closed:
             raise SandboxError("the provider is closed")
-        rootfs = await self.stage(spec.image)
         if self._bound is not None:
             await self._bound.acquire()
+        try:
+            access = self.images.ready(spec.image) or await self._acquire(spec.image)
+        except BaseException:
+            if self._bound is not None:
+                self._bound.release()
+            raise
         self._number += 1
         directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
         directory.mkdir(mode=0o700)
         sandbox = ApptainerSandbox(
             spec,
-            rootfs,
+            access,
             str(directory),
             self.apptainer,
             start_timeout_s=self._start_timeout_s,
             output_limit=self._output_limit,
             on_stop=self._forget,
             watchdog=self._watchdog,
+            layer_in_memory=self._kind == "memory",
         )
         self._sandboxes.add(sandbox)
         await sandbox.start()
         return sandbox
 
     async def stage(self, image: str) -> str:
-        """The directory that holds ``image`` on this node, unpacked now if it is not yet."""
-        task = self._staging.get(image)
-        if task is None or (task.done() and (task.cancelled() or task.exception() or not os.path.isdir(task.result()))):
-            task = asyncio.create_task(asyncio.to_thread(stage, image, self.cache, self.apptainer))
-            self._staging[image] = task
-        return await asyncio.shield(task)
+        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; where it is now.
+
+        It stays until room is needed for others.
+        """
+        access = await self._acquire(image)
+        access.release()
+        return access.rootfs
+
+    async def _acquire(self, image: str) -> Access:
+        acquiring = asyncio.ensure_future(asyncio.to_thread(self.images.acquire, image))
+        try:
+            return await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            acquiring.add_done_callback(lambda done: None if done.exception() else done.result().release())
+            raise
 
     def _forget(self, sandbox: ApptainerSandbox) -> None:
         self._sandboxes.discard(sandbox)

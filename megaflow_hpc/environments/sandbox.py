@@ -25,7 +25,8 @@ from pathlib import Path
 from types import TracebackType
 
 from megaflow_hpc.environments import layer
-from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv, namespace_root
+from megaflow_hpc.environments.access import Access
+from megaflow_hpc.environments.apptainer import CONTROL_DIR
 from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
 from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
@@ -58,7 +59,7 @@ class ApptainerSandbox:
     def __init__(
         self,
         spec: SandboxSpec,
-        rootfs: str,
+        access: Access,
         directory: str,
         apptainer: str,
         *,
@@ -66,11 +67,12 @@ class ApptainerSandbox:
         output_limit: int = OUTPUT_LIMIT,
         on_stop: Callable[[ApptainerSandbox], None] | None = None,
         watchdog: Watchdog | None = None,
+        layer_in_memory: bool = False,
     ) -> None:
         self.spec = spec
         self.directory = directory
         self.workdir = spec.workdir or "/"
-        self._rootfs = rootfs
+        self._access = access
         self._apptainer = apptainer
         self._start_timeout_s = start_timeout_s
         self._output_limit = output_limit
@@ -85,7 +87,7 @@ class ApptainerSandbox:
         """Limits passed since the start, in order."""
         self._over: Breach | None = None
         self._watchdog = watchdog
-        self._watch = Watch(spec, self._layer, self._on_breach)
+        self._watch = Watch(spec, self._layer, self._on_breach, layer_in_memory=layer_in_memory)
         self._loop = asyncio.get_running_loop()
         if watchdog is not None:
             watchdog.watch(self._watch)
@@ -122,13 +124,15 @@ class ApptainerSandbox:
         container = Container(control, on_started=self._record_owner)
         container.prepare(self.spec.env, self.spec.as_root, self.spec.workdir)
         runner = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
-        argv = exec_argv(self._apptainer, self.spec, self._rootfs, overlay=self._layer, control=control, command=runner)
+        prefix, argv = self._access.command_line(
+            self._apptainer, self.spec, layer=self._layer, control=control, command=runner
+        )
         try:
             await container.start(
                 argv,
                 temporary=os.path.join(self.directory, "tmp"),
                 timeout_s=self._start_timeout_s,
-                prefix=namespace_root(self.spec),
+                prefix=prefix,
             )
         except SandboxError as error:
             raise SandboxError(f"{self.spec.image}: {error}") from error
@@ -174,7 +178,7 @@ class ApptainerSandbox:
             await self._running().check()
             await self._drop_container()
             if change is not None:
-                await asyncio.to_thread(change, LayerPaths(Path(self._layer, "upper"), Path(self._rootfs)))
+                await asyncio.to_thread(change, LayerPaths(Path(self._layer, "upper"), Path(self._access.rootfs)))
             if spec is not None:
                 self.spec = replace(spec, image=self.spec.image)
                 self.workdir = self.spec.workdir or "/"
@@ -187,7 +191,8 @@ class ApptainerSandbox:
             await self._start_container()
         except SandboxError:
             await self._drop_container()
-            await asyncio.to_thread(layer.mend, Path(self._layer, "upper"), Path(self._rootfs), self.spec.workdir)
+            upper, rootfs = Path(self._layer, "upper"), Path(self._access.rootfs)
+            await asyncio.to_thread(layer.mend, upper, rootfs, self.spec.workdir)
             await self._start_container()
 
     async def reset(self) -> None:
@@ -213,6 +218,7 @@ class ApptainerSandbox:
         finally:
             if self._watchdog is not None:
                 self._watchdog.forget(self._watch)
+            self._access.release()
             if self._on_stop is not None:
                 self._on_stop(self)
 

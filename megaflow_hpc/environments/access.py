@@ -1,0 +1,203 @@
+"""How a sandbox gets at its image: which of three ways is cheapest here, decided by numbers.
+
+=======  ====================================================  =========================  ==================
+form     the image is                                          a start costs              it takes
+=======  ====================================================  =========================  ==================
+tree     unpacked to scratch, once per node                    least                      bytes and inodes
+mount    one squashfs mounted for all sandboxes of a job       a little more              nothing, or a copy
+direct   the SIF itself, mounted by each sandbox for itself    most, and a process each   nothing
+=======  ====================================================  =========================  ==================
+
+Unpacking is paid once and saves something at every start, so it depends on how often the image will be used; it needs
+room in bytes and inodes. Where scratch is memory, what is unpacked is charged to the job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv, namespace_root
+from megaflow_hpc.environments.cache import Room
+from megaflow_hpc.environments.mounts import Mounted, mount
+from megaflow_hpc.environments.site import Kind, Site
+from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.environments.staging import ImageCache
+from megaflow_hpc.errors import ConfigError, SandboxError
+
+Form = Literal["tree", "mount", "direct"]
+
+START_S = {"tree": 0.045, "mount": 0.085, "direct": 0.20}
+"""Of one sandbox, measured (docs/sandboxes.md); only their differences count."""
+UNPACK_BYTES_PER_S = 150e6
+UNPACK_INODES_PER_S = 20_000
+READ_SHARE = 0.02
+"""By how much a command's files are slower through squashfs, as a share of a sandbox's work; small, but for ever."""
+WORK_S = 10.0
+"""Of file work in one sandbox, for :data:`READ_SHARE`."""
+MANY = 1000.0
+"""Starts of an image nobody announced."""
+MEMORY_SHARE = 0.25
+"""Of scratch in memory, at most, that unpacked images may take."""
+
+
+def choose(
+    size: Room,
+    room: Room,
+    expected_starts: float,
+    *,
+    scratch: Kind = "disk",
+    can_mount: bool,
+    can_direct: bool,
+) -> tuple[Form, str]:
+    """The form to use an image in, and why, in words for a log.
+
+    Args:
+        size: of the image when unpacked.
+        room: what is left for images on scratch.
+        expected_starts: sandboxes of this image still to come on this node.
+        can_mount: FUSE is open to users, and squashfuse is there.
+        can_direct: Apptainer can mount a SIF itself, by FUSE or by its setuid starter.
+    """
+    usable = int(room.bytes * (MEMORY_SHARE if scratch == "memory" else 1.0))
+    fits = size <= Room(usable, room.inodes)
+    other: Form | None = "mount" if can_mount else "direct" if can_direct else None
+    if other is None:
+        return "tree", "images cannot be mounted here" + ("" if fits else "; scratch is short of room all the same")
+    if not fits:
+        where = "memory" if scratch == "memory" else "scratch"
+        return other, f"{size.bytes >> 20} MiB in {size.inodes} files are more than {where} has room for"
+    cost = size.bytes / UNPACK_BYTES_PER_S + size.inodes / UNPACK_INODES_PER_S
+    saving = expected_starts * (START_S[other] - START_S["tree"] + READ_SHARE * WORK_S)
+    if saving > cost:
+        return "tree", f"unpacking takes {cost:.1f} s and saves {saving:.1f} s in {expected_starts:g} starts"
+    return other, f"unpacking would take {cost:.1f} s and save {saving:.1f} s in {expected_starts:g} starts"
+
+
+class Access:
+    """One sandbox's hold on its image, from :meth:`ImageAccess.acquire` to :meth:`release`."""
+
+    def __init__(self, form: Form, rootfs: str, release: Callable[[], None], mounted: Mounted | None = None) -> None:
+        self.form = form
+        self.rootfs = rootfs
+        """The image's files as the host sees them; the SIF itself with form ``direct``."""
+        self.release = release
+        self._mounted = mounted
+
+    def command_line(
+        self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
+    ) -> tuple[Sequence[str], list[str]]:
+        """The words of a container with a writable layer over the image: those that change what it runs as, and where;
+        then Apptainer's."""
+        if self._mounted is None:
+            argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
+            return namespace_root(spec), argv
+        merged = f"{layer}.root"
+        prefix = self._mounted.enter(layer, merged, None if spec.as_root else os.getuid())
+        for bind in (f"{control}:{CONTROL_DIR}", *spec.binds):
+            _bind_point(os.path.join(layer, "upper"), bind)
+        return prefix, exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
+
+    def check(self) -> None:
+        """Raises :class:`SandboxError` if the image went away under the sandbox."""
+        if self._mounted is not None and not self._mounted.alive():
+            raise SandboxError(f"{self.rootfs}: the mount of the image has ended")
+
+
+def _bind_point(upper: str, bind: str) -> None:
+    """Makes the place that ``SRC:DEST`` covers in a writable layer: Apptainer makes none in a writable root.
+
+    The layer is the agent's work: nothing here follows a link in it.
+    """
+    source, _, rest = bind.partition(":")
+    parts = [part for part in (rest.partition(":")[0] or source).split("/") if part]
+    place = upper
+    for number, part in enumerate(parts):
+        place = os.path.join(place, part)
+        if os.path.islink(place):
+            raise SandboxError(f"{bind}: the sandbox has a symbolic link there; nothing can be bound")
+        if number == len(parts) - 1 and os.path.isfile(source):
+            os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
+        elif not os.path.isdir(place):
+            os.mkdir(place, 0o755)
+
+
+class ImageAccess:
+    """Gives sandboxes of one process their images in the form that is cheapest on this node.
+
+    Args:
+        images: the node's copies.
+        site: what the node can do, asked for when it is first needed.
+        scratch: where mounts are kept.
+        kind: what scratch is.
+    """
+
+    def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, kind: Kind) -> None:
+        self.images = images
+        self._site = site
+        self._scratch = scratch
+        self._kind = kind
+        self._expected: dict[str, float] = {}
+        self._forms: dict[str, Form] = {}
+
+    def expect(self, image: str, starts: float) -> None:
+        """So many sandboxes of an image will be started on this node; unknown ones count as many."""
+        self._expected[image] = starts
+
+    def form(self, image: str) -> Form:
+        """The form for an image, decided once: ``MEGAFLOW_IMAGE_FORM`` (tree, mount, direct), else by cost."""
+        known = self._forms.get(image)
+        if known is None:
+            known = self._forms[image] = self._decide(image)
+        return known
+
+    def _decide(self, image: str) -> Form:
+        named = os.environ.get("MEGAFLOW_IMAGE_FORM", "auto")
+        if named in ("tree", "mount", "direct"):
+            return named  # type: ignore[return-value]
+        if named != "auto":
+            raise ConfigError(f"MEGAFLOW_IMAGE_FORM={named}: expected tree, mount, direct or auto")
+        if os.path.isdir(image):
+            return "tree"
+        site = self._site()
+        facts = self.images.facts(image)
+        form, _ = choose(
+            Room(facts.unpacked_bytes, facts.inodes),
+            self.images.room(),
+            self._expected.get(image, MANY),
+            scratch=self._kind,
+            can_mount=not site.mount,
+            can_direct=not site.mount or site.setuid,
+        )
+        return form
+
+    def ready(self, image: str) -> Access | None:
+        """An image that is unpacked here already; never waits."""
+        if self._forms.get(image, "tree" if os.path.isdir(image) else None) != "tree":
+            return None
+        lease = self.images.ready(image, "tree")
+        return Access("tree", lease.path, lease.release) if lease else None
+
+    def acquire(self, image: str) -> Access:
+        """The image in its form; blocks while it is staged or mounted."""
+        form = "tree" if os.path.isdir(image) else self.form(image)
+        if form == "tree" or form == "direct":
+            lease = self.images.acquire(image, form)
+            return Access(form, lease.path, lease.release)
+        facts = self.images.facts(image)
+        copy = Room(facts.bytes, 4) <= self.images.room() and self._kind == "disk"
+        lease = self.images.acquire(image, "sif" if copy else "direct")
+        key = os.path.basename(os.path.dirname(lease.path)) if copy else facts.digest or ""
+        try:
+            mounted = mount(lease.path, facts.squashfs_offset, key[:40], self._scratch)
+        except BaseException:
+            lease.release()
+            raise
+
+        def release() -> None:
+            mounted.release()
+            lease.release()
+
+        return Access("mount", mounted.path, release, mounted)
