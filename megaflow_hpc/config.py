@@ -138,6 +138,10 @@ class EnvironmentConfig(Section):
     """``none``, ``gateway`` (only the model answers) or ``host``."""
     images: dict[str, str] = {}
     """Image name in the tasks → SIF file, definition file, directory or ``docker://``."""
+    mirrors: dict[str, str] = {}
+    """Registry → what stands for it here, as ``docker.io: registry.site.edu/hub``; ``MEGAFLOW_IMAGE_MIRRORS`` too."""
+    air_gapped: bool = False
+    """Fetch nothing: an image that the store lacks is an error; ``MEGAFLOW_AIR_GAPPED`` too."""
     limits: SandboxLimits = SandboxLimits()
     """What one sandbox may use where its task does not say."""
     verification: Literal["shared", "fresh"] = "shared"

@@ -1,30 +1,24 @@
-"""Image names of tasks → image files: a content-addressed store of SIFs on the shared file system.
+"""Image names of tasks → image files: what a campaign maps, built or fetched into the store if it is not there.
 
-::
-
-    STORE/  <key>.sif  <key>.lock  <key>.partial-<host>-<pid>/
-
-A key is a hash of what goes in: a definition file and the files it copies, a ``docker://`` address, or a Dockerfile
-with its context and base. Who asks first builds, others wait on the lock; a SIF appears by rename, whole.
-A mapping that names a SIF file or an unpacked directory is used where it lies.
+The key of an image is a hash of what goes into it: a definition file and the files it copies, an address, or a
+Dockerfile with what it copies and its bases. A mapping that names a SIF file or a directory is used where it lies.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
-import shutil
-import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.environments import apptainer as runtime
+from megaflow_hpc.environments.definition import build_options, write_definition
 from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest
-from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.harbor_verifier import verifier_environments
+from megaflow_hpc.environments.remote import Registries, is_remote
+from megaflow_hpc.environments.store import ImageStore, digest_in
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.types import Task
 
@@ -33,12 +27,7 @@ BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-le
 
 BUILD_S = 3600.0
 
-REMOTE = ("docker://", "oras://", "library://")
-
-
-def default_store() -> Path:
-    """``MEGAFLOW_IMAGE_STORE``, else ``~/.megaflow-hpc/images``."""
-    return Path(os.environ.get("MEGAFLOW_IMAGE_STORE") or Path.home() / ".megaflow-hpc" / "images")
+KEY_LENGTH = 32
 
 
 def resolve_images(
@@ -49,6 +38,7 @@ def resolve_images(
     build: bool = True,
     where: str = "environment.images",
     store: str | os.PathLike[str] | None = None,
+    registries: Registries | None = None,
 ) -> dict[str, str]:
     """The image file of every image that ``tasks`` name, as ``task.image`` → absolute path.
 
@@ -56,12 +46,25 @@ def resolve_images(
         mapping: ``environment.images`` of the campaign; relative paths are relative to ``base_dir``.
         build: build what is not there yet; without it only the names and sources are checked.
         where: how messages call the mapping.
+        registries: mirrors, and whether anything may be fetched; default: what the environment says.
 
     Raises:
         ConfigError: a name that is not mapped, or mapped to nothing that exists.
-        SiteError: a build that failed, with Apptainer's output.
+        SiteError: a build that failed, with Apptainer's output; an image that is missing and may not be fetched.
     """
-    images = ImageStore(store)
+    return resolve_all(Images(ImageStore(store), registries), tasks, mapping, base_dir, build=build, where=where)
+
+
+def resolve_all(
+    images: Images,
+    tasks: Sequence[Task],
+    mapping: Mapping[str, str],
+    base_dir: str | os.PathLike[str],
+    *,
+    build: bool = True,
+    where: str = "environment.images",
+) -> dict[str, str]:
+    """:func:`resolve_images` with an :class:`Images` of the caller's, which knows afterwards what was asked for."""
     resolved: dict[str, str] = {}
     judges = [judge for task in tasks for judge in verifier_environments(task)]
     for task in (*tasks, *judges):
@@ -85,11 +88,14 @@ def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
     return None
 
 
-class ImageStore:
-    """SIF files under ``root``; building needs :mod:`apptainer`, looking does not."""
+class Images:
+    """Image names → files, made and kept in a store. Building needs Apptainer, looking does not."""
 
-    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        self.root = Path(root).absolute() if root else default_store()
+    def __init__(self, store: ImageStore, registries: Registries | None = None) -> None:
+        self.store = store
+        self.registries = registries or Registries.configured()
+        self.used: dict[str, tuple[str, Path | None]] = {}
+        """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
 
     def resolve_task(
         self,
@@ -102,23 +108,41 @@ class ImageStore:
     ) -> Path:
         """The image of one task: its own mapped, or its Dockerfile built onto the mapped ``FROM``."""
         harbor = task.metadata.get("harbor", {})
-        name = str(harbor.get("from") or task.image)
-        base = self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task.path)
         if "dockerfile" not in harbor:
-            return base
-        dockerfile = Dockerfile.read(Path(harbor["dockerfile"]))
-        key = context_digest(dockerfile, _identity(base))
+            name = str(harbor.get("from") or task.image)
+            return self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task.path)
+        return self.resolve_dockerfile(
+            Dockerfile.read(Path(harbor["dockerfile"])),
+            mapping,
+            base_dir,
+            build=build,
+            where=where,
+            task_path=task.path,
+            timeout_s=harbor.get("build_timeout_s", BUILD_S),
+        )
+
+    def resolve_dockerfile(
+        self,
+        dockerfile: Dockerfile,
+        mapping: Mapping[str, str],
+        base_dir: Path,
+        *,
+        build: bool = True,
+        where: str = "environment.images",
+        task_path: str = "",
+        timeout_s: float = BUILD_S,
+    ) -> Path:
+        """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
+        bases = {
+            name: self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task_path)
+            for name in dockerfile.bases
+        }
+        key = context_digest(dockerfile, "\0".join(_identity(path) for path in bases.values()))
 
         def make(target: Path) -> None:
-            definition = target.parent / "definition"
-            definition.write_text(dockerfile.definition(str(base)))
-            try:
-                limit_s = harbor.get("build_timeout_s", BUILD_S)
-                runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS, timeout_s=limit_s)
-            except SiteError as error:
-                raise SiteError(f"{dockerfile.path}: {error}") from error
+            _build_dockerfile(target, dockerfile, {name: str(path) for name, path in bases.items()}, timeout_s)
 
-        return self._made(key, make, build=build)
+        return self._made(key, str(dockerfile.path), make, build=build)
 
     def resolve(
         self,
@@ -138,14 +162,18 @@ class ImageStore:
         if source is None and name.startswith("/") and os.path.exists(name):
             source = name
         if source is None:
-            asked = f", which a task of {task_path} asks for," if task_path else ""
+            place = f"{task_path}/task.toml" if os.path.isdir(task_path) else task_path
+            asked = f", which {place} asks for," if place else ""
             raise ConfigError(
                 f"{where}: image {name!r}{asked} is not mapped; add {name!r}: followed by a SIF file, a definition "
                 "file, a directory or a docker:// address"
             )
-        if source.startswith(REMOTE):
-            key = hashlib.sha256(f"remote\0{source}".encode()).hexdigest()
-            return self._made(key, lambda target: _pull(target, source), build=build)
+        if is_remote(source):
+            if not self.store.find(source_key(source)):
+                self._check(source, where, name)
+            return self._made(
+                source_key(source), source, lambda target: self.registries.pull(source, target), build=build
+            )
         path = Path(base_dir, os.path.expanduser(os.path.expandvars(source))).absolute()
         if path.is_dir():
             return path
@@ -156,36 +184,32 @@ class ImageStore:
         if path.suffix != ".def":
             return path
         key = definition_digest(path)
-        return self._made(key, lambda target: _build_definition(target, path), build=build)
-
-    def list(self) -> list[dict[str, Any]]:
-        """``path`` and ``bytes`` of every SIF in the store."""
-        if not self.root.is_dir():
-            return []
-        return [{"path": str(path), "bytes": path.stat().st_size} for path in sorted(self.root.glob("*.sif"))]
-
-    def _made(self, key: str, make: Callable[[Path], None], *, build: bool) -> Path:
-        """The SIF of ``key``, made by ``make(target)`` if it is missing; one maker at a time."""
-        final = self.root / f"{key[:32]}.sif"
-        if final.is_file() or not build:
-            return final
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self.root / f"{key[:32]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if final.is_file():
-                return final
-            partial = self.root / f"{key[:32]}.partial-{socket.gethostname()}-{os.getpid()}"
-            remove_tree(partial)
-            partial.mkdir(mode=0o700)
+        if not self.store.find(key[:KEY_LENGTH]):
             try:
-                make(partial / "image.sif")
-                os.rename(partial / "image.sif", final)
-            finally:
-                remove_tree(partial)
-        finally:
-            os.close(descriptor)
-        return final
+                self.registries.check_definition(path)
+            except SiteError as error:
+                raise SiteError(f"{where}: {name}: {error}") from None
+        return self._made(key, str(path), lambda target: _build_definition(target, path), build=build)
+
+    def _check(self, source: str, where: str, name: str) -> None:
+        try:
+            self.registries.check(source)
+        except SiteError as error:
+            raise SiteError(f"{where}: {name}: {error}") from None
+
+    def _made(self, key: str, source: str, make: Callable[[Path], None], *, build: bool) -> Path:
+        """The image of ``key``, made if it is missing; with ``build`` false a file that is not there yet is named."""
+        key = key[:KEY_LENGTH]
+        found = self.store.find(key)
+        if found is None and build:
+            found = self.store.make(key, source, make)
+        self.used[key] = (source, found)
+        return found or self.store.root / "sha256" / f"not-built-{key}.sif"
+
+
+def source_key(source: str) -> str:
+    """The key of what an address gives, wherever it is fetched from."""
+    return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
 
 
 def definition_digest(path: Path) -> str:
@@ -214,14 +238,12 @@ def definition_digest(path: Path) -> str:
 
 
 def _identity(path: Path) -> str:
-    """What stands for a base image in a key: its name if that is a content key, else path, size and time of change."""
+    """What stands for a base image in a key: the digest in its name, else path, size and time of change."""
     try:
         found = path.stat()
     except OSError:
         return path.name
-    if re.fullmatch(r"[0-9a-f]{32}\.sif", path.name):
-        return path.name
-    return f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}"
+    return digest_in(path) or f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}"
 
 
 def _build_definition(target: Path, definition: Path) -> None:
@@ -229,10 +251,15 @@ def _build_definition(target: Path, definition: Path) -> None:
     runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS, cwd=definition.parent)
 
 
-def _pull(target: Path, source: str) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < 1 << 30:
-        raise SiteError(
-            f"{source}: only {free >> 20} MiB free at {target.parent}; set MEGAFLOW_IMAGE_STORE to a larger place"
-        )
-    runtime.build(runtime.find_apptainer(), target, source)
+def _build_dockerfile(target: Path, dockerfile: Dockerfile, images: Mapping[str, str], timeout_s: float) -> None:
+    # Assembled on local disk: a network file system keeps no files of other uids, which images have.
+    with tempfile.TemporaryDirectory(prefix="megaflow-build-", ignore_cleanup_errors=True) as name:
+        work = Path(os.path.realpath(name))
+        definition = write_definition(dockerfile, images, work)
+        options = (*BUILD_OPTIONS, *build_options(work))
+        try:
+            runtime.build(
+                runtime.find_apptainer(), target, str(definition), *options, temporary=work, timeout_s=timeout_s
+            )
+        except SiteError as error:
+            raise SiteError(f"{dockerfile.path}: {error}") from error

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest
 from megaflow_hpc.environments.harbor import read_harbor_task
-from megaflow_hpc.environments.images import ImageStore, definition_digest, resolve_images
+from megaflow_hpc.environments.images import resolve_images
 from megaflow_hpc.environments.tasks import load_tasks
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Limits, Task
@@ -182,77 +181,6 @@ def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Pat
         load_tasks([{"path": "x/*", "include": ["nope"]}], tmp_path)
 
 
-def parse(tmp_path: Path, text: str) -> Dockerfile:
-    path = tmp_path / "Dockerfile"
-    path.write_text(textwrap.dedent(text))
-    return Dockerfile.read(path)
-
-
-def test_the_definition_keeps_the_order_of_the_dockerfile(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "d").mkdir()
-    found = parse(
-        tmp_path,
-        """\
-        # a comment
-        FROM debian:12
-        ARG V=1
-        ENV PATH=/opt/bin:$PATH NAME="x y"
-        RUN echo first && \\
-            # in between
-            echo "$V"
-        WORKDIR /srv
-        COPY a.txt d sub/
-        RUN ["echo", "it's"]
-        WORKDIR app
-        USER agent
-        """,
-    )
-    kinds = [step.split()[0] for step in found.steps]
-    assert kinds == ["(", "mkdir", "copy", "copy", "(", "mkdir"]
-    assert "echo first" in found.steps[0]
-    assert "cd /" in found.steps[0]
-    assert found.steps[2] == "copy /.megaflow-context/a.txt /srv/sub/ into ''"
-    assert "cd /srv" in found.steps[4]
-    assert (found.workdir, found.user, found.environment["NAME"]) == ("/srv/app", "agent", "x y")
-    text = found.definition("/images/base.sif")
-    assert text.startswith("Bootstrap: localimage\nFrom: /images/base.sif\n")
-    assert text.index("echo first") < text.index("a.txt /srv")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("FROM a\nFROM b\n", r"Dockerfile:2: a second FROM: multi-stage"),
-        ("FROM a\nADD https://x.example/y /y\n", r"Dockerfile:2: ADD https://x\.example/y: addresses"),
-        ("FROM a\nRUN <<EOF\necho\nEOF\n", r"Dockerfile:2: RUN with a here-document"),
-        ('FROM a\n\nSHELL ["bash", "-c"]\n', r"Dockerfile:3: SHELL is not supported"),
-        ("FROM a\nCOPY gone /x\n", r"Dockerfile:2: COPY gone: no such file"),
-        ("FROM a\nCOPY ../up /x\n", r"Dockerfile:2: COPY \.\./up: outside of the build context"),
-        ("FROM a\nCOPY --from=b /x /y\n", r"Dockerfile:2: COPY --from=b is not supported"),
-        ("RUN x\n", r"Dockerfile:1: RUN before FROM"),
-        ("# nothing\n", r"Dockerfile: no FROM"),
-    ],
-)
-def test_what_a_definition_cannot_express_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse(tmp_path, text)
-
-
-def test_image_keys_follow_contents(tmp_path: Path) -> None:
-    (tmp_path / "f").write_text("1")
-    first = context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n"))
-    assert context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n")) == first
-    (tmp_path / "f").write_text("2")
-    assert context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n")) != first
-    assert context_digest(parse(tmp_path, "FROM a\nCOPY f /f\n"), base="other") != first
-    definition = tmp_path / "x.def"
-    definition.write_text("Bootstrap: localimage\nFrom: base.sif\n%files\n    f /f\n%post\n    true\n")
-    before = definition_digest(definition)
-    (tmp_path / "f").write_text("3")
-    assert definition_digest(definition) != before
-
-
 def test_an_image_that_is_not_mapped_names_task_and_remedy(tmp_path: Path) -> None:
     task = read_harbor_task(write_task(tmp_path))
     with pytest.raises(
@@ -265,11 +193,3 @@ def test_an_image_that_is_not_mapped_names_task_and_remedy(tmp_path: Path) -> No
     found = resolve_images([task], {"org/base:1": "x.sif"}, tmp_path, store=tmp_path / "store")
     assert found == {"org/base:1": str(tmp_path / "x.sif")}
     assert not (tmp_path / "store").exists()
-
-
-def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -> None:
-    store = ImageStore(tmp_path / "store")
-    path = store.resolve("a", {"a": "docker://debian:12"}, tmp_path, build=False)
-    assert path.parent == store.root
-    assert not store.root.exists()
-    assert store.list() == []
