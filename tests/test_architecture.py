@@ -39,7 +39,7 @@ DOORS = {
 }
 """Room → rooms it may import; ``None``: any."""
 
-HEAVY = {"mpi4py": {"pod/comm.py"}, "torch": {"model/tiny.py", "model/gemma.py"}, "vllm": set()}
+HEAVY = {"mpi4py": {"pod/comm.py"}, "torch": {"model/tiny.py", "model/gemma.py", "training/dataset.py"}, "vllm": set()}
 """Libraries that only these files may import."""
 
 

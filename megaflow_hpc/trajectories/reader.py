@@ -138,6 +138,11 @@ class TrajectoryStore:
     def close(self) -> None:
         self._source.close()
 
+    @property
+    def source(self) -> Source:
+        """Where its rows come from."""
+        return self._source
+
     @cached_property
     def ids(self) -> list[str]:
         """Rollout ids by row number."""

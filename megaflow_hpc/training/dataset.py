@@ -1,0 +1,180 @@
+"""PyTorch datasets over a campaign's trajectories, for one process or many.
+
+    from torch.utils.data import DataLoader
+    from megaflow_hpc.training.dataset import PackedTrajectories
+
+    data = PackedTrajectories("RUN/trajectories.h5", 32768, where="status == 'completed'", advantage="grpo", seed=0)
+    for epoch in range(3):
+        data.set_epoch(epoch)
+        for batch in DataLoader(data, batch_size=None, num_workers=4):
+            batch["tokens"], batch["loss_mask"], batch["logprobs"], batch["advantage"], batch["offsets"]
+
+Every process opens the file for itself, when it first reads: nothing that HDF5 holds crosses a fork, and what crosses a
+spawn is a path and a few numbers. All workers of all ranks compute the same plan from the same seed and take their
+share of it, so each trajectory is read once per epoch, however many there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+from torch.utils.data import Dataset, IterableDataset, get_worker_info  # type: ignore[import-not-found]
+
+from megaflow_hpc.trajectories.advantages import Kind
+from megaflow_hpc.trajectories.batch import Oversize, make_batch, plan_batches
+from megaflow_hpc.trajectories.reader import TrajectoryStore, open_trajectories
+
+Batch = dict[str, Any]
+"""The columns of :meth:`~megaflow_hpc.trajectories.reader.TrajectoryStore.batch` as tensors, text as lists."""
+
+
+class _Opened:
+    """A store that each process opens for itself."""
+
+    def __init__(self, path: str | os.PathLike[str], where: str | None, advantage: Kind | None) -> None:
+        self.path = os.fspath(path)
+        self.where = where
+        self.advantage = advantage
+        self._mine: tuple[int, TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None] | None = None
+        self.open()  # errors belong to the one who makes the dataset, not to a worker
+
+    def open(self) -> tuple[TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+        """The store, the rows chosen and the advantage of every row."""
+        if self._mine is None or self._mine[0] != os.getpid():
+            store = open_trajectories(self.path)
+            rows = np.arange(len(store)) if self.where is None else store.select(self.where)
+            advantages = None if self.advantage is None else store.advantages(self.advantage)
+            self._mine = os.getpid(), store, rows, advantages
+        return self._mine[1:]
+
+    def batch(self, rows: np.ndarray[Any, Any], pad: int | None) -> Batch:
+        store, _, advantages = self.open()
+        found = make_batch(store.source, rows, pad)
+        if advantages is not None:
+            found["advantage"] = advantages[found["trajectory"]]
+        return {
+            name: values.tolist() if values.dtype.kind == "U" else torch.from_numpy(values)
+            for name, values in found.items()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mine": None}
+
+
+class Trajectories(Dataset[Batch]):
+    """One trajectory per item; a list of them is read as one batch.
+
+    With ``DataLoader(data, batch_size=64, collate_fn=Trajectories.collate)`` the loader's batches come as one
+    dictionary, flat or padded, because the items of a batch are fetched together.
+
+    Args:
+        path: a run directory or a ``trajectories.h5``.
+        where: an expression that chooses rows; see :mod:`megaflow_hpc.trajectories.selection`.
+        pad: as in :meth:`~megaflow_hpc.trajectories.reader.TrajectoryStore.batch`.
+        advantage: adds the column ``advantage``, per sequence, over all rows of the file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        where: str | None = None,
+        *,
+        pad: int | None = None,
+        advantage: Kind | None = None,
+    ) -> None:
+        self._opened = _Opened(path, where, advantage)
+        self._pad = pad
+
+    def __len__(self) -> int:
+        return len(self._opened.open()[1])
+
+    def __getitem__(self, index: int) -> Batch:
+        rows = self._opened.open()[1]
+        return self._opened.batch(rows[[range(len(rows))[index]]], self._pad)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
+        """What PyTorch's fetcher asks for instead of single items: one read for all of them."""
+        rows = self._opened.open()[1]
+        return [self._opened.batch(rows[np.asarray(indices, np.int64)], self._pad)]
+
+    @staticmethod
+    def collate(items: list[Batch]) -> Batch:
+        """The batch that :meth:`__getitems__` read."""
+        (batch,) = items
+        return batch
+
+
+class PackedTrajectories(IterableDataset[Batch]):
+    """Batches packed up to a number of tokens; for ``DataLoader(data, batch_size=None, num_workers=…)``.
+
+    Args:
+        path: a run directory or a ``trajectories.h5``.
+        token_budget: entries of each token column per batch, padding included.
+        where: an expression that chooses rows.
+        pad: pads to (sequences, longest) with it; ``None`` keeps the columns flat, with ``offsets``.
+        seed: shuffles, another way in every epoch; ``None`` keeps neighbours together.
+        advantage: adds the column ``advantage``, per sequence.
+        rank, ranks: this trainer's part; by default those of ``torch.distributed``, or of RANK and WORLD_SIZE.
+        even: leaves up to ``ranks - 1`` batches out, so that every rank makes as many steps.
+        oversize: what to do with a trajectory over the budget: ``error`` or ``skip``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        token_budget: int,
+        where: str | None = None,
+        *,
+        pad: int | None = None,
+        seed: int | None = None,
+        advantage: Kind | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+        even: bool = False,
+        oversize: Oversize = "error",
+    ) -> None:
+        self._opened = _Opened(path, where, advantage)
+        self._budget = token_budget
+        self._pad = pad
+        self._seed = seed
+        self._even = even
+        self._oversize: Oversize = oversize
+        here = _distributed()
+        self._rank = here[0] if rank is None else rank
+        self._ranks = here[1] if ranks is None else ranks
+        if not 0 <= self._rank < self._ranks:
+            raise ValueError(f"rank {self._rank} of {self._ranks}: expected 0 to {self._ranks - 1}")
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # seen by workers that live through epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffles differently; the same on every rank."""
+        self._epoch[0] = epoch
+
+    def plan(self) -> list[np.ndarray[Any, Any]]:
+        """The batches of this rank in this epoch, as row numbers."""
+        store, rows, _ = self._opened.open()
+        seed = None if self._seed is None else self._seed * 1_000_003 + int(self._epoch[0])
+        batches = plan_batches(store.source, rows, self._budget, self._pad is not None, seed, self._oversize)
+        if self._even:
+            batches = batches[: len(batches) - len(batches) % self._ranks]
+        return batches[self._rank :: self._ranks]
+
+    def __len__(self) -> int:
+        """Batches of this rank in this epoch."""
+        return len(self.plan())
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        for rows in self.plan()[number::workers]:
+            yield self._opened.batch(rows, self._pad)
+
+
+def _distributed() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
