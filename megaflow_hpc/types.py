@@ -281,7 +281,7 @@ class Trajectory:
             for s in self.sequences
         ]
         for name in ("turns", "attempts", "artifacts"):
-            record[name] = [asdict(item) for item in getattr(self, name)]
+            record[name] = [dict(vars(item)) for item in getattr(self, name)]  # flat: asdict's deep copies are slow
         return record
 
     @classmethod

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class ShardMaker:
     """Makes the shards of finished parts, one after another, in a child process of low priority.
 
-    For the loop of rank 0: :meth:`add` never waits. A child that has ended is followed by the next when a further part is
+    For the loop of rank 0: :meth:`add` never waits. A child that has ended is followed by the next when another part is
     finished. What is not made when the pod ends, ``gather`` does without.
     """
 
@@ -55,7 +55,7 @@ class ShardMaker:
             logger.warning("no shard is made: %s", error)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Gives a running child ``wait_s`` seconds, then ends it; gather removes what it had not published."""
+        """Gives a running child ``wait_s`` seconds, then ends it."""
         self._waiting.clear()
         if self._child is None:
             return

@@ -21,6 +21,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import orjson
 
 from megaflow_hpc.trajectories import appending
 from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
@@ -65,10 +66,10 @@ def clean(text: str) -> str:
 def message_json(message: Mapping[str, Any]) -> bytes:
     """A message as strict JSON in UTF-8. Numbers JSON does not have become null, objects it does not have strings."""
     try:
-        text = json.dumps(message, ensure_ascii=False, allow_nan=False, default=_text)
-    except ValueError:
-        text = json.dumps(_finite(message), ensure_ascii=False, allow_nan=False, default=_text)
-    return text.encode("utf-8", "backslashreplace")
+        return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
+    except TypeError:
+        text = json.dumps(_finite(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
+        return text.encode("utf-8", "backslashreplace")
 
 
 def reward_name(name: str) -> str:
