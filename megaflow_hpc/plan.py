@@ -72,6 +72,7 @@ def make(
         ConfigError: names file, line, value and remedy.
     """
     from megaflow_hpc.environments.images import resolve_images
+    from megaflow_hpc.environments.remote import Registries
     from megaflow_hpc.environments.tasks import load_tasks
     from megaflow_hpc.environments.verifier import check_fresh
 
@@ -95,7 +96,15 @@ def make(
     if config.environment.verification == "fresh":
         for task in tasks:
             check_fresh(task)
-    images = resolve_images(tasks, config.environment.images, base, build=build, where=where("environment.images"))
+    environment = config.environment
+    images = resolve_images(
+        tasks,
+        environment.images,
+        base,
+        build=build,
+        where=where("environment.images"),
+        registries=Registries.configured(environment.mirrors, environment.air_gapped or None),
+    )
     return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source)
 
 
