@@ -97,10 +97,10 @@ def text(values: NDArray[Any]) -> NDArray[Any]:
 
 
 class Hdf5Source:
-    """A ``trajectories.h5``. The file is kept open and must not change, as published files never do."""
+    """A ``trajectories.h5``, or a file of its schema that is open. It must not change, as published files never do."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = open_file(path)
+    def __init__(self, path: Path, file: h5py.File | None = None) -> None:
+        self.file = open_file(path) if file is None else file
         self.path = path
         self._columns: dict[str, NDArray[Any]] = {}
         self._windows: dict[str, tuple[int, NDArray[Any]]] = {}

@@ -31,7 +31,7 @@ from megaflow_hpc.trajectories.gathering import campaign_name
 from megaflow_hpc.trajectories.hdf5 import recorded_sources
 from megaflow_hpc.trajectories.schema import COLUMNS
 from megaflow_hpc.trajectories.selection import Table, select
-from megaflow_hpc.trajectories.sources import JournalSource
+from megaflow_hpc.trajectories.sources import source_of
 from megaflow_hpc.trajectories.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
 
@@ -324,7 +324,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     now = fingerprint(run, seals)
     if run.trajectories.exists() and _covers(recorded, now):
         return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories)
-    return TrajectoryStore(JournalSource(index(run, seals)), run.path)
+    return TrajectoryStore(source_of(run, index(run, seals)), run.path)
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:

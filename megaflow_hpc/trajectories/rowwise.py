@@ -236,7 +236,8 @@ class Joined:
         if any(c.dtype.kind in "SO" for c in given):
             given = [text(c) for c in given]
             columns = [None if c is None else text(c) for c in columns]
-        found = np.full(len(self), default, given[0].dtype) if given else np.full(len(self), default, np.float32)
+        dtype = given[0].dtype if given else np.dtype(np.float32)
+        found = np.empty(len(self), dtype) if default is None else np.full(len(self), default, dtype)
         for number, values in enumerate(columns):
             if values is not None:
                 here = self._part == number

@@ -9,14 +9,47 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, SequenceView
-from megaflow_hpc.trajectories.rowwise import Rowwise
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, Hdf5Source, SequenceView, Source
+from megaflow_hpc.trajectories.rowwise import Joined, Rowwise
+from megaflow_hpc.trajectories.shards import open_shard, shard_path
 from megaflow_hpc.trajectories.winners import Entry, Index
 from megaflow_hpc.trajectories.writer import clean, message_json, reward_name
 from megaflow_hpc.types import Artifact, Attempt, Trajectory, Turn
 
 _CACHED = 8
 """Trajectories of a journal kept decoded: the parts of one row are usually read together."""
+
+
+MAX_SHARDS = 256
+"""Shards kept open at once, with two descriptors each; the journals of the others are read instead."""
+
+
+def source_of(run: RunDir, found: Index) -> Source:
+    """The rows of a running campaign: from shards what lies in them, the rest from the journals."""
+    parts: list[Source] = []
+    numbers: dict[str, int | None] = {}
+    from_journals: list[Entry] = []
+    part, row = np.empty(len(found.winners), np.int64), np.empty(len(found.winners), np.int64)
+    for place, entry in enumerate(found.winners):
+        number = None
+        if entry.shard_row >= 0 and entry.id not in found.losers:  # with losers, attempts are put together
+            if entry.journal not in numbers:
+                file = open_shard(run, run.journal / entry.journal) if len(parts) < MAX_SHARDS else None
+                numbers[entry.journal] = None if file is None else len(parts)
+                if file is not None:
+                    parts.append(Hdf5Source(shard_path(run, entry.journal), file))
+            number = numbers[entry.journal]
+        if number is None:
+            part[place], row[place] = -1, len(from_journals)
+            from_journals.append(entry)
+        else:
+            part[place], row[place] = number, entry.shard_row
+    journals = JournalSource(Index(found.root, from_journals, found.losers))
+    if not parts:
+        return journals
+    part[part < 0] = len(parts)
+    return Joined([*parts, journals], part, row)
 
 
 class JournalSource(Rowwise):
