@@ -15,7 +15,6 @@ from megaflow_hpc import plan as plan_module
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
-from megaflow_hpc.ledger.blocks import block_size
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir, new_run_name, write_json
@@ -387,5 +386,5 @@ class Run:
             if rollout.id in again and plan_module.wanted(rollout, only)
         }
         if rollouts:
-            write_blocks(self.dir, list(rollouts.values()), block_size(len(rollouts), self.config.slurm.pods.count))
+            write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.count)
             self.ledger.reopen()

@@ -21,7 +21,6 @@ import megaflow_hpc
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, write_blocks
-from megaflow_hpc.ledger.blocks import block_size
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.types import Rollout, Task
 
@@ -72,7 +71,9 @@ def make(
         ConfigError: names file, line, value and remedy.
     """
     from megaflow_hpc.environments.images import resolve_images
+    from megaflow_hpc.environments.provider import default_scratch, private_directory
     from megaflow_hpc.environments.remote import Registries
+    from megaflow_hpc.environments.site import require
     from megaflow_hpc.environments.tasks import load_tasks
     from megaflow_hpc.environments.verifier import check_fresh
 
@@ -97,6 +98,7 @@ def make(
         for task in tasks:
             check_fresh(task)
     environment = config.environment
+    require((task.network or environment.network for task in tasks), private_directory(default_scratch()))
     images = resolve_images(
         tasks,
         environment.images,
@@ -198,7 +200,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
-    write_blocks(run, plan.rollouts, block_size(len(plan.rollouts), plan.config.slurm.pods.count))
+    write_blocks(run, plan.rollouts, plan.config.slurm.pods.count)
     run.write_run(
         {
             "version": megaflow_hpc.__version__,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.rundir import RunDir, write_json
@@ -20,8 +20,10 @@ from megaflow_hpc.types import Rollout
 MAX_BLOCK = 256
 """Rollouts per block at most: a lost pod costs one block's unfinished work, a claim costs five metadata operations."""
 
-CLAIMS_PER_POD = 4
-"""Blocks a pod should be able to claim in turn, so that late pods still find work."""
+SHARE = 3
+"""A block is about one SHARE-th of the work that an even split of the rest would give each pod. So blocks become small
+towards the end, and no pod sits on a queue while others have nothing left (guided self-scheduling, Polychronopoulos
+and Kuck 1987)."""
 
 _NAME = re.compile(r"(\d{6,})\.json\Z")
 
@@ -32,24 +34,53 @@ class Block:
     rollouts: tuple[Rollout, ...]
 
 
-def block_size(rollouts: int, pods: int) -> int:
-    """Rollouts per block for a campaign of this size."""
-    return min(MAX_BLOCK, max(1, math.ceil(rollouts / (CLAIMS_PER_POD * max(1, pods)))))
+def deal(work: Sequence[float], pods: int, longest_first: bool = False) -> list[list[int]]:
+    """Which items go into each block, in the order in which blocks will be claimed.
 
+    In waves, each of about a SHARE-th of the work that is left. In a wave of the longest the blocks get every n-th
+    item: cut in order, the first pods would hold more long ones than they have slots.
 
-def split(rollouts: Sequence[Rollout], size: int) -> list[tuple[Rollout, ...]]:
-    """Cuts in order into blocks of about ``size``; the samples of one group stay together."""
-    blocks: list[tuple[Rollout, ...]] = []
-    current: list[Rollout] = []
-    for _, samples in groupby(rollouts, key=lambda r: r.group_id):
-        group = list(samples)
-        if current and len(current) + len(group) > size:
-            blocks.append(tuple(current))
-            current = []
-        current += group
-    if current:
-        blocks.append(tuple(current))
+    Args:
+        work: what each item is expected to cost; all 1 if unknown.
+    """
+    order = sorted(range(len(work)), key=lambda n: -work[n]) if longest_first else list(range(len(work)))
+    blocks: list[list[int]] = []
+    left, first = sum(work), 0
+    while first < len(order):
+        wave, cost, end = left / SHARE, 0.0, first
+        while end < len(order) and (end == first or cost + work[order[end]] <= wave or end - first < pods):
+            cost += work[order[end]]
+            end += 1
+        count = min(end - first, max(1, pods) * math.ceil((end - first) / max(1, pods) / MAX_BLOCK))
+        if longest_first:
+            blocks += [order[first + n : end : count] for n in range(count)]
+        else:
+            cuts = [first + (end - first) * n // count for n in range(count + 1)]
+            blocks += [order[a:b] for a, b in pairwise(cuts)]
+        left, first = left - cost, end
     return blocks
+
+
+def split(
+    rollouts: Sequence[Rollout],
+    pods: int,
+    size: int | None = None,
+    expected_s: Callable[[Rollout], float] | None = None,
+) -> list[tuple[Rollout, ...]]:
+    """Blocks for so many pods, or of about ``size``; the samples of one group stay together.
+
+    Args:
+        expected_s: orders the groups by their longest sample, the longest first.
+    """
+    groups = [list(samples) for _, samples in groupby(rollouts, key=lambda r: r.group_id)]
+    if size:
+        per_block = max(1, size // max((len(group) for group in groups), default=1))
+        dealt = [list(range(n, min(n + per_block, len(groups)))) for n in range(0, len(groups), per_block)]
+    elif expected_s is None:
+        dealt = deal([len(group) for group in groups], pods)
+    else:
+        dealt = deal([sum(map(expected_s, group)) for group in groups], pods, longest_first=True)
+    return [tuple(rollout for number in block for rollout in groups[number]) for block in dealt]
 
 
 def numbers(run: RunDir) -> list[int]:
@@ -61,11 +92,17 @@ def _listdir(run: RunDir) -> list[str]:
     return [entry.name for entry in run.tasks.iterdir()] if run.tasks.is_dir() else []
 
 
-def write_blocks(run: RunDir, rollouts: Sequence[Rollout], size: int) -> list[int]:
-    """Appends blocks and returns their numbers."""
+def write_blocks(
+    run: RunDir,
+    rollouts: Sequence[Rollout],
+    pods: int = 1,
+    size: int | None = None,
+    expected_s: Callable[[Rollout], float] | None = None,
+) -> list[int]:
+    """Appends blocks, cut as :func:`split` does, and returns their numbers."""
     first = max(numbers(run), default=-1) + 1
     written = []
-    for offset, block in enumerate(split(rollouts, size)):
+    for offset, block in enumerate(split(rollouts, pods, size, expected_s)):
         write_json(run.block(first + offset), {"rollouts": [asdict(rollout) for rollout in block]})
         written.append(first + offset)
     return written

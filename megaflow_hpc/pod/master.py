@@ -124,10 +124,10 @@ class Master:
         backoff = Backoff()
         while True:
             busy = self._receive()
+            busy |= self._dispatch()  # before the fsync: a free slot does not wait for the disk
             self._acknowledge()
             if self._due("tick", TICK_S):
                 self._tick(time.monotonic() - started)
-            busy |= self._dispatch()
             state = self._ended()
             if state:
                 break
@@ -339,9 +339,9 @@ class Master:
         return started
 
     def _claim(self) -> None:
-        """Holds enough blocks to fill the slots; looks again every few seconds while others hold the rest."""
-        while self.scheduler.queued < max(1, self.scheduler.slots - self.scheduler.running):
-            if not self.scheduler.slots or not self.pod.ledger.may_commit or self.scheduler.too_long:
+        """Claims for the slots that are free now and no further: what waits here, another pod cannot start."""
+        while self.scheduler.queued < self.scheduler.slots - self.scheduler.running:
+            if not self.pod.ledger.may_commit or self.scheduler.too_long:
                 return
             if self._dry and not self._due("claim", LISTING_S):
                 return

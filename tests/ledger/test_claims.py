@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
-from megaflow_hpc.ledger.blocks import block_size, split
+from megaflow_hpc.ledger.blocks import deal, split
 from megaflow_hpc.ledger.claims import COMMIT_S, LEASE_S
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
@@ -59,7 +59,7 @@ def _claim_into(path: str, name: str, barrier: object, queue: object) -> None:
 
 
 def test_every_block_goes_to_exactly_one_of_many_processes(run: RunDir) -> None:
-    write_blocks(run, rollouts(60), 1)
+    write_blocks(run, rollouts(60), size=1)
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(4), context.Queue()
     processes = [context.Process(target=_claim_into, args=(str(run), f"p{i}", barrier, queue)) for i in range(4)]
@@ -72,20 +72,36 @@ def test_every_block_goes_to_exactly_one_of_many_processes(run: RunDir) -> None:
 
 
 def test_the_samples_of_a_group_stay_in_one_block() -> None:
-    blocks = split(rollouts(5, samples=4), 6)
+    blocks = split(rollouts(5, samples=4), 1, size=6)
     assert [len(block) for block in blocks] == [4, 4, 4, 4, 4]
-    assert block_size(10_000, 4) == 256
-    assert block_size(3, 4) == 1
+    assert all(len({r.sample_index for r in block}) == 4 for block in split(rollouts(50, samples=4), 4))
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_blocks_become_small_towards_the_end_and_leave_nothing_out(longest_first: bool) -> None:
+    dealt = deal([1.0] * 100_000, 4, longest_first)
+    assert sorted(n for block in dealt for n in block) == list(range(100_000))
+    assert max(map(len, dealt)) <= 256
+    assert [len(block) for block in dealt[-4:]] == [1, 1, 1, 1]
+    assert [len(block) for block in deal([1.0] * 3, 4, longest_first)] == [1, 1, 1]
+    assert len(deal([1.0] * 1_000_000, 64, longest_first)) < 6000
+
+
+def test_the_longest_are_claimed_first_and_shared_among_the_pods() -> None:
+    work = [1.0] * 1000 + [100.0] * 40
+    first = deal(work, 4, longest_first=True)[:4]
+    assert {sum(work[n] == 100 for n in block) for block in first} <= {3, 4}
+    assert all(work[n] == 100 for block in first for n in block)
 
 
 def test_blocks_come_back_as_written(run: RunDir) -> None:
-    write_blocks(run, rollouts(7), 3)
-    write_blocks(run, rollouts(2), 3)
+    write_blocks(run, rollouts(7), size=3)
+    write_blocks(run, rollouts(2), size=3)
     assert [len(block.rollouts) for block in read_blocks(run)] == [3, 3, 1, 2]
 
 
 def test_a_released_block_is_claimed_again_with_the_predecessor_sealed(run: RunDir) -> None:
-    write_blocks(run, rollouts(1), 1)
+    write_blocks(run, rollouts(1), size=1)
     first, second = pod(run, "a"), pod(run, "b")
     claim = first.claim(nothing)
     assert claim == Claim(0, 0)
@@ -96,14 +112,14 @@ def test_a_released_block_is_claimed_again_with_the_predecessor_sealed(run: RunD
 
 
 def test_a_requeued_element_takes_its_own_blocks_back_at_once(run: RunDir) -> None:
-    write_blocks(run, rollouts(1), 1)
+    write_blocks(run, rollouts(1), size=1)
     assert pod(run, "7_0", "0").claim(nothing) == Claim(0, 0)
     assert pod(run, "8_0", "0").claim(nothing) is None
     assert pod(run, "7_0", "1").claim(nothing) == Claim(0, 1)
 
 
 def test_a_silent_pod_loses_its_block_after_the_lease_and_a_renewing_one_does_not(run: RunDir) -> None:
-    write_blocks(run, rollouts(2), 1)
+    write_blocks(run, rollouts(2), size=1)
     silent, lively = pod(run, "silent"), pod(run, "lively")
     assert silent.claim(nothing) == Claim(0, 0)
     assert lively.claim(nothing) == Claim(1, 0)
@@ -119,7 +135,7 @@ def test_a_silent_pod_loses_its_block_after_the_lease_and_a_renewing_one_does_no
 
 
 def test_a_pod_marked_gone_loses_its_block_at_once(run: RunDir) -> None:
-    write_blocks(run, rollouts(1), 1)
+    write_blocks(run, rollouts(1), size=1)
     pod(run, "a").claim(nothing)
     Ledger(run).mark_gone("a.0")
     assert pod(run, "b").claim(nothing) == Claim(0, 1)
@@ -136,7 +152,7 @@ def test_a_pod_that_could_not_renew_must_not_commit(run: RunDir) -> None:
 
 
 def test_a_block_that_was_taken_over_is_not_marked_done_by_its_former_owner(run: RunDir) -> None:
-    write_blocks(run, rollouts(1), 1)
+    write_blocks(run, rollouts(1), size=1)
     slow = pod(run, "slow")
     claim = slow.claim(nothing)
     assert claim is not None
@@ -148,7 +164,7 @@ def test_a_block_that_was_taken_over_is_not_marked_done_by_its_former_owner(run:
 
 
 def test_a_pod_knows_whether_the_holders_of_the_rest_are_alive(run: RunDir) -> None:
-    write_blocks(run, rollouts(2), 1)
+    write_blocks(run, rollouts(2), size=1)
     other, observer = pod(run, "other"), pod(run, "observer")
     assert other.claim(nothing) == Claim(0, 0)
     assert observer.claim(nothing) == Claim(1, 0)
@@ -160,7 +176,7 @@ def test_a_pod_knows_whether_the_holders_of_the_rest_are_alive(run: RunDir) -> N
 
 
 def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run: RunDir) -> None:
-    write_blocks(run, rollouts(2), 1)
+    write_blocks(run, rollouts(2), size=1)
     ledger = pod(run, "a")
     for _ in range(2):
         assert not ledger.finished
@@ -168,7 +184,7 @@ def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run:
         assert claim is not None
         ledger.mark_done(claim)
     assert ledger.finished
-    write_blocks(run, rollouts(1), 1)
+    write_blocks(run, rollouts(1), size=1)
     ledger.reopen()
     assert not ledger.finished
     assert ledger.claim(nothing) == Claim(2, 0)

@@ -1,0 +1,138 @@
+"""Dispatch: how fast one pod hands out and journals rollouts, and what a campaign's order does to its makespan.
+
+Without --simulate the pod is real (MPI ranks, ledger, journal with fsync) and its rollouts are empty: the ranks answer
+at once. With --simulate a campaign of the given shape runs in virtual time through the real scheduler, so that pods and
+slots can be sized before anything is queued; --durations takes a file with one duration in seconds per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from megaflow_hpc.bench.figures import Figure, median, quantile
+from megaflow_hpc.errors import SiteError
+
+HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
+LEARNED = 0.5
+"""Standard deviation of the logarithm of estimates' error."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--simulate", action="store_true", help="virtual time; nothing runs")
+    parser.add_argument("--rollouts", type=int, default=None, metavar="N", help="default 20,000; simulated 100,000")
+    parser.add_argument("--slots", type=int, default=10_000, metavar="N", help="simulated slots (10,000)")
+    parser.add_argument("--pods", type=int, default=64, metavar="N", help="simulated pods (64)")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="simulated campaigns to take the median of")
+    parser.add_argument("--durations", metavar="FILE", help="seconds of rollouts, one a line, drawn from with repeats")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="worker ranks of the real pod (2)")
+
+
+def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+    if arguments.simulate:
+        return simulated(arguments, note)
+    return real(arguments.rollouts or 20_000, arguments.ranks, note)
+
+
+# --- virtual time ---------------------------------------------------------------------------------------------------
+
+
+def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+    from megaflow_hpc.bench.simulation import pareto
+
+    count = arguments.rollouts or 100_000
+    shapes: dict[str, list[list[float]]] = {}
+    if arguments.durations:
+        import random
+
+        known = [float(line) for line in Path(arguments.durations).read_text().split()]
+        shapes["the given durations"] = [random.Random(seed).choices(known, k=count) for seed in range(arguments.seeds)]
+    else:
+        drawn = [pareto(count, 1.5, seed) for seed in range(arguments.seeds)]
+        shapes["Pareto 1.5"] = drawn
+        shapes["Pareto 1.5 cut at 900 s"] = [[min(900.0, s) for s in durations] for durations in drawn]
+    figures = []
+    for name, campaigns in shapes.items():
+        for order, sigma, label in (("fifo", None, "fifo"), ("longest", LEARNED, "longest, learned estimates"),
+                                    ("longest", 0.0, "longest, exact durations")):  # fmt: skip
+            note(f"{name}, {label}: {len(campaigns)} campaigns of {count} rollouts on {arguments.slots} slots")
+            jobs = [(d, order, sigma, arguments.pods, arguments.slots, seed) for seed, d in enumerate(campaigns)]
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0))), mp_context=context) as pool:
+                outcomes = list(pool.map(_one, jobs))
+            goal = 1.03 if order == "longest" else None
+            figures.append(_simulated(f"makespan over ideal, {name}, {label}", "ratio", [o[0] for o in outcomes], goal))
+            figures.append(_simulated(f"slots busy, {name}, {label}", "%", [o[1] for o in outcomes], 98.0, "higher"))
+    megabytes = max(outcome[2] for outcome in outcomes)
+    size = f"{arguments.slots} slots, {arguments.pods} pods, {count} rollouts"
+    figures.append(_simulated(f"peak memory, {size}", "MB", [megabytes], 2000.0))
+    return figures
+
+
+def _simulated(
+    name: str, unit: str, samples: Sequence[float], goal: float | None, better: str = "lower"
+) -> Figure:  # fmt: skip
+    figure = median(f"simulated: {name}", unit, samples, goal, "higher" if better == "higher" else "lower")
+    return Figure(**{**figure.__dict__, "simulated": True})
+
+
+def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[float, float, float]:
+    """(makespan over ideal, per cent busy, peak MB of this process)."""
+    from megaflow_hpc.bench.simulation import Shape, believed, simulate
+
+    durations, order, sigma, pods, slots, seed = job
+    expected = [0.0] * len(durations) if sigma is None else believed(durations, sigma, seed)
+    outcome = simulate(Shape(durations, expected, pods, slots, order))  # type: ignore[arg-type]
+    return outcome.ratio, 100 * outcome.busy, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+# --- a real pod with empty rollouts ----------------------------------------------------------------------------------
+
+
+def real(count: int, ranks: int, note: Callable[[str], None]) -> list[Figure]:
+    """One pod under mpiexec: claims, dispatches, journals with fsync, marks done; its workers answer at once."""
+    note(f"one pod, rank 0 and {ranks} workers of 256 slots, {count} empty rollouts")
+    seconds, size, _ = _pod(count, ranks, slots=256)
+    name = f"empty rollouts dispatched and journalled, one pod of {ranks} workers"
+    few = max(200, min(5000, count // 10))
+    note(f"the same with one slot a worker, {few} empty rollouts")
+    _, _, waits_ms = _pod(few, ranks, slots=1)
+    trip = "empty rollouts, one slot a worker: result out to next start in, at the worker"
+    return [
+        Figure(name, "1/s", round(count / seconds, 1), count, goal=20_000, better="higher"),
+        Figure("journal bytes per empty rollout", "bytes", round(size / count, 1), count),
+        Figure(f"{trip}, p50", "ms", quantile(waits_ms, 0.5), len(waits_ms)),
+        Figure(f"{trip}, p99", "ms", quantile(waits_ms, 0.99), len(waits_ms), goal=5.0),
+    ]
+
+
+def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float]]:
+    """(seconds, bytes of the journal, milliseconds between results and next starts)."""
+    from megaflow_hpc.bench.dispatch_ranks import plan
+
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise SiteError("mpiexec: not found; pip install 'megaflow-hpc[mpi]', or load the site's MPI module")
+    with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
+        run_dir = Path(folder) / "run"
+        plan(run_dir, count)
+        command = [mpiexec, "-n", str(ranks + 1), sys.executable, "-m", "megaflow_hpc.bench.dispatch_ranks"]
+        words = [*command, str(run_dir), str(slots)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+        said = [json.loads(file.read_text()) for file in (run_dir / "report").glob("*.json")]
+        if len(said) <= ranks:
+            raise SiteError(f"the pod of the benchmark ended with {done.returncode}: {done.stderr[-2000:]}")
+    waits = [wait for rank in said for wait in rank.get("waits_ms", ())]
+    (leader,) = (rank for rank in said if "seconds" in rank)
+    return leader["seconds"], leader["journal_bytes"], waits

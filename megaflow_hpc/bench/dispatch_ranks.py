@@ -1,0 +1,119 @@
+"""The ranks of a pod whose rollouts are empty: rank 0 is the product's own, workers answer at once.
+
+``mpiexec -n 3 python -m megaflow_hpc.bench.dispatch_ranks RUN SLOTS``: every rank leaves ``RUN/report/<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.types import Rollout
+
+
+def plan(path: Path, count: int) -> None:
+    """A run directory with ``count`` rollouts and nothing else to it."""
+    from megaflow_hpc.ledger import Ledger, write_blocks
+
+    run = RunDir(path)
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, [Rollout(f"task{n // 8:06d}", "empty", n % 8, "nop") for n in range(count)], pods=1)
+    write_json(run.run_json, {"rollouts": count})
+
+
+def lead(run: RunDir) -> dict[str, Any]:
+    """Rank 0: the real master over the real ledger and journal."""
+    from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
+    from megaflow_hpc.pod.comm import MpiComm
+    from megaflow_hpc.pod.events import Events
+    from megaflow_hpc.pod.master import Master, Pod
+    from megaflow_hpc.process import Identity
+    from megaflow_hpc.trajectories.journal import JournalWriter
+
+    comm = MpiComm()
+    me = Identity.of(os.getpid())
+    assert me is not None
+    ledger = Ledger(run, PodIdentity("bench", "0", "", os.uname().nodename, me.pid, me.start))
+    journal = JournalWriter(run.journal_file("bench", "0"))
+    tasks = {r.task_id: {"id": r.task_id, "instruction": ""} for b in read_blocks(run) for r in b.rollouts}
+    pod = Pod(
+        run=run,
+        comm=comm,
+        ledger=ledger,
+        journal=journal,
+        events=Events(run.event_file("bench", "0")),
+        init={"op": "init"},
+        tasks=tasks,
+        servers={},
+        journal_length=lambda owner: 0,
+        stored=set,
+    )
+    began = time.monotonic()
+    state = Master(pod).run()
+    seconds = time.monotonic() - began
+    journal.close()
+    comm.flush(5.0)
+    assert state == "done", state
+    size = sum(file.stat().st_size for file in run.journal.iterdir())
+    return {"seconds": seconds, "journal_bytes": size}
+
+
+def follow(slots: int) -> dict[str, Any]:
+    """A worker rank: what a runner does, without doing it."""
+    from megaflow_hpc.pod.comm import Backoff, MpiComm
+    from megaflow_hpc.types import Trajectory
+
+    comm = MpiComm()
+    backoff, answered = Backoff(), 0.0
+    waits: list[float] = []
+    while True:
+        received = comm.poll()
+        if received is None:
+            backoff.sleep()
+            continue
+        backoff.reset()
+        message = received[1]
+        if message["op"] == "stop":
+            comm.flush(5.0)
+            return {"waits_ms": [round(wait * 1000, 4) for wait in waits]}
+        if message["op"] == "init":
+            comm.send(0, {"op": "ready", "slots": slots, "node": os.uname().nodename})
+        elif message["op"] == "start":
+            if answered:
+                waits.append(time.monotonic() - answered)
+            rollout = Rollout(**message["rollout"])
+            now = time.time()
+            trajectory = Trajectory(
+                id=rollout.id,
+                task_id=rollout.task_id,
+                group_id=rollout.group_id,
+                policy=rollout.policy,
+                agent=rollout.agent,
+                sample_index=rollout.sample_index,
+                status="completed",
+                attempt=message["attempt"],
+                reward=0.0,
+                started_at=now,
+                finished_at=now,
+                messages=[{"role": "user", "content": "x" * 300}],
+            )
+            comm.send(0, {"op": "result", "trajectory": trajectory.to_record()})
+            answered = time.monotonic()
+
+
+if __name__ == "__main__":
+    from megaflow_hpc.pod.comm import world_hint
+
+    rank, size = world_hint()
+    run = RunDir(sys.argv[1])
+    write_json(run.report / f"{rank}.json", lead(run) if rank == 0 else follow(int(sys.argv[2])))
+    # The first rank that leaves without MPI_Finalize takes the others with it, as mpiexec sees it.
+    deadline = time.monotonic() + 10
+    while len(list(run.report.glob("*.json"))) < size and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os._exit(0)

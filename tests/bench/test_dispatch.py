@@ -1,0 +1,37 @@
+"""The dispatch benchmark: a real pod of empty rollouts, and campaigns in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megaflow_hpc.bench import dispatch
+from megaflow_hpc.bench.simulation import Shape, believed, pareto, simulate
+
+
+def measured(*words: str) -> dict[str, float]:
+    parser = argparse.ArgumentParser()
+    dispatch.add_arguments(parser)
+    return {figure.name: figure.value for figure in dispatch.run(parser.parse_args(words), lambda text: None)}
+
+
+def test_a_real_pod_hands_out_and_stores_every_empty_rollout() -> None:
+    figures = measured("--rollouts", "600")
+    assert all(value > 0 for value in figures.values())
+    assert figures["journal bytes per empty rollout"] >= 500
+
+
+def test_longest_first_beats_fifo_where_a_few_rollouts_are_long() -> None:
+    durations = [min(900.0, seconds) for seconds in pareto(20_000, 1.5, seed=1)]
+    unknown = simulate(Shape(durations, [0.0] * len(durations), pods=16, slots=2000))
+    exact = simulate(Shape(durations, believed(durations, 0.0, 1), pods=16, slots=2000, order="longest"))
+    assert unknown.rollouts == exact.rollouts == 20_000
+    assert 1.0 <= exact.ratio < 1.05 < unknown.ratio
+    assert exact.busy > 0.98
+
+
+@pytest.mark.parametrize("count", [1, 10, 1000])
+def test_in_one_pod_as_many_slots_as_rollouts_take_as_long_as_one(count: int) -> None:
+    outcome = simulate(Shape([100.0] * count, [0.0] * count, pods=1, slots=count, dispatch_s=1e-4))
+    assert 1.0 <= outcome.ratio < 1.05
