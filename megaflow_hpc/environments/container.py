@@ -35,8 +35,8 @@ _STDERR_KEPT = 16384
 _ONE_THREAD = {"GOMAXPROCS": "1", "GOGC": "off"}
 """For Apptainer, which lives some 50 ms: less time in threads and garbage collection that it does not need."""
 
-ENDED_FROM_WITHIN = 86
-"""Exit status of runner.sh when a command has killed every process but PID 1."""
+ENDED_FROM_WITHIN = b"gone"
+"""PID 1's last word when a command has killed every process but it."""
 
 
 class Container:
@@ -57,6 +57,7 @@ class Container:
         self._killing = False
         self._judgement: asyncio.Task[None] | None = None
         self._breach = ""
+        self._from_within = False
         self.lost = ""
         """How the container ended, where nothing inside it did that: preemption, a kill of the job, the OOM killer."""
 
@@ -149,12 +150,13 @@ class Container:
         self._release()
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        """Apptainer's own process follows its container within a few milliseconds."""
+        """Waits until no process of the container is left, and Apptainer's own, which follows within milliseconds."""
         deadline = time.monotonic() + KILL_GRACE_S
-        pause = 0.0005
-        while process.poll() is None:
+        pause = 0.0002
+        while process.poll() is None or (self._ended.is_set() and self.init is not None and self.init.alive()):
             if time.monotonic() > deadline:
                 process.kill()
+                return
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.05)
 
@@ -179,12 +181,11 @@ class Container:
     async def _judge(self, process: subprocess.Popen[bytes]) -> None:
         """Who ended the container? From within only all processes but PID 1 can be killed, and then it says so."""
         await self._reap(process)
-        if process.returncode == ENDED_FROM_WITHIN or self._breach:
+        if self._from_within or self._breach:
             self.commands.everyone_killed(self._breach)
-            return
-        code = process.returncode
-        self.lost = f"the container was ended from outside ({f'signal {-code}' if code < 0 else f'status {code}'})"
-        self.commands.fail(self.lost)
+        else:
+            self.lost = "the container was ended from outside (a kill of its job, preemption, or want of memory)"
+            self.commands.fail(self.lost)
 
     def pays(self, breach: str) -> None:
         """The container is about to be killed because the sandbox passed a limit: that is its commands' doing."""
@@ -239,6 +240,8 @@ class Container:
                     while self._read_stderr(self._stderr_pipe):
                         pass
                     self._ready.set_exception(SandboxError(f"its workdir cannot be made: {self.last_words()}"))
+            elif line == ENDED_FROM_WITHIN:
+                self._from_within = True
 
     def _read_stderr(self, descriptor: int) -> bool:
         try:

@@ -51,7 +51,7 @@ def _end(sandbox: Path) -> int:
     if identity is None or not identity.alive():
         return 0
     found = 1 + sum(1 for _ in descendants(identity.pid))
-    init = namespace_init(identity.pid)
+    init = namespace_init(identity.pid)  # none if this is it: then all the rest ends with it
     if init is not None and (first := Identity.of(init)):
         first.kill()
     identity.kill()

@@ -14,23 +14,27 @@ from megaflow_hpc.environments.apptainer import CONTROL_DIR
 from megaflow_hpc.process import Identity, stat_fields
 
 
+def children(pid: int) -> Iterator[int]:
+    """The processes that ``pid`` is the parent of."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                yield from [int(child) for child in file.read().split()]
+        except OSError:
+            continue
+
+
 def descendants(pid: int) -> Iterator[int]:
     """Every process below ``pid``. Those of a pid namespace are all below its first process, orphans too."""
     waiting = [pid]
     while waiting:
-        current = waiting.pop()
-        try:
-            threads = os.listdir(f"/proc/{current}/task")
-        except OSError:
-            continue
-        for thread in threads:
-            try:
-                with open(f"/proc/{current}/task/{thread}/children", "rb") as file:
-                    children = [int(child) for child in file.read().split()]
-            except OSError:
-                continue
-            waiting += children
-            yield from children
+        for child in children(waiting.pop()):
+            waiting.append(child)
+            yield child
 
 
 def namespace_init(pid: int) -> int | None:

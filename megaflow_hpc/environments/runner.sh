@@ -71,6 +71,6 @@ worker)
   . "$_mf_dir/env"
   echo ready
   (_mf_spawn)
-  exit 86 # everything but PID 1 was killed from within; a kill from outside looks different
+  echo gone # everything but PID 1 was killed from within; a kill from outside says nothing
   ;;
 esac
