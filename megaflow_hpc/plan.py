@@ -220,7 +220,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
 def environment_script(config: CampaignConfig, mpi: str) -> str:
     """``env.sh``: the same environment in every job, however it was submitted."""
     lines = ["# Sourced by every job of this run.", *config.slurm.setup]
-    for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER"):
+    for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
         if name in os.environ:
             lines.append(f"export {name}={shlex.quote(os.environ[name])}")
     apptainer = shutil.which("apptainer") or shutil.which("singularity")

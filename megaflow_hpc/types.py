@@ -170,7 +170,7 @@ class Agent(Protocol):
     """A scaffold. An instance serves one rollout.
 
     One whose program runs *in* the sandbox and calls the model from there has a true attribute ``in_sandbox``; its
-    ``model.sandbox_url`` is then filled.
+    ``model.sandbox_url`` is then filled. What it needs to see of the host stands in ``binds`` (``SRC:DEST[:ro]``).
     """
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult: ...

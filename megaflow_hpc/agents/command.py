@@ -3,6 +3,9 @@
 The command is shell text. It finds the task's text in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model in
 ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` names that clients read. Its standard
 input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
+
+Instead of a command, a preset names a program that is known (:mod:`megaflow_hpc.agents.presets`); the agents
+``claude-code``, ``codex`` and ``qwen-code`` are these.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from megaflow_hpc.agents.presets import INSIDE, PRESETS, command_of, toolbox_of
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
@@ -24,16 +28,35 @@ class CommandAgent:
 
     Args:
         command: Shell text, run by ``/bin/sh -c`` in the task's work directory.
+        preset: A known program instead.
+        flags: Further flags of the preset's command line, as shell text.
+        toolbox: Directory with the presets' programs; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
         env: Further variables for it.
     """
 
     in_sandbox = True
 
-    def __init__(self, *, command: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        command: str | None = None,
+        preset: str | None = None,
+        flags: str = "",
+        toolbox: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if (command is None) == (preset is None):
+            raise ConfigError("agent command: args need one of command (shell text) and preset")
+        self.binds: tuple[str, ...] = ()
+        """What the sandbox must see of the host for it, as Apptainer takes it."""
+        self.env = {str(k): str(v) for k, v in (env or {}).items()}
+        if preset is not None:
+            self.binds = (f"{toolbox_of(preset, toolbox)}:{INSIDE}:ro",)
+            self.env = {**PRESETS[preset].env, **self.env}
+            command = command_of(preset, flags)
         if not isinstance(command, str) or not command.strip():
             raise ConfigError(f"agent command: args.command must be shell text, found {command!r}")
         self.command = command
-        self.env = {str(k): str(v) for k, v in (env or {}).items()}
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
@@ -70,4 +93,20 @@ def environment(model: ModelEndpoint | None) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": model.sandbox_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": model.api_key,
         "ANTHROPIC_MODEL": model.model_name,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model.model_name,
     }
+
+
+def claude_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
+    """Anthropic's Claude Code."""
+    return CommandAgent(preset="claude-code", flags=flags, toolbox=toolbox, env=env)
+
+
+def codex(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
+    """OpenAI's Codex."""
+    return CommandAgent(preset="codex", flags=flags, toolbox=toolbox, env=env)
+
+
+def qwen_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
+    """Qwen Code."""
+    return CommandAgent(preset="qwen-code", flags=flags, toolbox=toolbox, env=env)

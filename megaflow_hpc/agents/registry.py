@@ -19,6 +19,9 @@ NAMES: Mapping[str, str] = {
     "nop": "megaflow_hpc.agents.nop:NopAgent",
     "mini-swe-agent": "megaflow_hpc.agents.mini_swe:MiniSweAgent",
     "command": "megaflow_hpc.agents.command:CommandAgent",
+    "claude-code": "megaflow_hpc.agents.command:claude_code",
+    "codex": "megaflow_hpc.agents.command:codex",
+    "qwen-code": "megaflow_hpc.agents.command:qwen_code",
     "replay": "megaflow_hpc.agents.replay:ReplayAgent",
 }
 WITHOUT_MODEL = frozenset({"oracle", "nop", "replay"})

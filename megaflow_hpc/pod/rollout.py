@@ -147,7 +147,8 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     policy = services.policies[rollout.policy]
     try:
         with _timed(trajectory, "setup_s"):
-            sandbox = await services.provider.start(sandbox_spec(services, task))
+            binds = getattr(create(policy.agent), "binds", ())
+            sandbox = await services.provider.start(replace(sandbox_spec(services, task), binds=tuple(binds)))
     except OSError as error:
         raise SandboxError(f"no sandbox could be made: {error}") from error
     try:

