@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,23 +127,57 @@ def _mpi_probe() -> Iterator[Finding]:
 
 
 def _apptainer() -> Iterator[Finding]:
-    from megaflow_hpc.environments.apptainer import find_apptainer, probe
+    from megaflow_hpc.environments import site
+    from megaflow_hpc.environments.apptainer import find_apptainer
 
-    found = probe(find_apptainer())
-    yield Finding("apptainer", "ok", f"{found['version']} at {found['path']}")
-    refused = found["user_namespaces"]
-    remedy = "ask the site for unprivileged user namespaces, or for setuid Apptainer" if refused else ""
-    yield Finding("namespaces", "warn" if refused else "ok", refused or "user namespaces work", remedy)
-    fuse = os.access("/dev/fuse", os.R_OK | os.W_OK)
-    remedy = "" if fuse else "images are unpacked to scratch once per node instead of mounted"
-    yield Finding("/dev/fuse", "ok" if fuse else "warn", "usable" if fuse else "not open to users", remedy)
+    found = site.probe(site.scratch_base()[0], find_apptainer())
+    kind = "setuid" if found.setuid else "in user namespaces"
+    yield Finding("apptainer", "ok", f"{found.version} at {found.apptainer}, {kind}")
+    yield _can("namespaces", "user namespaces work", found.user_namespaces, "ask the site for user namespaces", "warn")
+    yield _can("containers", "a container starts", found.container, "no sandbox can run here; ask the site")
+    if found.container:
+        return
+    layers = f"writable layers by {'the kernel' if found.overlay_by == 'kernel' else found.overlay_by}"
+    remedy = "set MEGAFLOW_SCRATCH to a local disk, or ask for fuse-overlayfs and an open /dev/fuse"
+    yield _can("overlay", layers, found.overlay, remedy)
+    remedy = "use environment.network: host, or ask the site"
+    yield _can("network none", "sandboxes without a network", found.private_network, remedy, "warn")
+    remedy = f"use environment.network: {'host' if found.private_network else 'none or host'}"
+    yield _can("gateway", "only the model is reached", found.gateway, remedy, "warn")
+    remedy = "images are unpacked to scratch once per node instead of mounted"
+    yield _can("image mount", "one mount per image and job", found.mount, remedy, "warn")
+    yield _can("processes", "bounded by the kernel", found.processes, "the watchdog counts them instead", "warn")
+    cgroup = found.cgroup or "none is delegated: the watchdog holds memory and the rest"
+    yield Finding("cgroup", "ok", cgroup)
+
+
+def _can(check: str, yes: str, why_not: str, remedy: str, level: Literal["warn", "FAIL"] = "FAIL") -> Finding:
+    return Finding(check, level, why_not, remedy) if why_not else Finding(check, "ok", yes)
 
 
 def _scratch() -> Iterator[Finding]:
-    path = os.environ.get("MEGAFLOW_SCRATCH") or os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()
-    free = shutil.disk_usage(path).free / 1e9
-    remedy = "" if free > 5 else "set MEGAFLOW_SCRATCH to a node-local directory with room for the images"
-    yield Finding("scratch", "ok" if free > 5 else "warn", f"{path}: {free:.0f} GB free", remedy)
+    from megaflow_hpc.environments import site
+
+    path, warning = site.scratch_base()
+    room = os.statvfs(path)
+    free = room.f_bavail * room.f_frsize / 1e9
+    type_ = site.file_system(path)
+    kind = site.kind_of(type_)
+    inodes = f"{room.f_favail:,} inodes" if room.f_files else "inodes unbounded"
+    found = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
+    if kind == "memory":
+        remedy = "what sandboxes write is charged to the job's memory; ask for more of it (slurm.pods.mem_gb)"
+        yield Finding("scratch", "warn", f"{found}; it is memory", remedy)
+    elif kind == "network":
+        remedy = "set MEGAFLOW_SCRATCH to a node-local directory"
+        yield Finding("scratch", "FAIL", f"{found}; no writable layer can lie there", remedy)
+    elif free < 5 or (room.f_files and room.f_favail < 200_000):
+        remedy = "set MEGAFLOW_SCRATCH to a node-local directory with room for the images"
+        yield Finding("scratch", "warn", found, remedy)
+    else:
+        yield Finding("scratch", "ok", found)
+    if warning:
+        yield Finding("scratch", "warn", warning, "set MEGAFLOW_SCRATCH to a node-local directory")
 
 
 def _engines() -> Iterator[Finding]:

@@ -34,7 +34,7 @@ def _janitor(arguments: argparse.Namespace) -> int:
         print_json({"scratch": str(scratch), **counts})
     else:
         print(
-            f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes and "
-            f"{counts['processes']} processes removed, {counts['left']} could not be"
+            f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
+            f"{counts['processes']} processes and {counts['mounts']} mounts removed, {counts['left']} could not be"
         )
     return 1 if counts["left"] else 0

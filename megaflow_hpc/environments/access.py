@@ -29,8 +29,8 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 
 Form = Literal["tree", "mount", "direct"]
 
-START_S = {"tree": 0.045, "mount": 0.085, "direct": 0.20}
-"""Of one sandbox, measured (docs/sandboxes.md); only their differences count."""
+START_S = {"tree": 0.05, "mount": 0.06, "direct": 0.20}
+"""Of one sandbox, as ``bench modes`` measures them; only their differences count."""
 UNPACK_BYTES_PER_S = 150e6
 UNPACK_INODES_PER_S = 20_000
 READ_SHARE = 0.02

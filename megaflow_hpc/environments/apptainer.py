@@ -156,17 +156,6 @@ def version(apptainer: str) -> str:
     return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))
 
 
-def probe(apptainer: str) -> dict[str, str]:
-    """For ``doctor``: path, version, and whether user namespaces work (empty string: they do, else the reason)."""
-    unshare = shutil.which("unshare")
-    refused = _run([unshare, "--user", "--map-root-user", "true"]) if unshare else ""
-    return {
-        "path": apptainer,
-        "version": version(apptainer),
-        "user_namespaces": refused,
-    }
-
-
 def _run(argv: Sequence[str]) -> str:
     try:
         done = subprocess.run(

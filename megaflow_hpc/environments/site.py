@@ -13,7 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,7 @@ from megaflow_hpc.environments.cgroups import delegated
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.process import node_name
 from megaflow_hpc.rundir import write_atomic
 
 FORMAT = 1
@@ -109,7 +110,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         private_network=network,
         gateway=gateway,
         user_namespaces=namespaces,
-        mount=why_no_mount(namespaces),
+        mount=why_no_mount(namespaces) or ("" if overlay_by == "kernel" else "the kernel gives users no overlay here"),
         kernel=release,
         processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
         cgroup=str(group) if group else "",
@@ -130,6 +131,32 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
     site = probe(scratch, apptainer)
     write_atomic(place, json.dumps({"stamp": stamp, "site": asdict(site)}))
     return site
+
+
+def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
+    """Refuses a campaign whose sandboxes this site cannot give, before anything is queued.
+
+    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that can do less than the nodes the jobs run on. Where there is
+    no Apptainer at all nothing is asked, for the same reason.
+
+    Raises:
+        SiteError: names the network, the reason and the remedy.
+    """
+    if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
+        return
+    try:
+        apptainer = find_apptainer()
+    except SiteError:
+        return
+    site = cached(scratch, apptainer)
+    for network in sorted(set(networks)):
+        if reason := site.refuses(network):
+            others = [name for name in ("gateway", "none", "host") if not site.refuses(name)]
+            remedy = f"use environment.network {' or '.join(others)}" if others else "ask the site"
+            raise SiteError(
+                f"network {network!r} of a sandbox cannot be had on {node_name()}: {reason}; {remedy}, or set "
+                "MEGAFLOW_SITE_CHECK=0 if the nodes of the jobs can do more than this one (megaflow-hpc doctor)"
+            )
 
 
 def _stamp(apptainer: str) -> list[object]:

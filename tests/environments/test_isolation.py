@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -108,18 +107,6 @@ def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(rootfs: str, 
 
     assert asyncio.run(main()) == [0, 1]
     assert not Path(rootfs, "etc", "mine").exists()
-
-
-def test_only_host_network_reaches_a_live_listener_of_the_host(in_sandbox: InSandbox) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-
-        async def use(sandbox: ApptainerSandbox) -> int:
-            return (await sandbox.exec(["python3", "-c", CONNECT, port], timeout_s=20)).exit_code
-
-        assert in_sandbox(use, network="host") == 0
-        assert in_sandbox(use, network="none") == 1
-        assert in_sandbox(use, network="gateway") == 1
 
 
 def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(in_sandbox: InSandbox) -> None:
