@@ -76,7 +76,7 @@ class Recorder:
     calls: int = 0
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
     answers: dict[str, list[tuple[int, Mapping[str, Any]]]] = field(default_factory=dict, repr=False)
-    """By what they say: each answer as the engine wrote it, and how many messages came before it."""
+    """By what they say, and by their calls' ids: answers as the engine wrote them, and how many messages preceded."""
     _last_answer: float = field(default=0.0, repr=False)
 
     def request_arrived(self) -> None:
@@ -156,26 +156,25 @@ class Recorder:
     def restore(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The conversation with this rollout's own earlier answers as the engine wrote them.
 
-        An agent's client hands an answer back in its own form: arguments of a tool call encoded anew, reasoning left
-        out because its API has no place for it, white space trimmed. What says the same is the same answer; what the
-        agent changed stays changed.
+        An agent's client hands an answer back in its own form: arguments of a tool call encoded anew or completed by
+        defaults, reasoning left out because its API has no place for it, white space trimmed. What says the same is the
+        same answer; what the agent changed stays changed.
         """
         return [self._as_written(m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
 
     def _as_written(self, message: Mapping[str, Any], place: int) -> Mapping[str, Any]:
-        known = self.answers.get(meaning(message)) or ()
+        ids = _ids(message)
+        known = self.answers.get(meaning(message)) or [
+            found for found in self.answers.get(ids, ()) if ids and _completes(message, found[1])
+        ]
         thought = _reasoning(message)
         fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
         if not fitting:
             return message
-        ids = [call.get("id") for call in message.get("tool_calls") or ()]
-
-        def nearness(found: tuple[int, Mapping[str, Any]]) -> tuple[bool, bool]:
-            return [call.get("id") for call in found[1].get("tool_calls") or ()] == ids, found[0] == place
-
-        answer = dict(max(reversed(fitting), key=nearness)[1])
+        answer = dict(max(reversed(fitting), key=lambda found: (_ids(found[1]) == ids, found[0] == place))[1])
         if ids:  # the agent's own, which its tool messages refer to
-            answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], ids, strict=True)]
+            given = [call.get("id") for call in message["tool_calls"]]
+            answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
         return answer
 
     def finish(self) -> Recording:
@@ -186,7 +185,8 @@ class Recorder:
         conversation = [dict(m) for m in messages]
         if answer is not None:
             conversation.append(dict(answer))
-            self.answers.setdefault(meaning(answer), []).append((len(messages), dict(answer)))
+            for key in {meaning(answer), _ids(answer)} - {""}:
+                self.answers.setdefault(key, []).append((len(messages), dict(answer)))
         if len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
 
@@ -233,6 +233,23 @@ def arguments_of(text: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {RAW_ARGUMENT: text}
+
+
+def _ids(message: Mapping[str, Any]) -> str:
+    """Of its tool calls; empty without."""
+    return "\n".join(str(call.get("id") or "") for call in message.get("tool_calls") or ())
+
+
+def _completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
+    """Whether a message says what the answer said, its tool calls having further arguments at most."""
+    pairs = zip(message["tool_calls"], answer["tool_calls"], strict=True)  # as many: their ids are the same
+    for call, own in pairs:
+        given = arguments_of(call["function"].get("arguments"))
+        wanted = arguments_of(own["function"].get("arguments"))
+        if call["function"].get("name") != own["function"]["name"] or {**given, **wanted} != given:
+            return False
+    bare = {"tool_calls": None}
+    return meaning({**message, **bare}) == meaning({**answer, **bare})
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:

@@ -188,6 +188,18 @@ def test_an_answer_that_the_agent_changed_stays_changed() -> None:
     assert restored == said
 
 
+def test_defaults_that_a_client_adds_to_a_call_change_nothing_and_other_values_do() -> None:
+    def said(arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
+        function = {"name": "edit", "arguments": json.dumps(arguments)}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}], **more}
+
+    recorder = Recorder("p")
+    answer = said({"path": "a"}, reasoning="why")
+    recorder.add(Sample([1], [2], [-1.0], message=answer), [{"role": "user", "content": "?"}])
+    assert recorder.restore([said({"all": False, "path": "a"})]) == [answer]
+    assert recorder.restore([said({"all": False, "path": "b"})]) == [said({"all": False, "path": "b"})]
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
 

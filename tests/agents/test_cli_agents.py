@@ -1,0 +1,97 @@
+"""The real programs, unmodified, repair a file by their own tools in a sandbox that sees nothing but the gateway."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.presets import PACKAGES
+from megaflow_hpc.errors import ConfigError
+
+PATCH = """\
+*** Begin Patch
+*** Update File: calc.py
+@@
+-    return a - b
++    return a + b
+*** End Patch"""
+OLD, NEW = "return a - b", "return a + b"
+
+
+def repair(agent: str) -> list[dict[str, Any]]:
+    """The answers of a model that looks at the file, repairs it and says so, in the tools that each program offers."""
+    file, done = "/calc.py", {"text": "add() adds now.", "reasoning": "Nothing is left."}
+    edit = {"file_path": file, "old_string": OLD, "new_string": NEW}
+    if agent == "claude-code":
+        look = {"text": "I look first.", "tool": "Read", "arguments": {"file_path": file}}
+        return [look, {"tool": "Edit", "arguments": edit, "reasoning": "It subtracts."}, done]
+    if agent == "qwen-code":
+        look = {"text": "I look first.", "tool": "read_file", "arguments": {"file_path": file}}
+        return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
+    command = f"apply_patch <<'EOF'\n{PATCH}\nEOF"
+    look = {"text": "I look first.", "tool": "exec_command", "arguments": {"cmd": "cat calc.py"}}
+    return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]
+
+
+@pytest.mark.slow
+def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
+    tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
+) -> None:
+    """All three side by side: policies of one campaign."""
+    task = make_task(
+        tmp_path / "tasks",
+        "calc",
+        test="python3 -c 'import calc; assert calc.add(2, 3) == 5'",
+        agent_s=150,
+    )
+    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
+    (task / "environment" / "README").unlink()
+    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
+    models = {}
+    for agent in PACKAGES:
+        script = {"tasks": [{"when": "calc.add() must add", "answers": repair(agent)}]}
+        (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
+        models[agent] = {"engine": "scripted", "script": f"{agent}.yaml", "agent": agent}
+    campaign = {
+        "name": "cli-agents",
+        "tasks": "tasks/*",
+        "agent": "nop",
+        "models": models,
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    command = [sys.executable, "-m", "megaflow_hpc", "run", str(tmp_path / "campaign.yaml"), "--launcher", "local"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=400, check=False)
+    assert done.stdout, done.stderr
+    with open_trajectories(json.loads(done.stdout)["run"]) as store:
+        found = {t.policy: t for t in store}
+        assert {p: (t.status, t.reward, t.error) for p, t in found.items()} == {
+            agent: ("completed", 1.0, "") for agent in PACKAGES
+        }
+        for agent, trajectory in found.items():
+            assert [turn.sequence for turn in trajectory.turns] == [0, 0, 0], agent
+            assert trajectory.messages[-1]["content"] == "add() adds now."
+            assert [bool(m.get("tool_calls")) for m in trajectory.messages if m["role"] == "assistant"] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({}, "one of command .* and preset"),
+        ({"command": "true", "preset": "codex"}, "one of command .* and preset"),
+        ({"preset": "aider"}, "no preset 'aider'; there are claude-code"),
+        ({"preset": "codex", "toolbox": "/nowhere"}, r"/nowhere should hold @openai/codex@\S+ and holds nothing; run"),
+    ],
+)
+def test_a_preset_that_cannot_run_is_refused_with_the_remedy(args: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        create({"name": "command", "args": args})
