@@ -6,7 +6,9 @@
       lock                                 held while sizes are added up
       images/<key>-<form>/                 a copy: rootfs/ or image.sif, and entry.json with its size
       locks/<key>-<form>                   shared: taking a lease; exclusive: staging or removing
-      leases/<key>-<form>/<pid>-<start>    a process that uses it; one that is dead holds nothing
+      leases/<key>-<form>/<pid>-<start>    a process that uses it or waits for it; one that is dead holds nothing
+      queue/<time>.<pid>-<start>           who waits for room; the first to come is served first
+      orders/<pid>-<start>                 what a process will want next, in its order
       reserved/<key>-<form>.<pid>-<start>  room for what is being staged
       partial/  trash/                     what is being written or removed, by the identity of who does it
 
@@ -54,12 +56,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Entry:
-    """A copy in the cache. ``pending``: staged ahead and not used yet."""
+    """A copy in the cache."""
 
     name: str
     size: Room
     used_at: float
-    pending: bool
 
 
 class Shelf:
@@ -71,7 +72,7 @@ class Shelf:
         own = Identity.of(os.getpid())
         assert own is not None
         self.identity = str(own)
-        for room in ("images", "locks", "leases", "reserved", "partial", "trash"):
+        for room in ("images", "locks", "leases", "queue", "orders", "reserved", "partial", "trash"):
             (root / room).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
@@ -108,10 +109,14 @@ class Shelf:
             time.sleep(pause)
             pause = min(2 * pause, POLL_S[1])
 
-    def lease(self, name: str) -> bool:
-        """Marks a copy as used by this process; ``False`` if there is none. Call with its lock held."""
-        if not (self.path(name) / "entry.json").is_file():
-            return False
+    def here(self, name: str) -> bool:
+        return (self.path(name) / "entry.json").is_file()
+
+    def mark(self, name: str) -> None:
+        """Notes that this process uses a copy, or waits for it: from now on nobody removes it.
+
+        Who has not held its lock since cannot know whether it was being removed already.
+        """
         place = self.root / "leases" / name
         while True:
             with suppress(FileExistsError):
@@ -119,13 +124,12 @@ class Shelf:
             with suppress(FileNotFoundError):  # somebody has just tidied the empty directory away
                 (place / self.identity).touch(mode=0o600)
                 break
-        self.touch(name)
-        (self.path(name) / "pending").unlink(missing_ok=True)
-        return True
 
     def release(self, name: str) -> None:
         self.touch(name)
         (self.root / "leases" / name / self.identity).unlink(missing_ok=True)
+        with suppress(OSError):
+            (self.root / "leases" / name).rmdir()
 
     def touch(self, name: str) -> None:
         """Notes that the copy was used now. Times are ours: those the kernel gives are some milliseconds coarse."""
@@ -153,16 +157,10 @@ class Shelf:
             try:
                 known = json.loads(path.read_bytes())
                 size = Room(known["bytes"], known["inodes"])
-                found.append(Entry(name, size, path.stat().st_mtime, self._pending(path.parent)))
+                found.append(Entry(name, size, path.stat().st_mtime))
             except (OSError, ValueError, KeyError):
                 continue
         return sorted(found, key=lambda entry: entry.used_at)
-
-    def _pending(self, place: Path) -> bool:
-        try:
-            return _alive((place / "pending").read_text())
-        except OSError:
-            return False
 
     def taken(self, entries: list[Entry]) -> Room:
         """What the copies take, and what is being staged will."""
@@ -176,23 +174,63 @@ class Shelf:
                 total += Room(*map(int, path.read_text().split()))
         return total
 
+    # --- waiting for room ---------------------------------------------------------------------------------------
+
+    def queue_up(self) -> str:
+        """A place in the queue for room; give it back with :meth:`leave_queue`."""
+        ticket = f"{time.monotonic_ns():020d}.{secrets.token_hex(4)}.{self.identity}"
+        (self.root / "queue" / ticket).touch(mode=0o600)
+        return ticket
+
+    def leave_queue(self, ticket: str) -> None:
+        (self.root / "queue" / ticket).unlink(missing_ok=True)
+
+    def first_in_queue(self) -> str | None:
+        """The ticket of who has waited longest; those of dead processes are removed."""
+        for ticket in sorted(_listing(self.root / "queue")):
+            if _alive(ticket.rpartition(".")[2]):
+                return ticket
+            self.leave_queue(ticket)
+        return None
+
+    # --- what will be wanted ------------------------------------------------------------------------------------
+
+    def announce(self, names: list[str]) -> None:
+        """What this process will want next, in its order; replaces what it said before."""
+        write_json(self.root / "orders" / self.identity, names)
+
+    def wanted(self) -> dict[str, int]:
+        """How soon a copy is wanted by some process, 0 the soonest; those that nobody named are not in it."""
+        found: dict[str, int] = {}
+        for mark in _listing(self.root / "orders"):
+            path = self.root / "orders" / mark
+            if not _alive(mark):
+                if Identity.parse(mark):  # not a file that is being written
+                    path.unlink(missing_ok=True)
+                continue
+            with suppress(OSError, ValueError):
+                for place, name in enumerate(json.loads(path.read_bytes())):
+                    found[name] = min(place, found.get(name, place))
+        return found
+
     # --- making room --------------------------------------------------------------------------------------------
 
     def reserve(self, name: str, size: Room, *, ahead: bool) -> bool:
         """Makes room for a copy by removing others, the least recently used first; ``False`` if there is not enough.
 
-        What is in use stays. What was staged ahead and waits for its first use goes only where someone waits for the
-        room (``ahead`` is false), and the last of it first: it will be wanted latest.
+        What is in use stays. What some process will want next goes only where someone waits for the room (``ahead`` is
+        false), and first what will be wanted last.
         """
         doomed: list[Path] = []
         with self._all():
             entries = self.entries()
             taken = self.taken(entries)
+            wanted = self.wanted()
             free = [entry for entry in entries if not self.leased(entry.name)]
-            free = [
-                *(entry for entry in free if not entry.pending),
-                *(entry for entry in reversed(free) if entry.pending and not ahead),
-            ]
+            if ahead:
+                free = [entry for entry in free if entry.name not in wanted]
+            else:  # a stable sort: what nobody wants keeps its order, the least recently used first
+                free.sort(key=lambda entry: -wanted.get(entry.name, len(entries) + len(wanted)))
             enough = taken - sum((entry.size for entry in free), Room(0, 0)) + size <= self.budget
             for entry in free if enough else ():  # nothing is thrown away for a copy that would not fit even so
                 if taken + size <= self.budget:
@@ -226,15 +264,13 @@ class Shelf:
         except (TimeoutError, FileNotFoundError):
             return None
 
-    def put(self, name: str, make: Callable[[Path], Room], *, pending: bool) -> None:
+    def put(self, name: str, make: Callable[[Path], Room]) -> None:
         """Makes a copy: ``make(directory)`` writes it and says its size. Call with its lock held exclusively."""
         place = self.root / "partial" / f"{self.identity}.{secrets.token_hex(4)}"
         place.mkdir(mode=0o700)
         try:
             size = make(place)
             write_json(place / "entry.json", {"bytes": size.bytes, "inodes": size.inodes})
-            if pending:
-                (place / "pending").write_text(self.identity)
             remove_tree(self.path(name))  # without entry.json: never a whole copy
             os.rename(place, self.path(name))
             self.touch(name)

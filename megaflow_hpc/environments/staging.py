@@ -33,8 +33,10 @@ SHARE_OF_DISK = 0.8
 """The default budget: this part of what is free on scratch and what the cache has already."""
 MARGIN_INODES = 64
 
+_MARKED: dict[str, int] = {}
+"""Copy → leases that are out or waited for. A process has one mark on disk for all, whichever cache object it was."""
 _HELD: dict[str, int] = {}
-"""Copy → leases that are out. A process has one mark on disk for all of them, whichever cache object gave them out."""
+"""Copy → leases that are out: while there are any, the copy is here for sure."""
 _GUARD = threading.Lock()
 
 
@@ -101,30 +103,26 @@ class ImageCache:
         facts = self.facts(image)
         name = _name(facts, form)
         deadline = time.monotonic() + timeout_s
-        pause = POLL_S[0]
-        if lease := self._take(name, form, locked=False):
-            return lease
-        while True:
-            try:
-                with self._shelf.locked(name, exclusive=False, deadline=deadline):
-                    if lease := self._take(name, form):
-                        return lease
-                with self._shelf.locked(name, exclusive=True, deadline=deadline):
-                    if (lease := self._take(name, form)) or (
-                        self._stage(facts, form, name, ahead=False) and (lease := self._take(name, form))
-                    ):
-                        return lease
-            except TimeoutError:
-                raise SandboxError(
-                    f"{image}: not staged within {timeout_s:g} s: another process that stages it does not get on"
-                ) from None
-            if time.monotonic() >= deadline:
-                raise SandboxError(
-                    f"{image}: waited {timeout_s:g} s for room in {self._shelf.root}, where everything is in use; "
-                    "raise MEGAFLOW_CACHE_GB, or run fewer slots per node"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S[1])
+        self._mark(name)
+        try:
+            if lease := self._lease(name, form, sure=False):
+                return lease
+            with self._shelf.locked(name, exclusive=False, deadline=deadline):
+                if lease := self._lease(name, form, sure=self._shelf.here(name)):
+                    return lease
+            with self._shelf.locked(name, exclusive=True, deadline=deadline):
+                if not self._shelf.here(name):
+                    self._stage(facts, form, name, deadline)
+                lease = self._lease(name, form, sure=True)
+                assert lease is not None
+                return lease
+        except TimeoutError as error:
+            self._unmark(name)
+            why = str(error) or "another process that stages it does not get on"
+            raise SandboxError(f"{image}: not staged within {timeout_s:g} s: {why}") from None
+        except BaseException:
+            self._unmark(name)
+            raise
 
     def ready(self, image: str, form: Form = "tree") -> Lease | None:
         """A lease if the image is here already, else ``None``. Never waits; some tens of microseconds."""
@@ -133,31 +131,36 @@ class ImageCache:
         if form == "direct":
             return None
         name = _name(self.facts(image), form)
-        if lease := self._take(name, form, locked=False):
-            return lease
+        self._mark(name)
+        lease = self._lease(name, form, sure=False)
         try:
-            with self._shelf.locked(name, exclusive=False, deadline=0.0):
-                return self._take(name, form)
+            if lease is None:
+                with self._shelf.locked(name, exclusive=False, deadline=0.0):
+                    lease = self._lease(name, form, sure=self._shelf.here(name))
         except TimeoutError:
-            return None
+            pass  # somebody is staging or removing it
+        if lease is None:
+            self._unmark(name)
+        return lease
 
     def prefetch(self, images: Sequence[str], form: Form = "tree") -> int:
         """Stages ``images`` in the order in which they will be used, while there is room; how many of them are here.
 
-        Removes only copies that nobody uses or waits for, so that it never takes from what it staged before. What
-        somebody else is staging is left to them. Blocks.
+        What is named is kept until the next call names something else, before all that nobody named: name what is in
+        use and will be again first. Only copies that nobody uses or named are removed. What somebody else is staging
+        is left to them. Blocks.
         """
-        for number, image in enumerate(images):
-            if os.path.isdir(image) or form == "direct":
-                continue
-            facts = self.facts(image)
+        if form == "direct":
+            return len(images)
+        known = [self.facts(image) for image in images if not os.path.isdir(image)]
+        self._shelf.announce([_name(facts, form) for facts in known])
+        for number, facts in enumerate(known):
             name = _name(facts, form)
-            if self._shelf.path(name).exists():
-                self._shelf.touch(name)
+            if self._shelf.here(name):
                 continue
             try:
                 with self._shelf.locked(name, exclusive=True, deadline=0.0):
-                    if not self._shelf.path(name).exists() and not self._stage(facts, form, name, ahead=True):
+                    if not self._shelf.here(name) and not self._stage_ahead(facts, form, name):
                         return number
             except TimeoutError:
                 continue
@@ -223,14 +226,31 @@ class ImageCache:
 
     # --- staging ------------------------------------------------------------------------------------------------
 
-    def _take(self, name: str, form: Form, *, locked: bool = True) -> Lease | None:
-        """A lease on a copy that is there. Without its lock only where this process has one already."""
+    def _mark(self, name: str) -> None:
+        path = str(self._shelf.path(name))
+        with _GUARD:
+            if not _MARKED.get(path):
+                self._shelf.mark(name)
+            _MARKED[path] = _MARKED.get(path, 0) + 1
+
+    def _unmark(self, name: str) -> None:
+        path = str(self._shelf.path(name))
+        with _GUARD:
+            _MARKED[path] -= 1
+            if not _MARKED[path]:
+                del _MARKED[path]
+                self._shelf.release(name)
+
+    def _lease(self, name: str, form: Form, *, sure: bool) -> Lease | None:
+        """A lease on a copy this process has marked: if it is ``sure`` to be here, or another lease proves that."""
         path = self._shelf.path(name)
         with _GUARD:
             held = _HELD.get(str(path), 0)
-            if not held and not (locked and self._shelf.lease(name)):
+            if not (held or sure):
                 return None
             _HELD[str(path)] = held + 1
+        if not held:
+            self._shelf.touch(name)
         return Lease(str(path / ("rootfs" if form == "tree" else "image.sif")), self, name)
 
     def _give_back(self, name: str) -> None:
@@ -239,25 +259,48 @@ class ImageCache:
             _HELD[path] -= 1
             if not _HELD[path]:
                 del _HELD[path]
-                self._shelf.release(name)
+        self._unmark(name)
 
-    def _stage(self, facts: ImageFacts, form: Form, name: str, *, ahead: bool) -> bool:
-        """Makes the copy; ``False`` where there is no room now. The lock of ``name`` is held exclusively."""
-        size = Room(facts.bytes, 4) if form == "sif" else Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
+    def _stage(self, facts: ImageFacts, form: Form, name: str, deadline: float) -> None:
+        """Makes a copy that somebody waits for, as soon as there is room. Its lock is held exclusively."""
+        size = self._size(facts, form)
         if not size <= self.budget:
             raise SandboxError(
                 f"{facts.path}: needs {size.bytes / 1e9:.3g} GB and {size.inodes} files on this node, the cache may "
                 f"take {self.budget.bytes / 1e9:.3g} GB and {self.budget.inodes}; raise MEGAFLOW_CACHE_GB and "
                 "MEGAFLOW_CACHE_INODES, or set MEGAFLOW_SCRATCH to a larger place"
             )
-        if not self._shelf.reserve(name, size, ahead=ahead):
+        ticket = self._shelf.queue_up()
+        pause = POLL_S[0]
+        try:
+            while self._shelf.first_in_queue() != ticket or not self._shelf.reserve(name, size, ahead=False):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"everything in {self._shelf.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_S[1])
+        finally:
+            self._shelf.leave_queue(ticket)
+        self._make(facts, form, name, size)
+
+    def _stage_ahead(self, facts: ImageFacts, form: Form, name: str) -> bool:
+        """Makes a copy if there is room that nobody waits for. Its lock is held exclusively."""
+        size = self._size(facts, form)
+        if self._shelf.first_in_queue() is not None or not self._shelf.reserve(name, size, ahead=True):
             return False
+        self._make(facts, form, name, size)
+        return True
+
+    def _size(self, facts: ImageFacts, form: Form) -> Room:
+        return Room(facts.bytes, 4) if form == "sif" else Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
+
+    def _make(self, facts: ImageFacts, form: Form, name: str, size: Room) -> None:
         try:
             make = self._copy if form == "sif" else self._unpack
-            self._shelf.put(name, lambda place: make(facts, place, size), pending=ahead)
+            self._shelf.put(name, lambda place: make(facts, place, size))
         finally:
             self._shelf.unreserve(name)
-        return True
 
     def _copy(self, facts: ImageFacts, place: Path, size: Room) -> Room:
         _read_checked(facts, place / "image.sif")

@@ -136,7 +136,9 @@ def test_who_finds_no_room_waits_until_something_is_given_back(
 ) -> None:
     cache = open_cache(budget_mb=2.2)
     held = [cache.acquire(images[0], "sif"), cache.acquire(images[1], "sif")]
-    with pytest.raises(SandboxError, match=r"waited 0\.1 s for room in .*MEGAFLOW_CACHE_GB"):
+    with pytest.raises(
+        SandboxError, match=r"not staged within 0\.1 s: everything in .* is in use; raise MEGAFLOW_CACHE_GB"
+    ):
         cache.acquire(images[2], "sif", timeout_s=0.1)
     assert here(cache, images) == [0, 1]
     found: list[str] = []

@@ -1,0 +1,54 @@
+"""One rank of the benchmark ``images``: takes leases on images, holds them as long as it is told, stages ahead.
+
+``python -m megaflow_hpc.bench.image_rank CACHE BYTES SLOTS FORM``; JSON lines on standard input and output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.apptainer import find_apptainer
+from megaflow_hpc.environments.staging import Form, ImageCache
+
+
+def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
+    cache = ImageCache(Path(cache_dir), find_apptainer(), budget_bytes=int(budget), budget_inodes=1 << 40)
+    speaking = threading.Lock()
+
+    def say(message: dict[str, Any]) -> None:
+        with speaking:
+            print(json.dumps(message), flush=True)
+
+    def rollout(message: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            lease = cache.ready(message["image"], form)
+            here = lease is not None
+            lease = lease or cache.acquire(message["image"], form)
+            waited = time.monotonic() - began
+            time.sleep(message["hold_s"])
+            lease.release()
+        except Exception as error:
+            say({"id": message["id"], "error": repr(error)})
+            return
+        say({"id": message["id"], "waited_s": waited, "here": here})
+
+    with ThreadPoolExecutor(int(slots)) as rollouts, ThreadPoolExecutor(1) as ahead:
+        staged = None
+        for line in sys.stdin:
+            message = json.loads(line)
+            if "order" not in message:
+                rollouts.submit(rollout, message)
+            elif staged is None or staged.done():
+                staged = ahead.submit(cache.prefetch, message["order"], form)
+    say({"copied_bytes": cache.copied_bytes})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])  # type: ignore[arg-type]
