@@ -26,8 +26,9 @@ exec 8>"$MEGAFLOW_HOME/harbor.lock"
 flock 8
 
 python=$(bash "$SOURCES/launchers/python.sh" 3.12)
-key=$({ cat "$SOURCES/pyproject.toml"; echo "$python $HARBOR"; } | hash_of)
-if ! done_before "$VENV_DIR/.complete" "$key" || ! "$VENV_DIR/bin/python" -c 'import harbor' 2>/dev/null; then
+# What is installed decides: other changes to pyproject.toml are no reason to do it again.
+key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; echo "$python"; } | hash_of)
+if ! done_before "$VENV_DIR/.complete" "$key" || [[ ! -x $VENV_DIR/bin/harbor ]]; then
   [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: name another in MEGAFLOW_HARBOR_VENV"
   say "installing Harbor $HARBOR into $VENV_DIR ($("$python" --version))"
   rm -rf "${VENV_DIR:?}"
@@ -45,11 +46,12 @@ import importlib.metadata, sys, tomllib
 for line in importlib.metadata.requires("harbor") or ():
     if "extra ==" not in line:
         print("certifi" if line.startswith("certifi") else line)
+print("click")  # its command line imports what typer no longer brings
 print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")
 PYTHON
   )
   quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install "${needed[@]}"
-  "$VENV_DIR/bin/python" -c 'import harbor' || die "Harbor cannot be imported: see $LOGS/harbor.log"
+  "$VENV_DIR/bin/python" -c 'import harbor.cli.main' || die "Harbor cannot be imported: see $LOGS/harbor.log"
   mark_done "$VENV_DIR/.complete" "$key"
 fi
 echo "$VENV_DIR/bin/python"

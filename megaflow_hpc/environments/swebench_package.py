@@ -144,7 +144,7 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
         instance["repo"],
         str(instance.get("version") or ""),
         list(instance["FAIL_TO_PASS"]),
-        list(instance["PASS_TO_PASS"]),
+        list(instance.get("PASS_TO_PASS", ())),
         chosen["log_parser"],
         chosen["eval_type"],
     )

@@ -60,7 +60,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: the package is not installed.
-        TimeoutError: a parser did not come to an end.
+        TimeoutError, RuntimeError: a parser did not come to an end, or failed.
     """
     command = [sys.executable, "-P", swebench_package.__file__]
     try:
@@ -222,7 +222,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
     runner = task.metadata["swebench"]["runner"]
     try:
         return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
-    except TimeoutError as error:
+    except (TimeoutError, RuntimeError) as error:  # a log that no parser reads is no test that passed
         return _unresolved(str(error))
 
 

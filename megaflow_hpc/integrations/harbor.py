@@ -1,0 +1,251 @@
+"""These sandboxes as an environment of Harbor (https://pypi.org/project/harbor, 0.25)::
+
+    harbor run -p TASK -a oracle --env megaflow_hpc.integrations.harbor:ApptainerEnvironment --ek images=base=base.sif
+
+Harbor keeps its own scheduling, agents and verifier; a trial's environment is one sandbox of an
+:class:`~megaflow_hpc.environments.ApptainerProvider` that all trials of the process share. Files travel through the
+sandbox, nothing of the host is mounted. Needs Harbor's Python (3.12 or later) with both packages in it.
+
+Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
+
+``images``
+    ``NAME=TARGET``, several separated by commas, or a mapping: as ``environment.images`` of a campaign. A name that is
+    not mapped is taken as a path if it is one, else as ``docker://NAME``.
+``scratch``
+    A local directory for writable layers.
+``network``
+    What ``network_mode = "public"`` means here: ``host`` (default) or ``none``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.apptainer import find_apptainer
+from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest, last_workdir
+from megaflow_hpc.environments.images import ImageStore, match_name
+from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
+from megaflow_hpc.types import Network, Task
+
+_providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
+"""One provider per event loop and scratch directory, with the environments that use it now."""
+
+
+class ApptainerEnvironment(BaseEnvironment):
+    """One trial's sandbox. See the module for the keyword arguments."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        images: str | Mapping[str, str] | None = None,
+        scratch: str | None = None,
+        network: str = "host",
+        **keywords: Any,
+    ) -> None:
+        self._images = parse_images(images)
+        self._scratch = os.path.abspath(scratch) if scratch else ""
+        if network not in ("host", "none"):
+            raise ConfigError(f"environment kwarg network {network!r}: expected host or none")
+        self._public: Network = "host" if network == "host" else "none"
+        self._sandbox: ApptainerSandbox | None = None
+        self._as: str | None = None
+        super().__init__(*arguments, **keywords)
+
+    # --- what Harbor asks before it starts ------------------------------------------------------------------------
+
+    @staticmethod
+    def type() -> str:
+        return "megaflow-apptainer"
+
+    @property
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities(disable_internet=True)
+
+    @classmethod
+    def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
+        return EnvironmentResourceCapabilities(
+            cpu_limit=True, cpu_request=True, memory_limit=True, memory_request=True, fractional_cpus=True
+        )
+
+    @classmethod
+    def preflight(cls) -> None:
+        try:
+            find_apptainer()
+        except MegaflowError as error:
+            raise SystemExit(str(error)) from None
+
+    def _validate_definition(self) -> None:
+        dockerfile = self.environment_dir / "Dockerfile"
+        for name in ("docker-compose.yaml", "docker-compose.yml"):
+            if (self.environment_dir / name).is_file():
+                raise ConfigError(
+                    f"{self.environment_dir / name}: tasks of several services cannot run here; leave this task out"
+                )
+        if not self.task_env_config.docker_image and not dockerfile.is_file():
+            raise FileNotFoundError(f"{dockerfile}: missing, and the task names no docker_image; add either")
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self, force_build: bool) -> None:
+        """Resolves the image (built or pulled at the first use) and starts the sandbox."""
+        image, workdir, env, user = await asyncio.to_thread(self._image)
+        memory_mb = self._resource_limit_value("memory", auto_mode=_limit())
+        cpus = self._resource_limit_value("cpu", auto_mode=_limit())
+        spec = SandboxSpec(
+            image=str(image),
+            env={**env, **self._startup_env()},
+            workdir=self.task_env_config.workdir or workdir,
+            user=user,
+            network="none" if self._network_disabled else self._public,
+            memory_mb=memory_mb,
+            cpus=cpus,
+            disk_mb=self._effective_storage_mb,
+        )
+        self._as = user
+        self._sandbox = await self._provider().start(spec)
+        await self.ensure_dirs(self._mount_targets(writable_only=True))
+        await self._upload_environment_dir_after_start()
+
+    def _image(self) -> tuple[Path, str | None, dict[str, str], str | None]:
+        """Image file, work directory, variables and user, as the task's definition says."""
+        store, here = ImageStore(), Path.cwd()
+        dockerfile = self.environment_dir / "Dockerfile"
+        if name := self.task_env_config.docker_image:
+            workdir = last_workdir(dockerfile) if dockerfile.is_file() else None
+            return store.resolve(name, self._mapping(name), here, where="environment kwarg images"), workdir, {}, None
+        parsed = Dockerfile.read(dockerfile)
+        harbor = {"from": parsed.base, **({"dockerfile": str(dockerfile)} if parsed.needs_build else {})}
+        task = Task(
+            id=self.environment_name,
+            instruction="",
+            image=f"{parsed.base}+{context_digest(parsed)[:12]}",
+            path=str(self.environment_dir.parent),
+            metadata={"harbor": harbor},
+        )
+        image = store.resolve_task(task, self._mapping(parsed.base), here, where="environment kwarg images")
+        return image, parsed.workdir, dict(parsed.environment), parsed.user
+
+    def _mapping(self, name: str) -> dict[str, str]:
+        if match_name(name, self._images) is not None:
+            return self._images
+        return {**self._images, name: name if os.path.exists(name) else f"docker://{name}"}
+
+    def _provider(self) -> ApptainerProvider:
+        key = (asyncio.get_running_loop(), self._scratch)
+        if key not in _providers:
+            _providers[key] = (ApptainerProvider(self._scratch or None), [])
+        provider, users = _providers[key]
+        users.append(self)
+        return provider
+
+    async def stop(self, delete: bool) -> None:
+        """Ends the sandbox, and with the last of them the provider. Nothing stays, whatever ``delete`` says."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.stop()
+        key = (asyncio.get_running_loop(), self._scratch)
+        if key not in _providers:
+            return
+        provider, users = _providers[key]
+        if self in users:
+            users.remove(self)
+        if not users:
+            del _providers[key]
+            await provider.close()
+
+    def _running(self) -> ApptainerSandbox:
+        if self._sandbox is None:
+            raise RuntimeError("the environment is not started")
+        return self._sandbox
+
+    # --- use ------------------------------------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """Runs a command by ``bash`` (``sh`` where there is none).
+
+        Raises:
+            TimeoutError: after ``timeout_sec``, as Harbor's own environments do.
+        """
+        wanted = self._resolve_user(user)
+        if wanted not in (None, "root", 0, "0", self._as):
+            # One uid a sandbox: another user of the image is this one under its name and home.
+            name = shlex.quote(str(wanted))
+            home = f"$(getent passwd {name} 2>/dev/null | cut -d: -f6)"
+            command = f'export USER={name} LOGNAME={name}; h={home}; [ -w "$h" ] && export HOME="$h"; {command}'
+        shell = 'for s in /bin/bash /usr/bin/bash; do [ -x "$s" ] && exec "$s" -c "$0"; done; exec /bin/sh -c "$0"'
+        done = await self._running().exec(
+            ["/bin/sh", "-c", shell, command],
+            cwd=cwd,
+            env=self._merge_env(env),
+            timeout_s=timeout_sec,
+        )
+        if done.timed_out:
+            raise TimeoutError(f"Command timed out after {timeout_sec} seconds")
+        if callback := self._output_callback():
+            for text, stream in ((done.stdout, "stdout"), (done.stderr, "stderr")):
+                if text:
+                    await callback(text.encode("utf-8", "replace").decode(), stream)
+        return ExecResult(stdout=_text(done.stdout_bytes), stderr=_text(done.stderr_bytes), return_code=done.exit_code)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        await self._running().upload(str(_existing(source_path)), target_path)
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        await self._running().upload(str(_existing(source_dir)), target_dir)
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        await self._download(source_path, target_path)
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        await self._download(source_dir, target_dir)
+
+    async def _download(self, source: str, target: Path | str) -> None:
+        try:
+            await self._running().download(source, str(target))
+        except SandboxError as error:
+            raise RuntimeError(str(error)) from error
+
+
+def parse_images(value: str | Mapping[str, str] | None) -> dict[str, str]:
+    """``NAME=TARGET,NAME=TARGET`` or a mapping; the first ``=`` separates."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {str(name): str(target) for name, target in value.items()}
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    for name, equals, target in pairs:
+        if not (name.strip() and equals and target.strip()):
+            raise ConfigError(f"environment kwarg images {value!r}: expected NAME=TARGET, separated by commas")
+    return {name.strip(): target.strip() for name, _, target in pairs}
+
+
+def _limit() -> Any:
+    from harbor.models.trial.config import ResourceMode
+
+    return ResourceMode.LIMIT
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _existing(path: Path | str) -> Path:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path}: nothing to upload; correct the path")
+    return Path(path)
