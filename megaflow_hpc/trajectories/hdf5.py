@@ -34,6 +34,12 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
     try:
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
+        if "lock file" in str(error):  # the environment overrules what we ask for
+            setting = os.environ.get("HDF5_USE_FILE_LOCKING")
+            raise ConfigError(
+                f"{path}: cannot be locked, and HDF5_USE_FILE_LOCKING={setting} demands it; published files never "
+                "change and need no locks: unset the variable, or set it to FALSE"
+            ) from error
         raise ConfigError(
             f"{path}: truncated or damaged ({error}); make it anew with: megaflow-hpc gather RUN --rebuild"
         ) from error

@@ -24,10 +24,14 @@ import numpy as np
 import orjson
 
 from megaflow_hpc.trajectories import appending
+from megaflow_hpc.trajectories.guarded import GuardedFile
 from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
 from megaflow_hpc.types import Trajectory
 
 _FLUSH_ROWS = 256
+
+Mask = np.ndarray[Any, Any]
+"""Booleans, one per item."""
 
 _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
@@ -40,6 +44,9 @@ _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "start
 
 _ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 """Items of a row: their extent and the offsets that say which."""
+
+_PICKED = {"attempts": "a", "artifacts": "f"}
+"""Groups of which a part may be kept, and their extents."""
 
 _NUMBERED = {
     "trajectories/sequence_offset": "m",
@@ -97,14 +104,14 @@ class TrajectoryWriter:
         sources: Mapping[str, Any] | None = None,
         attributes: Mapping[str, str] | None = None,
     ) -> None:
-        self._file = h5py.File(path, "x", libver=("v110", "v110"), locking=False)
+        self._below = GuardedFile(path)
+        self._file = h5py.File(self._below, "w", libver=("v110", "v110"))
         self._file.attrs["format"] = FORMAT
         self._file.attrs["format_version"] = np.int32(FORMAT_VERSION)
         self._file.attrs["campaign"] = clean(campaign)
         self._file.attrs["software"] = software
         self._file.attrs["sources"] = json.dumps(sources or {}, sort_keys=True)
-        for name, value in (attributes or {}).items():
-            self._file.attrs[name] = clean(value)
+        self.describe(**(attributes or {}))
         self._threads = appending.pool()
         self._columns = {path: appending.column(self._file, spec, self._threads) for path, spec in COLUMNS.items()}
         self._held: dict[str, list[Any]] = {path: [] for path in COLUMNS}
@@ -121,6 +128,11 @@ class TrajectoryWriter:
 
     def __len__(self) -> int:
         return self._counts["n"]
+
+    def describe(self, **attributes: str) -> None:
+        """Sets root attributes."""
+        for name, value in attributes.items():
+            self._file.attrs[name] = clean(value)
 
     def append(self, trajectory: Trajectory) -> None:
         """Adds one row. The trajectory is :func:`~megaflow_hpc.trajectories.winners.checked`."""
@@ -152,26 +164,28 @@ class TrajectoryWriter:
         if counts["n"] - self._flushed_rows >= _FLUSH_ROWS:
             self._flush()
 
-    def extend(self, source: h5py.File, start: int, end: int, skip: frozenset[str] = frozenset()) -> None:
+    def extend(self, source: h5py.File, start: int, end: int, keep: Mapping[str, Mask] | None = None) -> None:
         """Adds rows ``[start, end)`` of another file of the schema, rebased. Flat columns are taken over chunk by chunk
         without being inflated where the chunks of both files lie on one grid.
 
         Args:
-            skip: extents that are left empty: ``a`` attempts, ``f`` artifacts.
+            keep: for the extents ``a`` (attempts) and ``f`` (artifacts), which items of the source are kept; else all.
         """
         if start >= end:
             return
         self._flush()
+        keep = keep or {}
         spans = _spans(source, start, end)
         shift = {extent: self._counts[extent] - span[0] for extent, span in spans.items()}
         for path, spec in COLUMNS.items():
             extent = spec.extent.removesuffix("+1")
             first, last = spans[extent]
-            if extent in skip or (extent == "fb" and "f" in skip):
-                continue
             column = self._columns[path]
-            if path == "trajectories/attempt_offset" and "a" in skip:
-                column.put(np.full(end - start, self._counts["a"], np.int64))
+            if spec.group in _PICKED and _PICKED[spec.group] in keep:
+                continue
+            if path == "trajectories/attempt_offset" and "a" in keep:
+                kept = np.concatenate([[0], np.cumsum(keep["a"])])
+                column.put(kept[source[path][start + 1 : end + 1]] - kept[spans["a"][0]] + self._counts["a"])
             elif path not in source:
                 column.put(np.full(last - first, OPTIONAL[path], spec.dtype))
             elif path in _NUMBERED:
@@ -182,23 +196,52 @@ class TrajectoryWriter:
         for name, dataset in source.get("rewards", {}).items():
             self._reward_column(name).put(dataset[start:end])
         for extent, (first, last) in spans.items():
-            if extent not in skip and not (extent == "fb" and "f" in skip):
+            if extent not in keep and not (extent == "fb" and "f" in keep):
                 self._counts[extent] += last - first
         self._fill_rewards()
+        if "a" in keep:
+            self._pick_attempts(source, spans["a"], keep["a"])
+        if "f" in keep:
+            self._pick_artifacts(source, spans["f"], keep["f"], shift["n"])
+        self._below.check()
+
+    def _pick_attempts(self, source: h5py.File, span: tuple[int, int], keep: Mask) -> None:
+        mask = keep[span[0] : span[1]]
+        for name in _ATTEMPT:
+            self._columns[f"attempts/{name}"].put(source[f"attempts/{name}"][span[0] : span[1]][mask])
+        self._counts["a"] += int(mask.sum())
+
+    def _pick_artifacts(self, source: h5py.File, span: tuple[int, int], keep: Mask, shift: int) -> None:
+        offsets = source["artifacts/offset"]
+        for number in np.flatnonzero(keep[span[0] : span[1]]) + span[0]:
+            first, last = offsets[number : number + 2].tolist()
+            self._columns["artifacts/name"].put(source["artifacts/name"][number : number + 1])
+            self._held["artifacts/trajectory"].append(int(source["artifacts/trajectory"][number]) + shift)
+            self._put_bytes(
+                "artifacts/bytes", "artifacts/offset", "fb", [source["artifacts/bytes"][first:last].tobytes()]
+            )
+            self._counts["f"] += 1
+        self._flush()
 
     def close(self) -> None:
-        """Writes the rest and closes; the caller makes it durable."""
+        """Writes the rest and closes; the caller makes it durable.
+
+        Raises:
+            OSError: not everything could be written.
+        """
         try:
             self._flush()
             for column in [*self._columns.values(), *self._reward_columns.values()]:
                 column.finish()
         finally:
             self.abandon()
+        self._below.check()
 
     def abandon(self) -> None:
         """Closes without writing the rest."""
         self._threads.shutdown(cancel_futures=True)
         self._file.close()
+        self._below.close()
 
     def _put_bytes(self, path: str, offset_path: str, count: str, items: list[bytes]) -> None:
         if not items:
@@ -252,6 +295,7 @@ class TrajectoryWriter:
             given.clear()
         self._rewards = {name: {} for name in self._rewards}
         self._flushed_rows = self._counts["n"]
+        self._below.check()
 
     def _reward_column(self, name: str) -> appending.Column:
         """The column of a reward, filled up to the last flush."""

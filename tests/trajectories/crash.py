@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{arguments.kills} SIGKILLs ({windows}), seed {arguments.seed}: {totals['acknowledged']} rollouts acknowledged,"
     )
-    print(f"{totals['lost']} lost, {totals['doubled']} doubled")
+    print(f"{totals['acknowledged']} rollouts acknowledged, {totals['lost']} lost, {totals['doubled']} doubled")
     return 1 if totals["lost"] or totals["doubled"] else 0
 
 

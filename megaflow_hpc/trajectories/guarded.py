@@ -1,0 +1,92 @@
+"""A file under HDF5 that never fails while HDF5 is at work.
+
+When a write is refused (no space, quota, a limit on file sizes), HDF5 can neither go on nor close its file, and crashes
+the process when it ends. So HDF5 writes through this object: it keeps the first error, and from then on what is written
+stays in memory, where it is read back from. The owner asks :meth:`check` as it goes and stops soon.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+
+class GuardedFile(io.RawIOBase):
+    """A new file at ``path``, for ``h5py.File(guarded, "w")``. Errors of writing are kept, not raised."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._place = 0
+        self._kept: list[tuple[int, bytes]] = []
+        self.error: OSError | None = None
+
+    def check(self) -> None:
+        """Raises the error there was, if there was one."""
+        if self.error is not None:
+            raise OSError(self.error.errno, self.error.strerror)
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = {0: 0, 1: self._place, 2: self._end()}[whence]
+        self._place = base + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        view = memoryview(data).cast("B")
+        done = 0
+        if self.error is None:
+            try:
+                while done < len(view):
+                    done += os.pwrite(self._file, view[done:], self._place + done)
+            except OSError as error:
+                self.error = error
+        if done < len(view):
+            self._kept.append((self._place + done, bytes(view[done:])))
+        self._place += len(view)
+        return len(view)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer).cast("B")
+        found = os.pread(self._file, len(view), self._place)
+        view[: len(found)] = found
+        size = len(found)
+        for start, data in self._kept:
+            first, last = max(start, self._place), min(start + len(data), self._place + len(view))
+            if first < last:
+                view[first - self._place : last - self._place] = data[first - start : last - start]
+                size = max(size, last - self._place)
+        self._place += size
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        size = self._place if size is None else size
+        if self.error is None:
+            try:
+                os.ftruncate(self._file, size)
+            except OSError as error:
+                self.error = error
+        return size
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+    def _end(self) -> int:
+        return max([os.fstat(self._file).st_size, *(start + len(data) for start, data in self._kept)])
