@@ -101,6 +101,9 @@ class Commands:
         self._spawn = spawn
         self._why_ended = why_ended
         self._give_up = give_up
+        self.settled = asyncio.Event()
+        """The runner has all the processes it has when idle."""
+        self._up = 0
         self._number = 0
         self._commands: dict[int, _Command] = {}
         self._workers: list[_Worker] = []
@@ -125,6 +128,17 @@ class Commands:
         self._workers.append(worker)
         self._spawn(number)
         return worker
+
+    def worker_up(self) -> None:
+        """A worker has come up."""
+        self._up += 1
+        if self._up >= FIRST_WORKERS:
+            self.settled.set()
+
+    @property
+    def count(self) -> int:
+        """Commands handed over so far."""
+        return self._number
 
     def answered(self, worker: int, status: int | None) -> None:
         """A worker says how its command has ended; ``None``: it could not start one, and is gone itself."""

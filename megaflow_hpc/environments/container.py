@@ -80,6 +80,8 @@ class Container:
     async def start(self, argv: Sequence[str], *, temporary: str, timeout_s: float, prefix: Sequence[str] = ()) -> None:
         """Runs ``argv``, whose last words must be the runner, until it says that it is ready.
 
+        Its first two processes exist then, and no other before ``commands.prepare()``: limits set on them hold for all.
+
         Args:
             prefix: words before it that change what it runs as, and with that its parent-death signal.
         """
@@ -110,7 +112,6 @@ class Container:
         ):
             os.set_blocking(pipe, False)
             loop.add_reader(pipe, reader, pipe)
-        self.commands.prepare()
         try:
             await asyncio.wait_for(self._ready, timeout_s)
         except TimeoutError:
@@ -231,6 +232,8 @@ class Container:
             if len(words) == 2 and words[0].isdigit():
                 if words[1].isdigit():
                     self.commands.answered(int(words[0]), int(words[1]))
+                elif words[1] == b"up":
+                    self.commands.worker_up()
                 elif words[1] == b"dead":
                     self.commands.answered(int(words[0]), None)
             elif self._ready is not None and not self._ready.done():

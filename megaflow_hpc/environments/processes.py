@@ -102,7 +102,7 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
                         continue
             except OSError:
                 continue
-            if _is_runner(pid):
+            if is_runner(pid):
                 kept.add(pid)
         for pid in kept:
             groups.discard(group(pid))
@@ -118,7 +118,8 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     return killed
 
 
-def _is_runner(pid: int) -> bool:
+def is_runner(pid: int) -> bool:
+    """Whether a process of a sandbox says that it is one of runner.sh's shells."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read(64).startswith(f"/bin/sh\0{CONTROL_DIR}/runner.sh\0".encode())

@@ -21,6 +21,7 @@ from megaflow_hpc.environments.access import Access, ImageAccess
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.janitor import sweep
 from megaflow_hpc.environments.limits import Watchdog
+from megaflow_hpc.environments.pool import Pool
 from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.site import file_system, kind_of, scratch_base
 from megaflow_hpc.environments.spec import SandboxSpec
@@ -78,8 +79,9 @@ class ApptainerProvider:
         identity = Identity.of(os.getpid())
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
-        self._sandboxes: set[ApptainerSandbox] = set()
-        self._watchdog = Watchdog(str(self.scratch))
+        self._sandboxes: dict[ApptainerSandbox, SandboxSpec] = {}
+        self._pool = Pool(self._start)
+        self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
         self._kind = kind_of(file_system(self.scratch))
@@ -109,11 +111,22 @@ class ApptainerProvider:
         if self._bound is not None:
             await self._bound.acquire()
         try:
-            access = self.images.ready(spec.image) or await self._acquire(spec.image)
+            sandbox = await self._pool.take(spec) if spec.mode == "persistent" else None
+            if sandbox is None:
+                sandbox = await self._start(spec)
         except BaseException:
             if self._bound is not None:
                 self._bound.release()
             raise
+        self._sandboxes[sandbox] = spec
+        self._pool.began(spec)
+        if self._closed:
+            await sandbox.stop()
+            raise SandboxError("the provider was closed meanwhile")
+        return sandbox
+
+    async def _start(self, spec: SandboxSpec) -> ApptainerSandbox:
+        access = self.images.ready(spec.image) or await self._acquire(spec.image)
         self._number += 1
         directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
         directory.mkdir(mode=0o700)
@@ -125,10 +138,10 @@ class ApptainerProvider:
             start_timeout_s=self._start_timeout_s,
             output_limit=self._output_limit,
             on_stop=self._forget,
-            watchdog=self._watchdog,
+            watchdog=self.watchdog,
             layer_in_memory=self._kind == "memory",
+            spare=self._pool.take if spec.mode == "persistent" else None,
         )
-        self._sandboxes.add(sandbox)
         await sandbox.start()
         return sandbox
 
@@ -150,7 +163,10 @@ class ApptainerProvider:
             raise
 
     def _forget(self, sandbox: ApptainerSandbox) -> None:
-        self._sandboxes.discard(sandbox)
+        spec = self._sandboxes.pop(sandbox, None)
+        if spec is None:  # it stood by
+            return
+        self._pool.ended(spec)
         if self._bound is not None:
             self._bound.release()
 
@@ -158,7 +174,8 @@ class ApptainerProvider:
         """Stops every sandbox that is left. Idempotent."""
         self._closed = True
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
-        await asyncio.to_thread(self._watchdog.close)
+        await self._pool.close()
+        await asyncio.to_thread(self.watchdog.close)
         try:
             self._own.rmdir()
         except OSError:

@@ -17,6 +17,7 @@ _mf_work() {
   trap 'echo "$1 dead"' EXIT # a fork was refused: the limit of processes
   _mf_n='
 '
+  echo "$1 up"
   while :; do
     if [ -n "$_mf_jobs" ]; then
       (IFS= read -r _mf_line && eval "$_mf_line") &
@@ -69,8 +70,7 @@ worker)
 *)
   _mf_setsid=$(command -v setsid)
   . "$_mf_dir/env"
-  echo ready
-  (_mf_spawn)
+  (echo ready && _mf_spawn)
   echo gone # everything but PID 1 was killed from within; a kill from outside says nothing
   ;;
 esac

@@ -15,11 +15,12 @@ the runner itself is new. The first two keep the layer, ``reset`` empties it.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
 from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
 from megaflow_hpc.environments.network import listen_inside
+from megaflow_hpc.environments.processes import descendants, is_runner
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.errors import LimitError, SandboxError
 from megaflow_hpc.process import Identity
@@ -68,6 +70,7 @@ class ApptainerSandbox:
         on_stop: Callable[[ApptainerSandbox], None] | None = None,
         watchdog: Watchdog | None = None,
         layer_in_memory: bool = False,
+        spare: Callable[[SandboxSpec], Awaitable[ApptainerSandbox | None]] | None = None,
     ) -> None:
         self.spec = spec
         self.directory = directory
@@ -88,6 +91,8 @@ class ApptainerSandbox:
         self._over: Breach | None = None
         self._watchdog = watchdog
         self._watch = Watch(spec, self._layer, self._on_breach, layer_in_memory=layer_in_memory)
+        self._spare = spare
+        self._leaving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         if watchdog is not None:
             watchdog.watch(self._watch)
@@ -139,6 +144,7 @@ class ApptainerSandbox:
         self._container = container
         if container.init is not None:
             self._watch.attach(container.init)
+        container.commands.prepare()
 
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
         """In the watchdog's thread; what it says is heard before the end of what it kills."""
@@ -196,9 +202,15 @@ class ApptainerSandbox:
             await self._start_container()
 
     async def reset(self) -> None:
-        """Back to the image as it was: every process gone, the writable layer emptied."""
+        """Back to the image as it was: every process gone, the writable layer emptied.
+
+        With mode ``persistent`` a container that stands by takes over, and the old one goes in the background.
+        """
         async with self._changing:
             self._running()
+            if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
+                self._become(spare)
+                return
             await self._drop_container()
             old = f"{self._layer}.old-{self._containers}"
             os.rename(self._layer, old)
@@ -206,6 +218,60 @@ class ApptainerSandbox:
             await asyncio.to_thread(remove_tree, old)
             self._renew()
             await self._start_container()
+
+    def _become(self, spare: ApptainerSandbox) -> None:
+        """Takes over everything of a sandbox that nobody has used."""
+        old = copy.copy(self)  # what it was, for the clean-up
+        spare._stopped = True
+        if spare._watchdog is not None:
+            spare._watchdog.forget(spare._watch)
+        self._watch.detach()
+        self.directory, self._layer, self._access = spare.directory, spare._layer, spare._access
+        self._container, self._containers = spare._container, spare._containers
+        self._watch.layer = self._layer
+        self._renew()
+        if self._container is not None and self._container.init is not None:
+            self._watch.attach(self._container.init)
+        leaving = self._loop.create_task(old._discard())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _discard(self) -> None:
+        container, self._container = self._container, None
+        try:
+            if container is not None:
+                await container.kill()
+            await asyncio.to_thread(remove_tree, self.directory)
+        except OSError:
+            pass  # the janitor's
+        finally:
+            self._access.release()
+
+    async def settled(self) -> None:
+        """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
+        try:
+            await asyncio.wait_for(self._running().commands.settled.wait(), self._start_timeout_s)
+        except TimeoutError:
+            raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
+
+    def used(self) -> str:
+        """Why this is not as it was when it started, in words; empty if it can be proved to be."""
+        container = self._container
+        if self._stopped or container is None or not container.alive or container.init is None:
+            return "its container has ended"
+        if container.commands.count:
+            return "a command has run in it"
+        if any(Identity.of(pid) and not is_runner(pid) for pid in descendants(container.init.pid)):
+            return "a process runs in it"
+        made = {self.workdir.lstrip("/")} | {bind.split(":")[-1].lstrip("/") for bind in self.spec.binds}
+        upper = os.path.join(self._layer, "upper")
+        for place, directories, files in os.walk(upper):
+            inside = os.path.relpath(place, upper)
+            expected = inside == "." or any(f"{path}/".startswith(f"{inside}/") for path in made)
+            if not expected or files:
+                return f"its layer holds {inside if not expected else os.path.join(inside, files[0])}"
+            directories[:] = [name for name in directories if not os.path.islink(os.path.join(place, name))]
+        return ""
 
     async def stop(self) -> None:
         """Ends every process and removes the writable layer. Idempotent."""
@@ -215,6 +281,8 @@ class ApptainerSandbox:
         try:
             await self._drop_container()
             await asyncio.to_thread(remove_tree, self.directory)
+            if self._leaving:
+                await asyncio.gather(*self._leaving)
         finally:
             if self._watchdog is not None:
                 self._watchdog.forget(self._watch)

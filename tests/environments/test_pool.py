@@ -1,0 +1,85 @@
+"""Mode ``persistent``: sandboxes that stand by, and a reset that leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+
+LOOK = (
+    "ls -A /tmp /dev/shm; ls -d /kept /opt 2>&1; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 500'; pwd"
+)
+
+
+async def standing_by(provider: ApptainerProvider) -> ApptainerSandbox:
+    """The one sandbox that stands by, once it does."""
+    for _ in range(1000):
+        ready = [sandbox for sandboxes in provider._pool._ready.values() for sandbox in sandboxes]
+        if ready:
+            return ready[0]
+        await asyncio.sleep(0.02)
+    raise AssertionError("nothing stands by after 20 s")
+
+
+def test_a_reset_leaves_no_process_and_no_file_and_takes_what_stands_by(rootfs: str, scratch: Path) -> None:
+    async def main() -> None:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs, workdir="/w", mode="persistent")) as sandbox:
+                clean = (await sandbox.exec(LOOK)).stdout
+                for _ in range(3):
+                    await sandbox.exec(
+                        "touch /kept /tmp/kept /dev/shm/kept; rm -rf /opt; echo bad > /etc/profile; setsid sleep 500 &"
+                    )
+                    spare, old = await standing_by(provider), sandbox.pid
+                    await sandbox.reset()
+                    assert sandbox.pid != old
+                    assert sandbox.directory == spare.directory
+                    assert (await sandbox.exec(LOOK)).stdout == clean
+                    assert (
+                        await sandbox.exec("cmp /etc/profile /etc/profile; grep -c bad /etc/profile")
+                    ).stdout == "0\n"
+        assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
+
+    asyncio.run(main())
+
+
+def test_a_start_takes_what_stands_by_and_a_stop_keeps_nothing_used(rootfs: str, scratch: Path) -> None:
+    async def main() -> None:
+        spec = SandboxSpec(rootfs, mode="persistent")
+        async with ApptainerProvider(scratch) as provider:
+            first = await provider.start(spec)
+            await first.exec("touch /kept")
+            spare = await standing_by(provider)
+            await first.stop()
+            second = await provider.start(spec)
+            assert second is spare
+            assert (await second.exec("ls /kept")).exit_code != 0
+            other = await provider.start(SandboxSpec(rootfs, mode="persistent", env={"A": "b"}))
+            assert (await other.exec('echo "$A"')).stdout == "b\n"
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_proved_clean_is_not_handed_out(rootfs: str, scratch: Path) -> None:
+    async def main() -> None:
+        spec = SandboxSpec(rootfs, mode="persistent")
+        async with ApptainerProvider(scratch) as provider:
+            sandbox = await provider.start(spec)
+            for tamper in ("command", "file", "death"):
+                spare = await standing_by(provider)
+                assert spare.used() == ""
+                if tamper == "command":
+                    await spare.exec("true")
+                elif tamper == "file":
+                    Path(spare.directory, "layer", "upper", "planted").write_text("x")
+                else:
+                    assert spare._container is not None
+                    await spare._container.kill()
+                assert spare.used()
+                await sandbox.reset()
+                assert sandbox.directory != spare.directory
+                assert (await sandbox.exec("ls /planted")).exit_code != 0
+
+    asyncio.run(main())
