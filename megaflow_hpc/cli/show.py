@@ -73,7 +73,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(arguments.run_dir) as store:
-        row = _find(store, arguments.id)
+        row = find(store, arguments.id)
         if arguments.json:
             print_json(as_json(row, tokens=arguments.tokens))
         else:
@@ -81,7 +81,7 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _find(store: TrajectoryStore, wanted: str) -> Row:
+def find(store: TrajectoryStore, wanted: str) -> Row:
     if wanted in store:
         return store[wanted]
     if wanted.isdigit() and int(wanted) < len(store):
@@ -136,7 +136,7 @@ def _print(row: Row, tokens: bool, full: bool) -> None:
     for number, message in enumerate(row.messages):
         role = str(message.get("role", "?"))
         say(f"\n[{number}] {printable(role)}", f"bold {_COLOURS.get(role, 'cyan')}")
-        for line in _fold(_content(message), full):
+        for line in _fold(content_of(message), full):
             say(line)
     for text, style in _calls(row):
         say(text, style)
@@ -201,7 +201,7 @@ def _tokens(row: Row) -> Iterator[tuple[str, str]]:
             start = end
 
 
-def _content(message: dict[str, Any]) -> str:
+def content_of(message: dict[str, Any]) -> str:
     """The words of a message: its text, then its tool calls."""
     content = message.get("content")
     if isinstance(content, list):

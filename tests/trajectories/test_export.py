@@ -269,6 +269,30 @@ def test_atif_steps_hold_messages_tools_and_calls(run, rollouts, tmp_path):
     assert (lost["extra"]["reward"], lost["extra"]["status"]) == (None, "failed")
 
 
+def test_harbors_own_models_take_every_atif_document(run, tmp_path):
+    """In Harbor's virtual environment, which needs a newer Python; the launcher makes it where there is none."""
+    launcher = Path(__file__).parents[2] / "launchers" / "harbor-env.sh"
+    made = subprocess.run(["bash", launcher], capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    (folder,) = export(run, tmp_path, "atif")["atif"]
+    code = (
+        "import sys, pathlib\n"
+        "from harbor.models.trajectories import Trajectory\n"
+        "from harbor.utils.trajectory_validator import TrajectoryValidator\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).rglob('*.json')):\n"
+        "    document = Trajectory.model_validate_json(path.read_text())\n"
+        "    validator = TrajectoryValidator()\n"
+        "    assert validator.validate(path), (path, validator.errors)\n"
+        "    print(document.trajectory_id, len(document.steps))\n"
+    )
+    python = made.stdout.split()[-1]
+    result = subprocess.run([python, "-c", code, folder], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = dict(line.split() for line in result.stdout.splitlines())
+    assert len(found) == 18
+    assert [found[f"{task}/default/1"] for task in ("task", "nul", "lost")] == ["4", "4", "1"]
+
+
 # --- SWE-bench ---
 
 

@@ -1,0 +1,167 @@
+"""``diff``: two trajectories side by side: outcome, where their tokens part, and what was said differently."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.cli.output import add_json, print_json
+from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find, printable
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.reader import Row
+
+FIELDS = (
+    *("task_id", "policy", "agent", "status", "error_kind", "error", "reward", "rewards", "sample_index", "seed"),
+    *("attempt", "node", "job_id"),
+)
+HUNK_LINES = 60
+"""Lines shown of one message's difference unless ``--full``."""
+
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def register(subparsers: Any) -> None:
+    diff = subparsers.add_parser(
+        "diff",
+        help="compare two trajectories",
+        description="Compares two rollouts: what differs in their outcome, from which token on they part, and their "
+        "conversations, message by message. Exit status 0 whether they differ or not.",
+        epilog="examples:\n  megaflow-hpc diff RUN fix-humanize/default/0 fix-humanize/default/1\n"
+        "  megaflow-hpc diff RUN 0 1 --full | less -R",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    diff.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
+    diff.add_argument("ids", metavar="ID", nargs=2, help="rollout id (<task>/<policy>/<sample>), or its row number")
+    diff.add_argument("--full", action="store_true", help="cut nothing")
+    add_json(diff)
+    diff.set_defaults(run=_diff)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.trajectories import open_trajectories
+
+    with open_trajectories(arguments.run_dir) as store:
+        rows = (find(store, arguments.ids[0]), find(store, arguments.ids[1]))
+        found = compare(*rows)
+        if arguments.json:
+            print_json(found)
+        else:
+            _print(found, arguments.full)
+    return 0
+
+
+def compare(left: Row, right: Row) -> dict[str, Any]:
+    """What differs, as plain JSON: pairs of values by field; where tokens and messages part; unified diffs."""
+    fields = {name: [_value(getattr(row, name)) for row in (left, right)] for name in FIELDS}
+    derived = {
+        "duration_s": [round(row.finished_at - row.started_at, 3) for row in (left, right)],
+        "turns": [len(row.turns) for row in (left, right)],
+        "messages": [len(row.messages) for row in (left, right)],
+        "tokens": [sum(len(view.tokens) for view in row.sequences) for row in (left, right)],
+        "artifacts": [{a.name: len(a.data) for a in row.artifacts} for row in (left, right)],
+    }
+    messages = list(zip_longest(left.messages, right.messages))
+    common = next((number for number, (a, b) in enumerate(messages) if a != b), len(messages))
+    return {
+        "ids": [left.id, right.id],
+        "fields": {name: pair for name, pair in {**fields, **derived}.items() if pair[0] != pair[1]},
+        "tokens": _tokens(left, right),
+        "messages": {
+            "common": common,
+            "different": [
+                {
+                    "message": common + number,
+                    "roles": [a and a.get("role"), b and b.get("role")],
+                    "diff": _unified(a, b),
+                }
+                for number, (a, b) in enumerate(messages[common:])
+                if a != b
+            ],
+        },
+    }
+
+
+def _value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
+    """The first place where sequences part; ``None`` where they never do."""
+    import numpy as np
+
+    for number, (a, b) in enumerate(zip_longest(left.sequences, right.sequences)):
+        if a is None or b is None:
+            return {"sequence": number, "token": 0, "ids": [None, None], "sampled": [None, None]}
+        size = min(len(a.tokens), len(b.tokens))
+        apart = np.flatnonzero(a.tokens[:size] != b.tokens[:size])
+        if len(apart) or len(a.tokens) != len(b.tokens):
+            place = int(apart[0]) if len(apart) else size
+            here = [view if place < len(view.tokens) else None for view in (a, b)]
+            return {
+                "sequence": number,
+                "token": place,
+                "ids": [None if view is None else int(view.tokens[place]) for view in here],
+                "sampled": [None if view is None else bool(view.loss_mask[place]) for view in here],
+                "logprobs": [None if view is None else _value(float(view.logprobs[place])) for view in here],
+            }
+    return None
+
+
+def _unified(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[str]:
+    before, after = (content_of(message).split("\n") if message else [] for message in (a, b))
+    return list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
+
+
+def _print(found: dict[str, Any], full: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = Console(highlight=False, soft_wrap=True)
+    for text, style in _lines(found, full):
+        console.print(Text(text, style=style))
+
+
+def _lines(found: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]:
+    for sign, rollout in zip("-+", found["ids"], strict=True):
+        yield f"{sign} {printable(rollout)}", f"bold {_STYLES[sign]}"
+    for name, (a, b) in found["fields"].items():
+        yield f"  {name:13} {printable(_shown(a))}  →  {printable(_shown(b))}", ""
+    tokens = found["tokens"]
+    if tokens is None:
+        yield "  tokens        the same", "dim"
+    else:
+        who = {True: "sampled", False: "not sampled", None: "ended"}
+        pair = "  →  ".join(
+            who[s] if i is None else f"{i} ({who[s]})" for i, s in zip(tokens["ids"], tokens["sampled"], strict=True)
+        )
+        yield f"  they part at  sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
+    messages = found["messages"]
+    if not messages["different"]:
+        yield "\nthe same conversation", "dim"
+        return
+    yield f"\nthe first {messages['common']} messages are the same", "dim"
+    for entry in messages["different"]:
+        roles = " → ".join(dict.fromkeys(printable(str(role or "-")) for role in entry["roles"]))
+        yield f"\n[{entry['message']}] {roles}", "bold"
+        lines = entry["diff"] or ["(differs in what is not shown as text)"]
+        shown = lines if full else lines[:HUNK_LINES]
+        for line in shown:
+            text = printable(line)
+            cut = text if full or len(text) <= LINE_CHARACTERS else f"{text[:LINE_CHARACTERS]} … cut (--full)"
+            yield f"  {cut}", _STYLES.get(line[:1], "")
+        if len(shown) < len(lines):
+            yield f"  … {len(lines) - len(shown)} lines more (--full)", "dim"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item:g}" for name, item in value.items()) or "-"
+    return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
