@@ -58,8 +58,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def compare(left: Row, right: Row) -> dict[str, Any]:
     """What differs, as plain JSON: pairs of values by field; where tokens and messages part; unified diffs."""
-    fields = {name: [_value(getattr(row, name)) for row in (left, right)] for name in FIELDS}
-    derived = {
+    fields: dict[str, list[Any]] = {name: [_value(getattr(row, name)) for row in (left, right)] for name in FIELDS}
+    fields |= {
         "duration_s": [round(row.finished_at - row.started_at, 3) for row in (left, right)],
         "turns": [len(row.turns) for row in (left, right)],
         "messages": [len(row.messages) for row in (left, right)],
@@ -70,7 +70,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
     common = next((number for number, (a, b) in enumerate(messages) if a != b), len(messages))
     return {
         "ids": [left.id, right.id],
-        "fields": {name: pair for name, pair in {**fields, **derived}.items() if pair[0] != pair[1]},
+        "fields": {name: pair for name, pair in fields.items() if pair[0] != pair[1]},
         "tokens": _tokens(left, right),
         "messages": {
             "common": common,
