@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.apptainer import find_apptainer
+from megaflow_hpc.environments.prefetch import Prefetcher
 from megaflow_hpc.environments.staging import Form, ImageCache
 
 
@@ -39,14 +40,15 @@ def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
             return
         say({"id": message["id"], "waited_s": waited, "here": here})
 
-    with ThreadPoolExecutor(int(slots)) as rollouts, ThreadPoolExecutor(1) as ahead:
-        staged = None
+    ahead = Prefetcher(cache, lambda _: form)
+    with ThreadPoolExecutor(int(slots)) as rollouts:
         for line in sys.stdin:
             message = json.loads(line)
-            if "order" not in message:
+            if "order" in message:
+                ahead.order(message["order"])
+            else:
                 rollouts.submit(rollout, message)
-            elif staged is None or staged.done():
-                staged = ahead.submit(cache.prefetch, message["order"], form)
+    ahead.close()
     say({"copied_bytes": cache.copied_bytes})
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,24 +143,36 @@ class ImageCache:
             self._unmark(name)
         return lease
 
-    def prefetch(self, images: Sequence[str], form: Form = "tree") -> int:
+    def prefetch(
+        self,
+        images: Sequence[str],
+        form: Form | Callable[[str], Form] = "tree",
+        until: Callable[[], bool] = lambda: False,
+    ) -> int:
         """Stages ``images`` in the order in which they will be used, while there is room; how many of them are here.
 
         What is named is kept until the next call names something else, before all that nobody named: name what is in
         use and will be again first. Only copies that nobody uses or named are removed. What somebody else is staging
         is left to them. Blocks.
+
+        Args:
+            form: that of all, or the form of each.
+            until: asked between copies; once it is true nothing more is staged.
         """
-        if form == "direct":
-            return len(images)
-        known = [self.facts(image) for image in images if not os.path.isdir(image)]
-        self._shelf.announce([_name(facts, form) for facts in known])
-        for number, facts in enumerate(known):
-            name = _name(facts, form)
+        wanted = [
+            (facts := self.facts(image), each, _name(facts, each))
+            for image in images
+            if not os.path.isdir(image) and (each := form(image) if callable(form) else form) != "direct"
+        ]
+        self._shelf.announce([name for _, _, name in wanted])
+        for number, (facts, each, name) in enumerate(wanted):
+            if until():
+                return number
             if self._shelf.here(name):
                 continue
             try:
                 with self._shelf.locked(name, exclusive=True, deadline=0.0):
-                    if not self._shelf.here(name) and not self._stage_ahead(facts, form, name):
+                    if not self._shelf.here(name) and not self._stage_ahead(facts, each, name):
                         return number
             except TimeoutError:
                 continue
@@ -322,23 +334,6 @@ class ImageCache:
         if _stamp(facts.path) != before:
             raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
         return size
-
-
-def stage(image: str, cache: Path, apptainer: str) -> str:
-    """The directory with the contents of ``image``, leased for the life of this process; blocks while it is unpacked.
-
-    Raises:
-        SandboxError: there is no such image, or it cannot be unpacked.
-    """
-    return ImageCache(cache, apptainer).acquire(image, "tree").path
-
-
-def local_sif(image: str, cache: Path, apptainer: str) -> str:
-    """A copy of the SIF ``image`` on scratch, leased for the life of this process; itself where there is no room."""
-    images = ImageCache(cache, apptainer)
-    facts = images.facts(image)
-    form: Form = "sif" if Room(facts.bytes, 4) <= images.room() else "direct"
-    return images.acquire(image, form).path
 
 
 def _name(facts: ImageFacts, form: Form) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.apptainer import build, find_apptainer
 from megaflow_hpc.environments.janitor import sweep
 from megaflow_hpc.environments.processes import descendants
 from megaflow_hpc.errors import SandboxError
@@ -217,19 +216,3 @@ def test_an_image_that_is_none_is_refused_with_its_path(scratch: Path, tmp_path:
         asyncio.run(start(str(broken)))
     with pytest.raises(SandboxError, match=r"missing\.sif: no such image"):
         asyncio.run(start(str(tmp_path / "missing.sif")))
-
-
-def test_an_image_is_unpacked_once_by_several_processes(tmp_path: Path) -> None:
-    scratch, image = tmp_path / "scratch", tmp_path / "tiny.sif"
-    (tmp_path / "marker").write_text("x")
-    (tmp_path / "tiny.def").write_text(f"Bootstrap: scratch\n%files\n    {tmp_path}/marker /marker\n")
-    build(find_apptainer(), image, str(tmp_path / "tiny.def"))
-    code = "import sys; from pathlib import Path; from megaflow_hpc.environments.staging import stage;"
-    code += "from megaflow_hpc.environments.apptainer import find_apptainer;"
-    code += "print(stage(sys.argv[1], Path(sys.argv[2]), find_apptainer()))"
-    argv = [sys.executable, "-c", code, str(image), str(scratch)]
-    started = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = {process.communicate()[0].strip() for process in started}
-    assert len(outputs) == 1
-    assert Path(outputs.pop(), "marker").read_text() == "x"
-    assert len(list(scratch.rglob("marker"))) == 1

@@ -17,6 +17,7 @@ import pytest
 from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.prefetch import Prefetcher
 from megaflow_hpc.environments.sif import system_partition, unpacked_bytes
 from megaflow_hpc.environments.staging import ImageCache
 from megaflow_hpc.environments.store import ImageStore, digest_of
@@ -285,3 +286,50 @@ def test_an_unpacked_image_is_used_where_it_lies(tmp_path: Path, open_cache: Cal
     lease = open_cache().acquire(str(tmp_path / "image"))
     assert lease.path == str(tmp_path / "image")
     lease.release()
+
+
+def test_the_order_named_last_is_staged_in_the_background(
+    images: list[str], open_cache: Callable[..., ImageCache]
+) -> None:
+    cache = open_cache(budget_mb=2.5)
+    ahead = Prefetcher(cache, lambda _: "sif")
+    for order in (images[:2], images[2:4], images[4:]):
+        ahead.order(order)
+    deadline = time.monotonic() + 60
+    while here(cache, images) != [4, 5] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ahead.close()
+    assert here(cache, images) == [4, 5]
+    ahead.order(images[:1])  # closed: nothing more happens
+    assert here(cache, images) == [4, 5]
+
+
+WANTS = """
+import sys, time
+from pathlib import Path
+from megaflow_hpc.environments.staging import ImageCache
+from megaflow_hpc.environments.store import ImageStore
+print("ready", flush=True)
+cache = ImageCache(Path(sys.argv[1]), "apptainer", budget_bytes=2_500_000, budget_inodes=10**6)
+store = ImageStore(Path(sys.argv[2]).parents[1])
+cache.prefetch([str(store.find("small0")), str(store.find("small1"))], sys.argv[3])
+print("announced", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_another_rank_wants_next_is_not_removed_for_what_is_staged_ahead(
+    images: list[str], open_cache: Callable[..., ImageCache], tmp_path: Path
+) -> None:
+    other = start_rank(tmp_path / "cache", images[1], "sif", code=WANTS)
+    cache = open_cache(budget_mb=2.5)
+    assert other.stdout
+    assert other.stdout.readline() == "announced\n"
+    assert here(cache, images) == [0, 1]
+    assert cache.prefetch(images[2:], "sif") == 0
+    cache.acquire(images[2], "sif").release()  # who waits gets the room of what is wanted last
+    assert here(cache, images) == [0, 2]
+    other.kill()
+    other.wait()
+    assert cache.prefetch(images[3:], "sif") == 2  # the wishes of the dead count for nothing
+    assert here(cache, images) == [3, 4]
