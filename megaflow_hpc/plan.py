@@ -74,7 +74,7 @@ def make(
     from megaflow_hpc.environments.provider import default_scratch, private_directory
     from megaflow_hpc.environments.remote import Registries
     from megaflow_hpc.environments.site import require
-    from megaflow_hpc.environments.tasks import load_tasks
+    from megaflow_hpc.environments.tasks import in_image_directories, load_tasks
     from megaflow_hpc.environments.verifier import check_fresh
 
     try:
@@ -94,9 +94,6 @@ def make(
         raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
     used = {rollout.task_id for rollout in rollouts}
     tasks = [task for task in tasks if task.id in used]
-    if config.environment.verification == "fresh":
-        for task in tasks:
-            check_fresh(task)
     environment = config.environment
     require((task.network or environment.network for task in tasks), private_directory(default_scratch()))
     images = resolve_images(
@@ -107,6 +104,10 @@ def make(
         where=where("environment.images"),
         registries=Registries.configured(environment.mirrors, environment.air_gapped or None),
     )
+    tasks = in_image_directories(tasks, images, config.environment.images, base)
+    if config.environment.verification == "fresh":
+        for task in tasks:
+            check_fresh(task)
     return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source)
 
 

@@ -124,8 +124,10 @@ def task_directories(directory: str) -> list[Path]:
 def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.agents.oracle import OracleAgent
     from megaflow_hpc.environments.harbor import read_harbor_task
+    from megaflow_hpc.environments.harbor_verifier import verifier_environments
     from megaflow_hpc.environments.images import resolve_images
     from megaflow_hpc.environments.provider import ApptainerProvider
+    from megaflow_hpc.environments.tasks import in_image_directories
     from megaflow_hpc.environments.validation import Validation, validate
 
     directories = task_directories(arguments.directory)
@@ -137,8 +139,11 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: expected 1 or more")
     tasks = [read_harbor_task(path) for path in directories if not arguments.only or path.name in arguments.only]
-    mapping = {task.image: arguments.image or str(_image_beside(Path(task.path), task.image)) for task in tasks}
+    wanted = [each for task in tasks for each in (task, *verifier_environments(task))]
+    names = {each.metadata["harbor"].get("from") or each.image: Path(each.path) for each in wanted}
+    mapping = {name: arguments.image or str(_image_beside(path, name)) for name, path in names.items()}
     images = resolve_images(tasks, mapping, Path.cwd(), where="--image")
+    tasks = in_image_directories(tasks, images, mapping, Path.cwd())
 
     async def go() -> list[Validation]:
         done = []

@@ -6,12 +6,14 @@ import fnmatch
 import glob
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments import formats
 from megaflow_hpc.environments.harbor import read_harbor_task
 from megaflow_hpc.environments.health import wait_healthy
+from megaflow_hpc.environments.image_config import working_directory
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import Sandbox, Task
 
@@ -76,6 +78,28 @@ def _is_task(directory: str) -> bool:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def in_image_directories(
+    tasks: Sequence[Task], images: Mapping[str, str], mapping: Mapping[str, str], base_dir: str | os.PathLike[str]
+) -> list[Task]:
+    """The tasks, those that name no work directory in the one of their image (of their ``FROM``, where it was built).
+
+    Args:
+        images: what :func:`~megaflow_hpc.environments.images.resolve_images` made of ``mapping``.
+    """
+    from megaflow_hpc.environments.images import Images
+    from megaflow_hpc.environments.store import ImageStore
+
+    store = Images(ImageStore())
+    placed = []
+    for task in tasks:
+        start = task.metadata.get("harbor", {}).get("from")
+        if task.workdir is None:
+            image = store.resolve(start, mapping, Path(base_dir), build=False) if start else images[task.image]
+            task = replace(task, workdir=working_directory(image))
+        placed.append(task)
+    return placed
 
 
 async def prepare(task: Task, sandbox: Sandbox) -> None:
