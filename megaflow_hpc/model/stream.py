@@ -24,13 +24,12 @@ async def send(
     answer: Awaitable[dict[str, Any]],
     events: Callable[[dict[str, Any]], Iterator[Event]],
     failed: Callable[[Exception], Event],
-    quiet_s: float = QUIET_S,
 ) -> web.StreamResponse:
     """Streams what ``answer`` becomes; raises as it does while no byte has been sent."""
     work = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        while not (await asyncio.wait({work}, timeout=quiet_s))[0]:
+        while not (await asyncio.wait({work}, timeout=QUIET_S))[0]:
             if not response.prepared:
                 await response.prepare(request)
             await response.write(b": still working\n\n")
