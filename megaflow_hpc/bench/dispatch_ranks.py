@@ -66,6 +66,7 @@ def lead(run: RunDir) -> dict[str, Any]:
 def follow(slots: int) -> dict[str, Any]:
     """A worker rank: what a runner does, without doing it."""
     from megaflow_hpc.pod.comm import Backoff, MpiComm
+    from megaflow_hpc.pod.outcome import Outcome
     from megaflow_hpc.types import Trajectory
 
     comm = MpiComm()
@@ -102,7 +103,7 @@ def follow(slots: int) -> dict[str, Any]:
                 finished_at=now,
                 messages=[{"role": "user", "content": "x" * 300}],
             )
-            comm.send(0, {"op": "result", "trajectory": trajectory.to_record()})
+            comm.send(0, Outcome.of(trajectory).to_message())
             answered = time.monotonic()
 
 

@@ -11,11 +11,14 @@ import os
 import select
 import signal
 import time
+from collections import deque
 from typing import Any, Protocol
 
 from megaflow_hpc.pod.wire import Link, Message, pack, unpack
 
 TAG = 77
+SWEEP = 1024
+"""Messages on their way at which all of them are looked at, not only the oldest."""
 INIT_S = 120
 """Seconds that starting MPI may take."""
 
@@ -72,7 +75,8 @@ class MpiComm:
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
-        self._outgoing: list[tuple[Any, bytes]] = []
+        self._outgoing: deque[tuple[Any, bytes]] = deque()
+        self._look_at = SWEEP
         self._world.Barrier()
         signal.alarm(0)
         forget_shared_memory()
@@ -80,8 +84,12 @@ class MpiComm:
     def send(self, rank: int, message: Message) -> None:
         data = pack(message)
         request = self._world.Isend([data, self._mpi.BYTE], dest=rank, tag=TAG)
-        self._outgoing = [(r, d) for r, d in self._outgoing if not r.Test()]
         self._outgoing.append((request, data))
+        while self._outgoing and self._outgoing[0][0].Test():
+            self._outgoing.popleft()
+        if len(self._outgoing) > self._look_at:  # one to a dead rank may stand before many that have left
+            self._sweep()
+            self._look_at = 2 * len(self._outgoing) + SWEEP
 
     def poll(self) -> tuple[int, Message] | None:
         if not self._world.Iprobe(source=self._mpi.ANY_SOURCE, tag=TAG, status=self._status):
@@ -95,8 +103,11 @@ class MpiComm:
         """Gives messages on their way this long to leave."""
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
-            self._outgoing = [(r, d) for r, d in self._outgoing if not r.Test()]
+            self._sweep()
             time.sleep(0.001)
+
+    def _sweep(self) -> None:
+        self._outgoing = deque((request, data) for request, data in self._outgoing if not request.Test())
 
 
 class ChildComm:

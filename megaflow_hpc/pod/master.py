@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from megaflow_hpc.pod.comm import Backoff, Comm
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.estimates import Estimates
 from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduler import RETRIES, Demand, Scheduler, Work
 from megaflow_hpc.pod.walltime import Walltime
 from megaflow_hpc.pod.wire import Message
@@ -46,7 +47,7 @@ STUCK_S = 120.0
 
 
 class Journal(Protocol):
-    def append(self, record: dict[str, Any]) -> int: ...
+    def append(self, record: bytes) -> int: ...
     def commit(self) -> object: ...
 
 
@@ -102,7 +103,7 @@ class Master:
         self._awaited = set(range(1, pod.comm.size)) if pod.comm.size > 1 else set()
         self.scheduler.waiting = set(pod.servers)
         self._endpoints = Endpoints(pod.run, pod.servers)
-        self._unacknowledged: list[tuple[Trajectory, int]] = []
+        self._unacknowledged: list[tuple[Outcome, int]] = []
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
         self._dry = False
@@ -203,10 +204,10 @@ class Master:
         self._lose(rank, str(message.get("why", "it left")))
 
     def _on_result(self, rank: int, message: Message) -> None:
-        trajectory = Trajectory.from_record(message["trajectory"])
-        work = self.scheduler.finish(rank, trajectory.id)
-        if work is not None and work.attempt == trajectory.attempt:
-            self._settle(work, trajectory, rank)
+        outcome = Outcome.from_message(message)
+        work = self.scheduler.finish(rank, outcome.id)
+        if work is not None and work.attempt == outcome.attempt:
+            self._settle(work, outcome, rank)
 
     def _lose(self, rank: int, why: str) -> None:
         self._awaited.discard(rank)
@@ -215,10 +216,10 @@ class Master:
         for work in lost:
             self._settle(work, self._unrun(work, "node", f"worker rank {rank} was lost: {why}"), rank)
 
-    def _unrun(self, work: Work, kind: str, error: str) -> Trajectory:
-        """The trajectory of an attempt of which nothing came back."""
+    def _unrun(self, work: Work, kind: str, error: str) -> Outcome:
+        """The end of an attempt of which nothing came back."""
         now = time.time()
-        return Trajectory(
+        trajectory = Trajectory(
             id=work.rollout.id,
             task_id=work.rollout.task_id,
             group_id=work.rollout.group_id,
@@ -232,47 +233,31 @@ class Master:
             job_id=self.pod.job_id,
             started_at=now,
             finished_at=now,
+            epoch=work.epoch,
         )
+        return Outcome.of(trajectory, self._attempts.get(work.rollout.id, ()))
 
     # --- results ---
 
-    def _settle(self, work: Work, trajectory: Trajectory, rank: int) -> None:
+    def _settle(self, work: Work, outcome: Outcome, rank: int) -> None:
         """Retries a failure, or appends the outcome to the journal."""
-        attempts = self._attempts.setdefault(trajectory.id, [])
-        attempts.append(
-            Attempt(
-                attempt=trajectory.attempt,
-                status=trajectory.status,
-                error_kind=trajectory.error_kind,
-                error=trajectory.error,
-                node=trajectory.node,
-                job_id=self.pod.job_id,
-                started_at=trajectory.started_at,
-                finished_at=trajectory.finished_at,
-            )
-        )
-        if trajectory.status == "cancelled":
+        if outcome.status == "cancelled":
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
             # whoever takes it runs this rollout again.
             self._drain("a rollout was stopped by a signal to the step")
             return
-        kind = trajectory.error_kind
-        if trajectory.status == "failed" and self._draining_since is not None and work.attempt < RETRIES.get(kind, 0):
+        kind, failed = outcome.error_kind, outcome.status == "failed"
+        if failed and self._draining_since is not None and work.attempt < RETRIES.get(kind, 0):
             return  # the engines and sandboxes of an ending job fail; whoever takes the block tries again
-        if trajectory.status == "failed" and self.scheduler.retry(work, kind, rank):
-            self.pod.events.write("attempt", id=trajectory.id, attempt=work.attempt, kind=kind, error=trajectory.error)
+        if failed and self.scheduler.retry(work, kind, rank):
+            self._attempts.setdefault(outcome.id, []).append(attempt_of(outcome))
+            self.pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=kind, error=outcome.error)
             return
-        if trajectory.status in ("completed", "truncated"):
-            seconds = trajectory.finished_at - trajectory.started_at
-            self._estimates.observe(trajectory.task_id, trajectory.policy, seconds)
-        trajectory.attempts = self._attempts.pop(trajectory.id)
-        trajectory.epoch = work.epoch
-        trajectory.job_id = self.pod.job_id
-        trajectory.rank = rank
-        self.pod.journal.append(
-            {"kind": "trajectory", "epoch": work.epoch, "block": work.block, "trajectory": trajectory.to_record()}
-        )
-        self._unacknowledged.append((trajectory, work.block))
+        if not failed:
+            self._estimates.observe(outcome.task_id, outcome.policy, outcome.seconds)
+        self._attempts.pop(outcome.id, None)
+        self.pod.journal.append(outcome.payload(work.epoch, work.block))
+        self._unacknowledged.append((outcome, work.block))
 
     def _acknowledge(self) -> None:
         """Group commit: one fsync for all results of this turn of the loop, then they count."""
@@ -291,22 +276,22 @@ class Master:
             return
         self._stuck_since = None
         settled, self._unacknowledged = self._unacknowledged, []
-        for trajectory, block in settled:
+        for outcome, block in settled:
             self._stored += 1
-            self._failures += trajectory.status == "failed"
+            self._failures += outcome.status == "failed"
             self.pod.events.write(
                 "rollout",
-                id=trajectory.id,
-                status=trajectory.status,
-                kind=trajectory.error_kind,
-                error=trajectory.error[:300],
-                reward=trajectory.reward,
-                seconds=round(trajectory.finished_at - trajectory.started_at, 2),
-                turns=len(trajectory.turns),
+                id=outcome.id,
+                status=outcome.status,
+                kind=outcome.error_kind,
+                error=outcome.error[:300],
+                reward=outcome.reward,
+                seconds=round(outcome.seconds, 2),
+                turns=outcome.turns,
             )
             held = self._held.get(block)
             if held:
-                held.missing.discard(trajectory.id)
+                held.missing.discard(outcome.id)
                 if not held.missing:
                     self._finish_block(block)
         if self._paused and self._draining_since is None:
@@ -330,9 +315,13 @@ class Master:
             rollout = work.rollout
             start = {
                 "op": "start",
-                "rollout": asdict(rollout),
+                "rollout": vars(rollout),
                 "task": self.pod.tasks[rollout.task_id],
                 "attempt": work.attempt,
+                "attempts": [vars(attempt) for attempt in self._attempts.get(rollout.id, ())],
+                "epoch": work.epoch,
+                "job_id": self.pod.job_id,
+                "rank": rank,
             }
             self.pod.comm.send(rank, start)
             started = True

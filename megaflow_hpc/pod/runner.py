@@ -12,13 +12,13 @@ import signal
 import socket
 import struct
 import sys
-from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout import Services, blank, execute
 from megaflow_hpc.pod.wire import Message, frame, unpack
 from megaflow_hpc.process import node_name
-from megaflow_hpc.types import Rollout, Task
+from megaflow_hpc.types import Attempt, Rollout, Task, Trajectory
 
 
 class Runner:
@@ -50,10 +50,7 @@ class Runner:
             return None
 
     async def _send(self, message: Message) -> None:
-        await self._send_frame(frame(message))
-
-    async def _send_frame(self, data: bytes) -> None:
-        self._writer.write(data)
+        self._writer.write(frame(message))
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
@@ -73,7 +70,7 @@ class Runner:
 
     async def _on_start(self, message: Message) -> None:
         rollout = Rollout(**message["rollout"])
-        self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message["task"], message["attempt"]))
+        self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
 
     async def _on_endpoints(self, message: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
@@ -82,19 +79,26 @@ class Runner:
     async def _on_beat(self, message: Message) -> None:
         pass
 
-    async def _run(self, rollout: Rollout, task: dict[str, Any], attempt: int) -> None:
+    async def _run(self, rollout: Rollout, start: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
+        attempts = [Attempt(**attempt) for attempt in start["attempts"]]
         try:
-            trajectory = await execute(self._services, rollout, Task.from_dict(task), attempt)
+            trajectory = await execute(self._services, rollout, Task.from_dict(start["task"]), start["attempt"])
             try:
-                message = frame({"op": "result", "trajectory": trajectory.to_record()})
+                outcome = self._outcome(trajectory, start, attempts)
             except (TypeError, ValueError, OverflowError) as error:
-                failed = blank(rollout, attempt)
+                failed = blank(rollout, start["attempt"])
                 failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
-                message = frame({"op": "result", "trajectory": failed.to_record()})
-            await self._send_frame(message)
+                outcome = self._outcome(failed, start, attempts)
+            await self._send(outcome.to_message())
         finally:
             self._rollouts.pop(rollout.id, None)
+
+    @staticmethod
+    def _outcome(trajectory: Trajectory, start: Message, attempts: list[Attempt]) -> Outcome:
+        """With what only rank 0 knew when it started the rollout."""
+        trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
+        return Outcome.of(trajectory, attempts)
 
 
 async def _main(descriptor: int) -> None:

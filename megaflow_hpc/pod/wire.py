@@ -20,7 +20,7 @@ MAX_MESSAGE = 512 * 1024 * 1024
 Message = dict[str, Any]
 
 
-def pack(message: Message) -> bytes:
+def pack(message: Any) -> bytes:
     # Text from a sandbox may hold lone surrogates (undecodable bytes); they pass through unchanged.
     return msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass", default=str)
 

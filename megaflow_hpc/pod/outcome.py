@@ -1,0 +1,69 @@
+"""What rank 0 needs to know of a finished attempt. The trajectory itself passes through it packed and unopened: a rank
+that decoded every trajectory could hand out a fifth of the rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megaflow_hpc.pod.wire import Message, pack
+from megaflow_hpc.types import Attempt, Trajectory
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The end of one attempt, and its trajectory as a packed record."""
+
+    id: str
+    task_id: str
+    policy: str
+    attempt: int
+    status: str
+    error_kind: str
+    error: str
+    node: str
+    job_id: str
+    reward: float | None
+    turns: int
+    started_at: float
+    finished_at: float
+    record: bytes
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, attempts: Sequence[Attempt] = ()) -> Outcome:
+        """Packs ``trajectory`` with ``attempts`` before it and its own.
+
+        Raises:
+            TypeError, ValueError, OverflowError: something in it cannot be packed.
+        """
+        trajectory.attempts = [*attempts, attempt_of(trajectory)]
+        told = {name: getattr(trajectory, name) for name in _NAMES if name not in ("turns", "record")}
+        return cls(**told, turns=len(trajectory.turns), record=pack(trajectory.to_record()))
+
+    @property
+    def seconds(self) -> float:
+        return self.finished_at - self.started_at
+
+    def to_message(self) -> Message:
+        return {"op": "result", **{name: getattr(self, name) for name in _NAMES}}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Outcome:
+        return cls(**{name: message[name] for name in _NAMES})
+
+    def payload(self, epoch: int, block: int) -> bytes:
+        """The journal's record: ``{kind, epoch, block, trajectory}`` in msgpack, the trajectory put in as it is."""
+        return b"".join((_KIND, pack(epoch), _BLOCK, pack(block), _TRAJECTORY, self.record))
+
+
+_NAMES = tuple(field.name for field in fields(Outcome))
+_KIND = b"\x84" + pack("kind") + pack("trajectory") + pack("epoch")  # a map of four pairs, its parts one by one
+_OF_ATTEMPT = tuple(field.name for field in fields(Attempt))
+_BLOCK = pack("block")
+_TRAJECTORY = pack("trajectory")
+
+
+def attempt_of(ended: Trajectory | Outcome) -> Attempt:
+    """An attempt as the trajectory of its rollout tells of it."""
+    return Attempt(**{name: getattr(ended, name) for name in _OF_ATTEMPT})
