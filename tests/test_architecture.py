@@ -34,6 +34,7 @@ DOORS = {
     "local": BASE,
     "plan": BASE | {"ledger", "agents", "environments"},
     "campaign": BASE | {"ledger", "slurm", "monitor", "plan", "local", "trajectories"},
+    "integrations": BASE | {"environments"},
     "bench": None,
     "cli": None,
 }

@@ -31,8 +31,8 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.apptainer import find_apptainer
-from megaflow_hpc.environments.dockerfile import Dockerfile, context_digest, last_workdir
-from megaflow_hpc.environments.images import ImageStore, match_name
+from megaflow_hpc.environments.dockerfile import Dockerfile, last_workdir
+from megaflow_hpc.environments.images import match_name, resolve_images
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.types import Network, Task
 
@@ -101,7 +101,7 @@ class ApptainerEnvironment(BaseEnvironment):
         memory_mb = self._resource_limit_value("memory", auto_mode=_limit())
         cpus = self._resource_limit_value("cpu", auto_mode=_limit())
         spec = SandboxSpec(
-            image=str(image),
+            image=image,
             env={**env, **self._startup_env()},
             workdir=self.task_env_config.workdir or workdir,
             user=user,
@@ -115,29 +115,27 @@ class ApptainerEnvironment(BaseEnvironment):
         await self.ensure_dirs(self._mount_targets(writable_only=True))
         await self._upload_environment_dir_after_start()
 
-    def _image(self) -> tuple[Path, str | None, dict[str, str], str | None]:
+    def _image(self) -> tuple[str, str | None, dict[str, str], str | None]:
         """Image file, work directory, variables and user, as the task's definition says."""
-        store, here = ImageStore(), Path.cwd()
         dockerfile = self.environment_dir / "Dockerfile"
-        if name := self.task_env_config.docker_image:
-            workdir = last_workdir(dockerfile) if dockerfile.is_file() else None
-            return store.resolve(name, self._mapping(name), here, where="environment kwarg images"), workdir, {}, None
-        parsed = Dockerfile.read(dockerfile)
-        harbor = {"from": parsed.base, **({"dockerfile": str(dockerfile)} if parsed.needs_build else {})}
-        task = Task(
-            id=self.environment_name,
-            instruction="",
-            image=f"{parsed.base}+{context_digest(parsed)[:12]}",
-            path=str(self.environment_dir.parent),
-            metadata={"harbor": harbor},
-        )
-        image = store.resolve_task(task, self._mapping(parsed.base), here, where="environment kwarg images")
-        return image, parsed.workdir, dict(parsed.environment), parsed.user
-
-    def _mapping(self, name: str) -> dict[str, str]:
-        if match_name(name, self._images) is not None:
-            return self._images
-        return {**self._images, name: name if os.path.exists(name) else f"docker://{name}"}
+        named = self.task_env_config.docker_image
+        parsed = None if named else Dockerfile.read(dockerfile)
+        if parsed is None:
+            name, bases, harbor = str(named), [str(named)], {}
+        else:
+            name, bases, harbor = parsed.base, [*parsed.bases, parsed.base], {"from": parsed.base}
+            if parsed.needs_build:
+                name, harbor = f"{name}+built", {**harbor, "dockerfile": str(dockerfile)}
+        mapping = dict(self._images)
+        for base in bases:
+            if match_name(base, self._images) is None:
+                mapping[base] = base if os.path.exists(base) else f"docker://{base}"
+        path = str(self.environment_dir.parent)
+        task = Task(id=self.environment_name, instruction="", image=name, path=path, metadata={"harbor": harbor})
+        image = resolve_images([task], mapping, Path.cwd(), where="environment kwarg images")[name]
+        if parsed is not None:
+            return image, parsed.workdir, dict(parsed.environment), parsed.user
+        return image, last_workdir(dockerfile) if dockerfile.is_file() else None, {}, None
 
     def _provider(self) -> ApptainerProvider:
         key = (asyncio.get_running_loop(), self._scratch)

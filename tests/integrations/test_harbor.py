@@ -1,0 +1,81 @@
+"""Harbor itself, in its own environment, running trials in these sandboxes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import megaflow_hpc
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = "megaflow_hpc.integrations.harbor:ApptainerEnvironment"
+
+
+@pytest.fixture(scope="session")
+def harbor_python() -> Path:
+    """The interpreter of an environment with Harbor; made at the first use (a minute or two)."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "launchers" / "harbor-env.sh")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def run_harbor(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    package = Path(megaflow_hpc.__file__).parents[1]
+    # What it would fetch and report has no place in a test.
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0", "DO_NOT_TRACK": "1"}
+    env = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", **quiet}
+    command = [
+        str(python.parent / "harbor"),
+        "run",
+        *arguments,
+        "--env",
+        ENVIRONMENT,
+        "-o",
+        str(folder / "jobs"),
+        "--yes",
+    ]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_harbor_runs_trials_in_these_sandboxes_and_leaves_nothing(
+    tmp_path: Path, harbor_python: Path, make_task: Callable[..., Path], base_sif: Path
+) -> None:
+    make_task(tmp_path / "tasks", "image")
+    for name, solution in (("dockerfile", "echo $WHERE > answer; pwd > /tmp/where"), ("unsolved", "true")):
+        task = make_task(tmp_path / "tasks", name, solution=solution, test="grep -q 42 answer && [ $PWD = /srv/app ]")
+        toml = task / "task.toml"
+        toml.write_text(toml.read_text().replace('docker_image = "base"\n', "network_mode = 'no-network'\n"))
+        (task / "environment" / "Dockerfile").write_text("FROM org/base:1\nENV WHERE=42\nWORKDIR /srv/app\n")
+    scratch = tmp_path / "scratch"
+    images = f"images=base={base_sif},org/*={base_sif}"
+    done = run_harbor(
+        harbor_python, tmp_path, "-p", "tasks", "-a", "oracle", "-n", "3", "--ek", images, "--ek", f"scratch={scratch}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = {}
+    for path in tmp_path.glob("jobs/*/*/result.json"):
+        result = json.loads(path.read_text())
+        assert result["exception_info"] is None, result["exception_info"]
+        rewards[result["task_name"].rpartition("/")[2]] = result["verifier_result"]["rewards"]["reward"]
+    assert rewards == {"image": 1.0, "dockerfile": 1.0, "unsolved": 0.0}, done.stdout
+    assert list((scratch / "owners").iterdir()) == []
+
+
+def test_an_image_that_is_not_there_is_named(
+    tmp_path: Path, harbor_python: Path, make_task: Callable[..., Path]
+) -> None:
+    make_task(tmp_path / "tasks", "one")
+    done = run_harbor(harbor_python, tmp_path, "-p", "tasks/one", "-a", "oracle", "--ek", "images=base=gone.sif")
+    (path,) = tmp_path.glob("jobs/*/*/result.json")
+    told = json.loads(path.read_text())["exception_info"]["exception_message"]
+    assert told.startswith("environment kwarg images: base: "), done.stdout
+    assert "gone.sif: no such file" in told
