@@ -41,6 +41,10 @@ MEASURE_SHARE = 30
 """``du`` of a layer runs at most a thirtieth of the time."""
 MEASURE_S = 2.0
 """At least so long between two, unless much was written."""
+MEASURE_QUIET_S = 30.0
+"""Where nothing was written, by the kernel's count or by what the file system lost."""
+WRITTEN_BY_NOTHING = 100_000
+"""Bytes that commands print and the runner answers with."""
 FULL = 0.95
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
@@ -222,8 +226,10 @@ class Watch:
         allowed = self.spec.disk_mb * MB
         if self._du is None:
             headroom = max(allowed - self._disk, 0)
-            much = max(seen.written - self._du_written, self._du_free - free) > max(headroom / 2, MB)
-            if now >= self._du_due or (much and now >= self._du_began + 4 * self._du_cost):
+            wrote = max(seen.written - self._du_written, self._du_free - free)
+            much = wrote > max(headroom / 2, MB)
+            quiet = wrote < WRITTEN_BY_NOTHING and now < self._du_began + MEASURE_QUIET_S
+            if (now >= self._du_due and not quiet) or (much and now >= self._du_began + 4 * self._du_cost):
                 self._du, self._du_began = usage.start_measuring(self.layer, init.pid), now
                 self._du_written, self._du_free = seen.written, free
             return None
@@ -313,6 +319,13 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+
+    def cpu_s(self) -> float:
+        """CPU seconds the watchdog has taken so far."""
+        thread = self._thread
+        if thread is None or thread.ident is None or not thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     def _choose_cpus(self, wanted: float | None) -> frozenset[int]:
         """The least used of this process's processors, as many as asked for; empty: all of them, no affinity set."""

@@ -238,6 +238,6 @@ def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path) -> None:
             deadline = time.monotonic() + 10
             while list(descendants(os.getpid())) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
-            return len(list(descendants(os.getpid()))), len(provider._watchdog._watches)
+            return len(list(descendants(os.getpid()))), len(provider.watchdog._watches)
 
     assert asyncio.run(main()) == (0, 0)

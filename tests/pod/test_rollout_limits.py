@@ -60,7 +60,7 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
             "name": "limits",
             "tasks": str(tmp_path),
             "agent": "nop",
-            "environment": {"network": "none", "limits": {"cpu_s": 6}},
+            "environment": {"network": "none", "limits": {"cpu_s": 3}},
         }
     )
     policies = {name: Policy(agent=AgentConfig(name=agent)) for name, agent in agents.items()}

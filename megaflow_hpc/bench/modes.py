@@ -1,0 +1,156 @@
+"""Sandboxes in each way this node offers, and what holding them to their limits costs.
+
+Starts are taken from each form of image the node can use (unpacked, mounted once per job, the SIF by itself) and with
+layers in memory. The watchdog is measured by its own thread's CPU time beside 32 sandboxes, idle and at work; a hog by
+what it held when it was ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.bench.figures import Figure, median
+from megaflow_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments import ApptainerProvider
+
+HELP = "sandbox starts by form of image, and the cost of limits"
+
+GOALS_MS = {"tree": 60.0, "mount": 90.0}
+NAMES = {"tree": "an unpacked image", "mount": "one mount per job", "direct": "the SIF itself"}
+HOG = ["python3", "-c", "held = []\nwhile True: held.append(b'x' * 10_000_000)"]
+WATCH_S = 6.0
+
+Note = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
+    parser.add_argument("--image", metavar="SIF", default=default, help="with python3; default MEGAFLOW_TEST_BASE_SIF")
+    parser.add_argument("--starts", type=int, default=20, metavar="N", help="per form; default 20")
+    parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="under the watchdog; default 32")
+
+
+def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    from megaflow_hpc.environments.provider import default_scratch, private_directory
+
+    image = os.path.abspath(arguments.image or "")
+    if not os.path.isfile(image):
+        raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    figures = []
+    with _directory(private_directory(default_scratch())) as scratch:
+        for form in _forms(scratch, note):
+            note(f"{arguments.starts} starts from {NAMES[form]}")
+            figures.append(_starts(image, form, scratch, arguments.starts))
+        note(f"{arguments.sandboxes} sandboxes under the watchdog")
+        figures += asyncio.run(_watchdog(image, scratch, arguments.sandboxes))
+        note("a memory hog")
+        figures += asyncio.run(_hog(image, scratch))
+    if os.access("/dev/shm", os.W_OK):
+        note("layers in memory")
+        with _directory(Path("/dev/shm")) as memory:
+            figures.append(_starts(image, "tree", memory, arguments.starts, ", scratch in memory"))
+    return figures
+
+
+@contextmanager
+def _directory(base: Path) -> Iterator[Path]:
+    from megaflow_hpc.environments.files import remove_tree
+    from megaflow_hpc.environments.janitor import sweep
+
+    path = Path(tempfile.mkdtemp(prefix="bench-", dir=base))
+    try:
+        yield path
+    finally:
+        sweep(path)
+        remove_tree(path)
+
+
+def _forms(scratch: Path, note: Note) -> list[str]:
+    """Those this node can use."""
+    from megaflow_hpc.environments import site
+
+    found = site.probe(scratch)
+    if found.mount:
+        note(f"no mounts here: {found.mount}")
+        return ["tree"]
+    return list(NAMES)
+
+
+def _starts(image: str, form: str, scratch: Path, count: int, where: str = "") -> Figure:
+    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+    async def measure() -> list[float]:
+        async with ApptainerProvider(scratch) as provider:
+            await provider.stage(image)
+            taken = []
+            for _ in range(count + 1):
+                began = time.perf_counter()
+                sandbox = await provider.start(SandboxSpec(image, memory_mb=2000, disk_mb=2000))
+                taken.append((time.perf_counter() - began) * 1000)
+                await sandbox.stop()
+            return taken[1:]
+
+    before = os.environ.get("MEGAFLOW_IMAGE_FORM")
+    os.environ["MEGAFLOW_IMAGE_FORM"] = form
+    try:
+        return median(
+            f"fresh sandbox ready, from {NAMES[form]}{where}", "ms", asyncio.run(measure()), GOALS_MS.get(form)
+        )
+    finally:
+        os.environ.pop("MEGAFLOW_IMAGE_FORM")
+        if before is not None:
+            os.environ["MEGAFLOW_IMAGE_FORM"] = before
+
+
+async def _watchdog(image: str, scratch: Path, count: int) -> list[Figure]:
+    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+    async def work(provider: ApptainerProvider, busy: bool) -> float:
+        """Share of one core that the watchdog takes, in per cent."""
+        spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000, cpu_s=10_000, wall_s=10_000)
+        sandboxes = [await provider.start(spec) for _ in range(count)]
+        running = []
+        if busy:
+            script = "while :; do dd if=/dev/zero of=/tmp/x bs=64k count=16 2>/dev/null; sleep 0.2; done"
+            running = [asyncio.create_task(sandbox.exec(script, timeout_s=60)) for sandbox in sandboxes]
+        await asyncio.sleep(2)
+        before, began = provider.watchdog.cpu_s(), time.perf_counter()
+        await asyncio.sleep(WATCH_S)
+        share = (provider.watchdog.cpu_s() - before) / (time.perf_counter() - began) * 100
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
+        return share
+
+    figures = []
+    for busy in (False, True):
+        async with ApptainerProvider(scratch) as provider:
+            state = "that write" if busy else "idle"
+            figures.append(
+                Figure(f"watchdog beside {count} sandboxes {state}", "% of a core", await work(provider, busy), 1)
+            )
+    return figures
+
+
+async def _hog(image: str, scratch: Path, limit_mb: int = 300, times: int = 5) -> list[Figure]:
+    """How far a process that allocates as fast as it can gets past its limit before it is ended."""
+    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+    over = []
+    async with ApptainerProvider(scratch) as provider:
+        for _ in range(times):
+            async with await provider.start(SandboxSpec(image, memory_mb=limit_mb)) as sandbox:
+                await sandbox.exec(HOG, timeout_s=60)
+                over.append(sandbox.breaches[0].value - limit_mb)
+    return [median(f"memory hog: held past its limit of {limit_mb} MB when seen", "MB", over)]
