@@ -63,6 +63,12 @@ def _read_source(path: str, base: Path) -> list[Task]:
     matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     wild = len(matches) != 1 or glob.has_magic(pattern)
     directories = [match for match in matches if os.path.isdir(match) and not (wild and not _is_task(match))]
+    for match in matches:
+        if os.path.isfile(os.path.join(match, "task.yaml")) and not _is_task(match):
+            raise ConfigError(
+                f"{match}/task.yaml: a task in the first form of Terminal-Bench; convert it with: "
+                f"harbor task migrate -i {match} -o OUTPUT"
+            )
     if not directories:
         raise ConfigError(f"tasks: {pattern}: no Harbor task directory (one with task.toml) there; correct the path")
     if len(directories) == 1 and not _is_task(directories[0]):

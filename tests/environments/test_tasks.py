@@ -174,6 +174,10 @@ def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Pat
     write_task(tmp_path / "y", "same")
     with pytest.raises(ConfigError, match=r"same is there twice: .*/x/same and .*/y/same"):
         load_tasks(["x/*", "y/*"], tmp_path)
+    (tmp_path / "old" / "t").mkdir(parents=True)
+    (tmp_path / "old" / "t" / "task.yaml").write_text("instruction: x\n")
+    with pytest.raises(ConfigError, match=r"old/t/task\.yaml: .*harbor task migrate -i .*/old/t -o OUTPUT"):
+        load_tasks(["old/*"], tmp_path)
     for source, said in (("z/*", "no Harbor task directory"), ("x", r"write x/\*"), ("t.jsonl", "t.jsonl")):
         with pytest.raises(ConfigError, match=said):
             load_tasks([source], tmp_path)
