@@ -1,4 +1,4 @@
-"""``megaflow-hpc tasks``: make tasks from real bugs, prove them, list them."""
+"""``megaflow-hpc tasks``: import tasks, make them from real bugs, prove them, list them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.cli import tasks_import
 from megaflow_hpc.cli.output import add_json, note, print_json, table
 from megaflow_hpc.errors import ConfigError
 
@@ -43,7 +44,7 @@ example:
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tasks", help="build, validate and list tasks", description=__doc__)
+    parser = subparsers.add_parser("tasks", help="import, build, validate and list tasks", description=__doc__)
     verbs = parser.add_subparsers(dest="tasks_verb", metavar="VERB", required=True)
 
     def verb(name: str, help: str, epilog: str) -> argparse.ArgumentParser:
@@ -53,6 +54,7 @@ def register(subparsers: Any) -> None:
         )
         return added
 
+    tasks_import.register(verb)
     build = verb(
         "build", "make Harbor task directories and their image from real bugs of released packages", BUILD_EPILOG
     )

@@ -30,6 +30,7 @@ from megaflow_hpc.types import Task
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
 """Where a line names no image: what SWE-bench publishes for it."""
+WORKDIR = "/testbed"
 AGENT_S = 1800.0
 VERIFIER_S = 1800.0
 """The time SWE-bench's own evaluation gives a test run."""
@@ -53,7 +54,7 @@ class Instance:
     bug_patch: str = ""
     """Applied before the agent starts (SWE-smith)."""
     image: str = ""
-    workdir: str = "/testbed"
+    workdir: str = WORKDIR
     eval_script: str = ""
     """A whole script that applies the test patch and runs the tests between SWE-bench's markers."""
     test_cmd: str = ""
@@ -75,7 +76,9 @@ class Instance:
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
         """With ``image`` (``{id}``, ``{id_1776}``, ``{id_s}``) and other fields where the line has none of its own."""
-        changes: dict[str, Any] = {key: value for key, value in defaults.items() if value and not getattr(self, key)}
+        changes: dict[str, Any] = {
+            key: value for key, value in defaults.items() if value and getattr(self, key) in ("", WORKDIR)
+        }
         return replace(self, image=image_name(image, self.instance_id) if image else self.image, **changes)
 
 
@@ -180,7 +183,7 @@ def parse(line: Line) -> Instance:
         values["patch"] = ""
     if values.get("runner", "") not in RUNNERS:
         raise line.error("runner", values["runner"], "script or named")
-    workdir = values.get("workdir") or "/testbed"
+    workdir = values.get("workdir") or WORKDIR
     if not workdir.startswith("/"):
         raise line.error("workdir", workdir, "an absolute path")
     return Instance(**{key: value for key, value in values.items() if value not in ("", None)})

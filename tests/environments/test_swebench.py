@@ -160,6 +160,30 @@ def test_without_the_swebench_package_the_extra_is_named_and_named_tests_still_r
     assert run(write_lines(tmp_path / "y.jsonl", {**PLAIN, "runner": "named"})).stdout == "named\n"
 
 
+def test_import_checks_files_and_writes_them_in_one_form(tmp_path: Path) -> None:
+    gym = {key: value for key, value in PLAIN.items() if key != "patch"}
+    source = write_lines(tmp_path / "gym.jsonl", {**gym, "repo": "Org/Lib"}, {**gym, "instance_id": "org__lib-2"})
+
+    def imports(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megaflow_hpc", "tasks", "import", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    checked = imports(str(source))
+    assert checked.returncode == 0, checked.stderr
+    assert "2 instances, tested by named: 2" in checked.stdout
+    target = tmp_path / "out"
+    options = ("--image", "user/{id_s}:1", "--test-cmd", "pytest -rA", "--log-parser", "parse_log_pytest")
+    done = imports(str(source), "--to", str(target), *options, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["tested_by"] for row in json.loads(done.stdout)] == ["script", "script"]
+    first, second = load_tasks([str(target / "gym.jsonl")], "/")
+    assert (first.image, second.image) == ("user/org_s_lib-1:1", "user/org_s_lib-2:1")
+    assert load(first).test_cmd == "pytest -rA"
+    refused = imports(str(source), "--test-cmd", "make check", "--log-parser", "parse_log_of_nobody")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "gym.jsonl:1: org__lib-1: log_parser 'parse_log_of_nobody'" in refused.stderr
+
+
 def test_image_names_are_mapped_by_patterns() -> None:
     mapping = {"*": "docker://*", "swebench/sweb.eval.x86_64.*:latest": "sif/*.sif", "swebench/special": "s.sif"}
     assert match_name("swebench/special", mapping) == "s.sif"

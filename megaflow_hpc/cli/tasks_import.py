@@ -1,0 +1,99 @@
+"""``megaflow-hpc tasks import``: checks SWE-bench style files, and writes them in one form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir import write_atomic
+
+EPILOG = """\
+Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and
+says how each would be tested: `script` (the line's own or the swebench package's command, its log parsed by the
+package) or `named` (pytest by the ids). With --to the instances are written to DIR/NAME.jsonl in one form, with what
+the options add. A campaign takes such files as they come, imported or not: tasks: [{path: X.jsonl}].
+
+examples:
+  megaflow-hpc tasks import swe-bench-verified.jsonl
+  megaflow-hpc tasks import swe-gym.jsonl --to tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named
+  megaflow-hpc tasks import mine.jsonl --to tasks --test-cmd 'pytest -rA' --log-parser parse_log_pytest
+"""
+
+
+def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = verb("import", "check SWE-bench style JSONL files, and write them in one form", EPILOG)
+    parser.add_argument("files", metavar="X.jsonl", nargs="+", help="files to read")
+    parser.add_argument("--to", metavar="DIR", help="write DIR/NAME.jsonl; without it the files are only checked")
+    parser.add_argument(
+        "--image",
+        metavar="NAME",
+        default="",
+        help="image of every instance: {id} in it is the instance id, {id_1776} and {id_s} the id with __ replaced",
+    )
+    parser.add_argument(
+        "--workdir", metavar="DIR", default="", help="the checkout in the images, where a line has none"
+    )
+    parser.add_argument("--test-cmd", metavar="CMD", default="", help="runs the tests, where a line has no command")
+    parser.add_argument("--log-parser", metavar="NAME", default="", help="reads its log, where a line names none")
+    parser.add_argument("--runner", choices=("script", "named"), default="", help="for lines that do not say")
+    add_json(parser)
+    parser.set_defaults(run=run_import)
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.swebench_instances import read_instances, read_tasks
+    from megaflow_hpc.environments.swebench_runs import settle
+
+    names = [Path(file).name for file in arguments.files]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if arguments.to and twice:
+        raise ConfigError(f"--to {arguments.to}: two files are called {twice}; import them into different directories")
+    options = {"test_cmd": arguments.test_cmd, "log_parser": arguments.log_parser, "runner": arguments.runner}
+    if arguments.workdir:
+        options["workdir"] = arguments.workdir
+    changed = bool(arguments.image) or any(options.values())
+    rows: list[dict[str, Any]] = []
+    for file in arguments.files:
+        source = Path(file).absolute()
+        if source.suffix != ".jsonl":
+            raise ConfigError(f"{source}: expected a .jsonl file")
+        instances = [instance.fill_in(arguments.image, **options) for _, instance in read_instances(source)]
+        text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
+        with tempfile.TemporaryDirectory() as scratch:
+            if changed:  # judged as it will be written; what the options leave wrong is named there
+                copy = Path(scratch, source.name)
+                copy.write_text(text, encoding="utf-8", errors="surrogatepass")
+                tasks = settle(read_tasks(copy))
+            else:
+                tasks = settle(read_tasks(source))
+        target = Path(arguments.to).absolute() / source.name if arguments.to else None
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, text.encode("utf-8", "surrogatepass"), mode=0o644)
+            note(f"{target}: {len(tasks)} instances")
+        rows += [
+            {
+                "id": task.id,
+                "repo": instance.repo,
+                "tested_by": task.metadata["swebench"]["runner"],
+                "fail_to_pass": len(instance.FAIL_TO_PASS),
+                "pass_to_pass": len(instance.PASS_TO_PASS),
+                "image": task.image,
+                "path": str(target or source),
+            }
+            for task, instance in zip(tasks, instances, strict=True)
+        ]
+    if arguments.json:
+        print_json(rows)
+    else:
+        print(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
+        counts = Counter(row["tested_by"] for row in rows)
+        print(f"{len(rows)} instances, tested by " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
+    return 0
