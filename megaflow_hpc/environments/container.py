@@ -66,6 +66,10 @@ class Container:
         """``False`` once every process is gone; a command can do that (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
+    @property
+    def host_pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
     # --- life ---------------------------------------------------------------------------------------------------
 
     def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None) -> None:

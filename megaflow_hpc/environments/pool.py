@@ -56,6 +56,12 @@ class Pool:
         self._fill(key, spec)
         return found
 
+    async def standing_by(self, spec: SandboxSpec) -> bool:
+        """Waits for what starts in the background; whether one stands by for ``spec`` then."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        return bool(self._ready.get(_key(spec)))
+
     def began(self, spec: SandboxSpec) -> None:
         """A rollout uses a sandbox of this spec from now on."""
         self._in_use[_key(spec)] += 1

@@ -145,6 +145,10 @@ class ApptainerProvider:
         await sandbox.start()
         return sandbox
 
+    async def standing_by(self, spec: SandboxSpec) -> bool:
+        """Waits for what starts in the background; whether a sandbox of mode ``persistent`` stands by for ``spec``."""
+        return await self._pool.standing_by(spec)
+
     async def stage(self, image: str) -> str:
         """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; where it is now.
 

@@ -73,6 +73,7 @@ class ApptainerSandbox:
         spare: Callable[[SandboxSpec], Awaitable[ApptainerSandbox | None]] | None = None,
     ) -> None:
         self.spec = spec
+        self._first_spec = spec
         self.directory = directory
         self.workdir = spec.workdir or "/"
         self._access = access
@@ -110,6 +111,11 @@ class ApptainerSandbox:
         """The container's first process, as the host sees it."""
         init = self._container.init if self._container else None
         return init.pid if init else None
+
+    @property
+    def host_pid(self) -> int | None:
+        """Apptainer's own process on the host; all of the sandbox's are below it."""
+        return self._container.host_pid if self._container else None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -202,12 +208,13 @@ class ApptainerSandbox:
             await self._start_container()
 
     async def reset(self) -> None:
-        """Back to the image as it was: every process gone, the writable layer emptied.
+        """Back to the image and the spec as they were: every process gone, the writable layer emptied.
 
         With mode ``persistent`` a container that stands by takes over, and the old one goes in the background.
         """
         async with self._changing:
             self._running()
+            self.spec, self.workdir = self._first_spec, self._first_spec.workdir or "/"
             if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
                 self._become(spare)
                 return
@@ -353,7 +360,7 @@ class ApptainerSandbox:
         """
         container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
-        return await container.commands.run(
+        result = await container.commands.run(
             command,
             cwd=os.path.join(self.workdir, cwd) if cwd else self.workdir,
             env=env,
@@ -361,6 +368,9 @@ class ApptainerSandbox:
             timeout_s=timeout_s,
             limit=self._output_limit if output_limit is None else output_limit,
         )
+        if result.exit_code in (126, 127):  # no program, no directory: what a lost image looks like
+            self._access.check()
+        return result
 
     async def listen(self, port: int = 0) -> socket.socket:
         """A listening socket on 127.0.0.1:``port`` (0: a free one) as seen inside; the caller serves and closes it.

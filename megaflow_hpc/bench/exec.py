@@ -1,0 +1,117 @@
+"""Commands in running sandboxes through the public API: ``await sandbox.exec``, with everything it promises.
+
+Every command has its own process group, an exact exit code, separate standard output and error, a timeout and a bound
+on its output. ``/bin/true`` is what the goal is about; a line of shell costs the start of a shell more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.bench.figures import Figure, median, quantile
+from megaflow_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
+
+HELP = "commands in running sandboxes: latency and rate"
+
+SHELL_LINE = "echo one; echo two >&2"
+
+Note = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
+    parser.add_argument("--image", metavar="SIF", default=default, help="default MEGAFLOW_TEST_BASE_SIF")
+    parser.add_argument("--commands", type=int, default=2000, metavar="N", help="for latency; default 2000")
+    parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="for the rate; default 32")
+    parser.add_argument(
+        "--each", type=int, default=150, metavar="N", help="commands per sandbox and round; default 150"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of the rate; default 5")
+    parser.add_argument("--peer-commands", type=int, default=20, metavar="N", help="commands per peer; default 20")
+
+
+def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    return asyncio.run(_run(arguments, note))
+
+
+async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    from megaflow_hpc.bench.container_peers import peers
+    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+    image = os.path.abspath(arguments.image or "")
+    if not os.path.exists(image):
+        raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
+    async with ApptainerProvider() as provider:
+        async with await provider.start(spec) as sandbox:
+            note(f"{arguments.commands} commands, one after the other")
+            true = await _latency(sandbox, "/bin/true", arguments.commands)
+            line = await _latency(sandbox, SHELL_LINE, arguments.commands // 4 or 1)
+        note(f"{arguments.sandboxes} sandboxes at once")
+        rates = await _rates(provider, spec, arguments)
+        spread = (quantile(true, 0.1), quantile(true, 0.9))
+        figures = [
+            Figure("/bin/true in a running sandbox, p50", "ms", quantile(true, 0.5), len(true), spread, 0.6),
+            Figure("/bin/true in a running sandbox, p99", "ms", quantile(true, 0.99), len(true), None, 3.0),
+            median("a line of shell in a running sandbox, p50", "ms", line),
+            median(f"/bin/true over {arguments.sandboxes} sandboxes", "per s", rates, 3000, "higher"),
+        ]
+        if arguments.peers:
+            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note):
+                note(f"{peer.name} {peer.version}")
+                box = await peer.start()
+                try:
+                    taken = [await _timed(box.command) for _ in range(arguments.peer_commands)]
+                    began = time.perf_counter()
+                    await asyncio.gather(*(box.command() for _ in range(arguments.peer_commands)))
+                    rate = arguments.peer_commands / (time.perf_counter() - began)
+                finally:
+                    await box.stop()
+                    await peer.close()
+                for number, value in ((0, quantile(taken, 0.5)), (1, quantile(taken, 0.99)), (3, rate)):
+                    figures[number] = figures[number].beside(peer.name, peer.version, value)
+    return figures
+
+
+async def _timed(work: Callable[[], Awaitable[object]]) -> float:
+    began = time.perf_counter()
+    await work()
+    return (time.perf_counter() - began) * 1000
+
+
+async def _latency(sandbox: ApptainerSandbox, command: str, count: int) -> list[float]:
+    async def one() -> None:
+        result = await sandbox.exec(command, timeout_s=30)
+        assert result.exit_code == 0, result
+
+    await one()
+    return [await _timed(one) for _ in range(count)]
+
+
+async def _rates(provider: ApptainerProvider, spec: object, arguments: argparse.Namespace) -> list[float]:
+    starting = (provider.start(spec) for _ in range(arguments.sandboxes))  # type: ignore[arg-type]
+    sandboxes = await asyncio.gather(*starting)
+
+    async def work(sandbox: ApptainerSandbox) -> None:
+        for _ in range(arguments.each):
+            await sandbox.exec("/bin/true", timeout_s=30)
+
+    rates = []
+    try:
+        await asyncio.gather(*(sandbox.exec("/bin/true") for sandbox in sandboxes))
+        for _ in range(arguments.rounds):
+            began = time.perf_counter()
+            await asyncio.gather(*map(work, sandboxes))
+            rates.append(len(sandboxes) * arguments.each / (time.perf_counter() - began))
+    finally:
+        await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
+    return rates

@@ -1,0 +1,203 @@
+"""The life of a sandbox: start, reset, stop, memory, and what a killed owner leaves behind.
+
+Sandboxes come from the unpacked image with limits on and network ``none``, through the public API. Memory is the
+proportional set size of all processes of an idle sandbox, Apptainer's own included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.bench.figures import Figure, median
+from megaflow_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+HELP = "start, reset, stop and memory of sandboxes; what a killed owner leaves"
+
+SETTLE_S = 1.0
+
+Note = Callable[[str], None]
+
+OWNER = """
+import asyncio, json, os, sys
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+async def main():
+    provider = ApptainerProvider(sys.argv[1], cache=sys.argv[2])
+    sandboxes = [await provider.start(SandboxSpec(sys.argv[3])) for _ in range(int(sys.argv[4]))]
+    for sandbox in sandboxes:
+        await sandbox.exec("echo x > /file; setsid sleep 3000 &")
+    print(json.dumps([sandbox.pid for sandbox in sandboxes]), flush=True)
+    await asyncio.sleep(3000)
+
+asyncio.run(main())
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
+    parser.add_argument("--image", metavar="SIF", default=default, help="default MEGAFLOW_TEST_BASE_SIF")
+    parser.add_argument("--starts", type=int, default=30, metavar="N", help="one after the other; default 30")
+    parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="at once; default 32")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of starts at once; default 3")
+    parser.add_argument("--owned", type=int, default=5, metavar="N", help="sandboxes of the killed owner; default 5")
+    parser.add_argument("--peer-starts", type=int, default=3, metavar="N", help="per peer; default 3")
+
+
+def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    return asyncio.run(_run(arguments, note))
+
+
+async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    from megaflow_hpc.bench.container_peers import peers
+    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+    image = os.path.abspath(arguments.image or "")
+    if not os.path.exists(image):
+        raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
+    async with ApptainerProvider() as provider:
+        await provider.stage(image)
+        note(f"{arguments.starts} starts, one after the other")
+        starts, stops = await _one_by_one(provider, spec, arguments.starts)
+        note(f"{arguments.sandboxes} starts at once, {arguments.rounds} times")
+        rates, memory = await _at_once(provider, spec, arguments)
+        note("resets")
+        ready, back_to_back = await _resets(provider, image, arguments.starts)
+        figures = [
+            median("fresh sandbox ready, from an unpacked image", "ms", starts, 60),
+            median("fresh sandboxes at once", "per s", rates, 35, "higher"),
+            median("reset of a persistent sandbox to clean", "ms", ready, 10),
+            median("the same without a pause between resets", "ms", back_to_back),
+            median("stop", "ms", stops, 10),
+            median("memory of an idle sandbox, PSS of all its processes", "MB", memory, 6),
+        ]
+        note("an owner killed by SIGKILL, then the janitor")
+        left = await asyncio.to_thread(_leftovers, image, arguments.owned, provider)
+        figures += [Figure(f"{what} left by a killed owner", "count", n, 1, goal=0) for what, n in left.items()]
+        if arguments.peers:
+            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note):
+                note(f"{peer.name} {peer.version}")
+                began_all, ended_all = [], []
+                for _ in range(arguments.peer_starts):
+                    began = time.perf_counter()
+                    box = await peer.start()
+                    await box.command()
+                    began_all.append((time.perf_counter() - began) * 1000)
+                    began = time.perf_counter()
+                    await box.stop()
+                    ended_all.append((time.perf_counter() - began) * 1000)
+                began = time.perf_counter()
+                boxes = await asyncio.gather(*(peer.start() for _ in range(arguments.peer_starts)))
+                await asyncio.gather(*(box.command() for box in boxes))
+                rate = len(boxes) / (time.perf_counter() - began)
+                await asyncio.gather(*(box.stop() for box in boxes))
+                await peer.close()
+                measured = ((0, sorted(began_all)[len(began_all) // 2]), (1, rate))
+                for number, value in measured:
+                    name = f"{peer.name}, with its first command"
+                    figures[number] = figures[number].beside(name, peer.version, value)
+    return figures
+
+
+async def _one_by_one(provider: ApptainerProvider, spec: SandboxSpec, count: int) -> tuple[list[float], list[float]]:
+    starts, stops = [], []
+    for _ in range(count + 1):
+        began = time.perf_counter()
+        sandbox = await provider.start(spec)
+        starts.append((time.perf_counter() - began) * 1000)
+        await sandbox.exec("/bin/true")
+        began = time.perf_counter()
+        await sandbox.stop()
+        stops.append((time.perf_counter() - began) * 1000)
+    return starts[1:], stops[1:]
+
+
+async def _at_once(
+    provider: ApptainerProvider, spec: SandboxSpec, arguments: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Starts per second, and MB of each sandbox of the last round."""
+    from megaflow_hpc.environments.processes import descendants
+
+    rates: list[float] = []
+    memory: list[float] = []
+    for _ in range(arguments.rounds):
+        began = time.perf_counter()
+        sandboxes = await asyncio.gather(*(provider.start(spec) for _ in range(arguments.sandboxes)))
+        rates.append(len(sandboxes) / (time.perf_counter() - began))
+        await asyncio.gather(*(sandbox.settled() for sandbox in sandboxes))
+        await asyncio.sleep(SETTLE_S)
+        memory = []
+        for sandbox in sandboxes:
+            root = sandbox.host_pid
+            pids = [root, *descendants(root)] if root else []
+            memory.append(sum(map(_proportional, pids)) / 1000)
+        await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
+    return rates, memory
+
+
+def _proportional(pid: int) -> float:
+    """KB."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next(int(line.split()[1]) * 1.024 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0.0
+
+
+async def _resets(provider: ApptainerProvider, image: str, count: int) -> tuple[list[float], list[float]]:
+    """With time in between for the next to stand by, as a rollout leaves it; and without."""
+    from megaflow_hpc.environments import SandboxSpec
+
+    ready: list[float] = []
+    back_to_back: list[float] = []
+    async with await provider.start(SandboxSpec(image, mode="persistent")) as sandbox:
+        for pause, taken in ((True, ready), (False, back_to_back)):
+            for _ in range(count):
+                await sandbox.exec("touch /tmp/a /b; sleep 100 &")
+                if pause:
+                    await provider.standing_by(sandbox.spec)
+                began = time.perf_counter()
+                await sandbox.reset()
+                taken.append((time.perf_counter() - began) * 1000)
+                assert (await sandbox.exec("ls /b")).exit_code
+    return ready, back_to_back
+
+
+def _leftovers(image: str, count: int, provider: ApptainerProvider) -> dict[str, int]:
+    """Processes, mounts and files of a killed owner's sandboxes after its death and one sweep."""
+    from megaflow_hpc.environments.janitor import sweep
+    from megaflow_hpc.environments.processes import descendants
+    from megaflow_hpc.process import Identity
+
+    with tempfile.TemporaryDirectory(dir=provider.scratch) as scratch:
+        argv = [sys.executable, "-c", OWNER, scratch, str(provider.cache), image, str(count)]
+        owner = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        assert owner.stdout
+        json.loads(owner.stdout.readline())
+        everyone = [identity for pid in descendants(owner.pid) if (identity := Identity.of(pid))]
+        mounts = Path("/proc/self/mountinfo").read_text().count("\n")
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        deadline = time.monotonic() + 10
+        while any(identity.alive() for identity in everyone) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sweep(scratch)
+        return {
+            "processes": sum(identity.alive() for identity in everyone),
+            "mounts": max(0, Path("/proc/self/mountinfo").read_text().count("\n") - mounts),
+            "files": sum(len(files) + len(names) for _, names, files in os.walk(Path(scratch, "owners"))),
+        }
