@@ -80,7 +80,7 @@ class ChunkedColumn:
         self.chunk = int(dataset.chunks[0]) if dataset.chunks else 0
         self.cache = cache
         self._descriptor = descriptor
-        self._name = dataset.name
+        self.name = str(dataset.name)
         self._size = dataset.dtype.itemsize
         self._shuffled, self.direct = _filters(dataset)
         self._places: tuple[array[int], array[int]] | None = None
@@ -127,9 +127,9 @@ class ChunkedColumn:
         try:
             data = decompress(packed, 15, expected)
         except Exception as error:  # zlib's error, or ISA-L's own
-            raise OSError(f"{self._name}: chunk {number} does not inflate ({error}); the file is damaged") from error
+            raise OSError(f"{self.name}: chunk {number} does not inflate ({error}); the file is damaged") from error
         if len(data) != expected:
-            raise OSError(f"{self._name}: chunk {number} holds {len(data)} bytes, expected {expected}")
+            raise OSError(f"{self.name}: chunk {number} holds {len(data)} bytes, expected {expected}")
         return data
 
     def copy(self, data: bytes, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
@@ -165,7 +165,7 @@ def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: ND
         pieces = plans[column.chunk]
         cold: list[int] = []
         for number in sorted(pieces):
-            held = column.cache.get((column.dataset.name, number))
+            held = column.cache.get((column.name, number))
             if held is None:
                 cold.append(number)
             else:
@@ -186,7 +186,7 @@ def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: ND
             done = list(pool.map(lambda task: _inflate_all(*task), work))
     for (column, *_), inflated in zip(work, done, strict=True):
         for number, data in inflated:
-            column.cache.put((column.dataset.name, number), data)
+            column.cache.put((column.name, number), data)
     return results
 
 
