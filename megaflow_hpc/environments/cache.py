@@ -288,11 +288,18 @@ class Shelf:
                     with suppress(OSError):
                         remove_tree(self.root / room / name)
                         count += 1
-        with self._all():
-            for name in _listing(self.root / "leases"):
-                if not self.leased(name) and not self.path(name).exists():
-                    with suppress(OSError):
-                        (self.root / "leases" / name).rmdir()
+        for name in _listing(self.root / "orders"):
+            if not _alive(name.lstrip(".").partition(".")[0]):  # with a dot: one that was being written
+                (self.root / "orders" / name).unlink(missing_ok=True)
+        for name in _listing(self.root / "leases"):
+            if not self.leased(name):
+                with suppress(OSError):
+                    (self.root / "leases" / name).rmdir()
+        for name in _listing(self.root / "locks"):
+            if not self.path(name).exists():
+                with suppress(TimeoutError), self.locked(name, exclusive=True, deadline=0.0):
+                    if not self.path(name).exists():
+                        (self.root / "locks" / name).unlink(missing_ok=True)
         return count
 
     def _mark(self, name: str) -> Path:

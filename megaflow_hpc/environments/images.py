@@ -195,7 +195,8 @@ class Images:
         try:
             self.registries.check(source)
         except SiteError as error:
-            raise SiteError(f"{where}: {name}: {error}") from None
+            asked = "" if name == source else f"{name}: "
+            raise SiteError(f"{where}: {asked}{error}") from None
 
     def _made(self, key: str, source: str, make: Callable[[Path], None], *, build: bool) -> Path:
         """The image of ``key``, made if it is missing; with ``build`` false a file that is not there yet is named."""

@@ -261,9 +261,14 @@ def test_a_killed_stager_blocks_nobody_and_leaves_nothing(
     stager.wait()
     waiter.join(60)
     assert Path(found[0], "etc", "number").read_text().strip() == "0"
-    open_cache()
-    for room in ("partial", "trash", "reserved"):
+    cache = open_cache()
+    for room in ("partial", "trash", "reserved", "queue"):
         assert os.listdir(tmp_path / "cache" / room) == [], room
+    (tmp_path / "cache" / "orders" / ".1-1.1.abcd").write_text("half")
+    (tmp_path / "cache" / "locks" / "of-no-copy").touch()
+    open_cache()
+    assert os.listdir(tmp_path / "cache" / "orders") == []
+    assert [name.endswith("-tree") for name in os.listdir(tmp_path / "cache" / "locks")] == [True]
 
 
 def test_leases_of_one_process_count_together(images: list[str], open_cache: Callable[..., ImageCache]) -> None:
