@@ -4,7 +4,7 @@
 
 Harbor keeps its own scheduling, agents and verifier; a trial's environment is one sandbox of an
 :class:`~megaflow_hpc.environments.ApptainerProvider` that all trials of the process share. Files travel through the
-sandbox, nothing of the host is mounted. Needs Harbor's Python (3.12 or later) with both packages in it.
+sandbox; nothing of the host is mounted but what ``--mounts`` names. Needs Harbor's Python (3.12 or later) with both packages in it.
 
 Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
 
@@ -90,6 +90,9 @@ class ApptainerEnvironment(BaseEnvironment):
                 raise ConfigError(
                     f"{self.environment_dir / name}: tasks of several services cannot run here; leave this task out"
                 )
+        for mount in self._host_mounts:
+            if mount.get("type") != "bind":
+                raise ConfigError(f"mount {mount}: expected type bind: a sandbox has no volumes")
         if not self.task_env_config.docker_image and not dockerfile.is_file():
             raise FileNotFoundError(f"{dockerfile}: missing, and the task names no docker_image; add either")
 
@@ -105,6 +108,10 @@ class ApptainerEnvironment(BaseEnvironment):
             env={**env, **self._startup_env()},
             workdir=self.task_env_config.workdir or workdir,
             user=user,
+            binds=tuple(
+                f"{mount['source']}:{mount['target']}{':ro' if mount.get('read_only') else ''}"
+                for mount in self._host_mounts
+            ),
             network="none" if self._network_disabled else self._public,
             memory_mb=memory_mb,
             cpus=cpus,
