@@ -35,6 +35,8 @@ LIBRARIES = (
 )
 """How the names of those files begin that every one of these programs is made of when it starts."""
 
+_DELETED = ".wh."
+"""How fuse-overlayfs may mark what is gone; the kernel's overlay uses a device of the same name."""
 _OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
 
 
@@ -70,15 +72,16 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
         changed.append(PRELOAD)
     known = _names_in(rootfs, PROGRAM_DIRS)
     for directory in PROGRAM_DIRS:
-        for name in _changes(upper, rootfs, directory, changed):
+        for entry in _changes(upper, rootfs, directory, changed):
+            name = entry.removeprefix(_DELETED)
             if name in PROGRAMS and (known is None or name in known):
-                changed += _undo(upper, rootfs, directory, name)
+                changed += _undo(upper, rootfs, directory, entry)
     triplets = _names_in(rootfs, LIBRARY_DIRS) or set()
     places = [*LIBRARY_DIRS, *(f"{base}/{n}" for base in LIBRARY_DIRS for n in sorted(triplets) if n.count("-") >= 2)]
     for directory in places:
-        for name in _changes(upper, rootfs, directory, changed):
-            if name.startswith(LIBRARIES):
-                changed += _undo(upper, rootfs, directory, name)
+        for entry in _changes(upper, rootfs, directory, changed):
+            if entry.removeprefix(_DELETED).startswith(LIBRARIES):
+                changed += _undo(upper, rootfs, directory, entry)
     return changed
 
 
@@ -156,12 +159,13 @@ def _changes(upper: Path, rootfs: Path, directory: str, changed: list[str]) -> l
     return sorted(os.listdir(place))
 
 
-def _undo(upper: Path, rootfs: Path, directory: str, name: str) -> list[str]:
-    """Files of these names are not looked for in directories that the image does not have."""
+def _undo(upper: Path, rootfs: Path, directory: str, entry: str) -> list[str]:
+    """What the agent added is left, unless it comes before the image's own of the same name."""
+    name = entry.removeprefix(_DELETED)
     shadows = os.path.lexists(rootfs / directory / name)
     hijacks = directory.startswith("usr/local/")
     if shadows or hijacks or not rootfs.is_dir():
-        _remove(upper / directory / name)
+        _remove(upper / directory / entry)
         return [f"{directory}/{name}"]
     return []
 
@@ -181,6 +185,7 @@ def _show_through(directory: Path) -> None:
             os.removexattr(directory, name, follow_symlinks=False)
         except OSError:
             pass
+    forget(directory, ".wh..wh..opq")
     _open(directory)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.harbor import read_harbor_task
-from megaflow_hpc.environments.layer import forget, keep_only, make_way, put_back
+from megaflow_hpc.environments.layer import forget, keep_only, make_way, put_back, restore_programs
 from megaflow_hpc.environments.rewards import parse_rewards, read_logs, read_rewards
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, Verdict, check_fresh, verify
@@ -97,6 +97,11 @@ def test_in_the_agents_sandbox_the_verdict_is_honest(judge: Judge, agent: str) -
 def test_what_was_replaced_is_said(judge: Judge) -> None:
     verdict = judge(HOLES["a false bash"])
     assert "taken from the image again: usr/bin/bash" in verdict.output
+
+
+def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
+    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", disk_mb=30)
+    assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
 def test_a_preloaded_library_is_not_loaded(judge: Judge) -> None:
@@ -215,6 +220,18 @@ def test_no_link_of_the_agents_is_followed_on_the_host(tmp_path: Path) -> None:
     assert keep_only(upper, tmp_path / "aside", ["/srv/verifier", "/"]) == []
     put_back(upper, tmp_path / "aside", [])
     assert (upper / "srv").is_symlink()
+
+
+def test_deletions_as_fuse_overlayfs_marks_them_are_undone(tmp_path: Path) -> None:
+    upper, rootfs = tmp_path / "upper", tmp_path / "rootfs"
+    for name in ("bash", "grep", "python3"):
+        (rootfs / "usr/bin").mkdir(parents=True, exist_ok=True)
+        (rootfs / "usr/bin" / name).write_text("")
+    (upper / "usr/bin").mkdir(parents=True)
+    for name in (".wh..wh..opq", ".wh.bash", "grep", ".wh.python3", "added"):
+        (upper / "usr/bin" / name).write_text("")
+    assert restore_programs(upper, rootfs) == ["usr/bin/bash", "usr/bin/grep"]
+    assert sorted(os.listdir(upper / "usr/bin")) == [".wh.python3", "added"]
 
 
 def test_a_layer_that_was_set_aside_comes_back_with_what_happened_since(tmp_path: Path) -> None:

@@ -296,3 +296,19 @@ def test_the_verifier_has_its_own_user_and_network(rootfs: str, scratch: Path, t
     uid, *interfaces = verdict.output.split()
     assert uid != "0"
     assert interfaces == ["lo"]
+
+
+def test_a_sandbox_that_is_reset_has_nothing_of_its_verification(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    files = {"task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\nuser = "1000"\n'}
+    files |= {"instruction.md": "x", "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"}
+    task = read_harbor_task(write_files(tmp_path / "again", files))
+
+    async def main() -> str:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs, workdir=task.workdir)) as sandbox:
+                await prepare(task, sandbox)
+                assert (await verify(task, sandbox)).reward == 1.0
+                await sandbox.reset()
+                return (await sandbox.exec("id -u; ls -d /tests /logs")).stdout
+
+    assert asyncio.run(main()) == "0\n"
