@@ -4,7 +4,8 @@
 
 Harbor keeps its own scheduling, agents and verifier; a trial's environment is one sandbox of an
 :class:`~megaflow_hpc.environments.ApptainerProvider` that all trials of the process share. Files travel through the
-sandbox; nothing of the host is mounted but what ``--mounts`` names. Needs Harbor's Python (3.12 or later) with both packages in it.
+sandbox; nothing of the host is mounted but what Harbor is asked to mount. Needs Harbor's Python (3.12 or later) with
+both packages in it.
 
 Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
 
