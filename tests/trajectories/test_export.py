@@ -191,6 +191,20 @@ def test_pandas_polars_and_duckdb_read_the_parquet_file(parquet, rollouts):
     assert tokens == sum(len(s.tokens) for t in rollouts for s in t.sequences)
 
 
+def test_hugging_face_datasets_read_the_parquet_file(parquet, rollouts, tmp_path, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    import datasets
+
+    found = datasets.Dataset.from_parquet(str(parquet), cache_dir=str(tmp_path / "cache"))
+    assert (len(found), found["id"][3]) == (18, rollouts[3].id)
+    (sequence, *_) = found[2]["sequences"]
+    assert sequence["tokens"] == list(rollouts[2].sequences[0].tokens)
+    assert np.array(sequence["logprobs"], np.float32).tobytes() == rollouts[2].sequences[0].logprobs.tobytes()
+    assert found.filter(lambda row: row["reward"] == 1).num_rows == sum(t.reward == 1 for t in rollouts)
+
+
 # --- trainers ---
 
 
@@ -304,6 +318,14 @@ def test_predictions_are_one_file_per_policy_and_sample(run, tmp_path):
     assert json.loads(paths[1].read_text())["task"]["model_patch"] == ""
     (path,) = export(run, tmp_path, "preds", where="sample == 0")["preds"]
     assert (path.name, sorted(json.loads(path.read_text()))) == ("preds.json", ["lost", "nul", "task"])
+
+
+def test_the_patch_of_the_last_step_is_predicted(tmp_path):
+    run = run_dir(tmp_path / "run")
+    steps = [Artifact(f"steps/{name}/patch", name.encode()) for name in ("one", "two")]
+    commit(run, "a", (0, 0, trajectory(0, artifacts=[Artifact("a.diff", b"x"), *steps])))
+    (path,) = export(run, tmp_path, "preds")["preds"]
+    assert json.loads(path.read_text())["task"]["model_patch"] == "two"
 
 
 # --- all of them ---

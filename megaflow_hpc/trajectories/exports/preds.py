@@ -3,7 +3,8 @@
 
 The harness takes one prediction per instance and file. Where a campaign has several policies or samples, there is one
 file for each: ``preds-<policy>-<sample>.json``. The patch is the artifact named ``model.patch``, ``patch.diff`` or
-``patch``, else the first whose name ends in ``.patch`` or ``.diff``; without one the prediction is empty.
+``patch``, else that of the last step of a task in steps, else the first whose name ends in ``.patch`` or ``.diff``;
+without one the prediction is empty.
 """
 
 from __future__ import annotations
@@ -45,5 +46,6 @@ def write(job: Job) -> list[Path]:
 def patch_of(row: Row) -> str:
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
     found = [name for name in NAMES if name in artifacts]
+    found += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]
     found += [name for name in artifacts if name.endswith((".patch", ".diff"))]
     return artifacts[found[0]].decode("utf-8", "replace") if found else ""
