@@ -73,6 +73,9 @@ def register(subparsers: Any) -> None:
     validate.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
     validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif beside DIR")
     validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
+    validate.add_argument(
+        "--network", choices=("none", "host"), default="none", help="for tasks that leave it open (default none)"
+    )
     validate.add_argument("--jobs", metavar="N", type=int, default=2, help="sandboxes at once (default 2)")
     add_json(validate)
     validate.set_defaults(run=run_validate)
@@ -150,7 +153,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     async def go() -> list[Validation]:
         done = []
         async with ApptainerProvider() as provider:
-            async for result in validate(tasks, images, OracleAgent(), provider, arguments.jobs):
+            async for result in validate(tasks, images, OracleAgent(), provider, arguments.jobs, arguments.network):
                 done.append(result)
                 took_s = result.before.duration_s + result.after.duration_s
                 counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept, {took_s:.1f} s"

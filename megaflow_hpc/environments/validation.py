@@ -20,7 +20,7 @@ from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, go
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, verify
 from megaflow_hpc.errors import ConfigError, SandboxError
-from megaflow_hpc.types import Agent, Task
+from megaflow_hpc.types import Agent, Network, Task
 
 
 @dataclass
@@ -85,20 +85,26 @@ def judge(before: Run, after: Run) -> list[str]:
 
 
 async def validate(
-    tasks: Sequence[Task], images: Mapping[str, str], oracle: Agent, provider: ApptainerProvider, jobs: int = 2
+    tasks: Sequence[Task],
+    images: Mapping[str, str],
+    oracle: Agent,
+    provider: ApptainerProvider,
+    jobs: int = 2,
+    network: Network = "none",
 ) -> AsyncIterator[Validation]:
     """Validates tasks, ``jobs`` at once; each is yielded when it is done.
 
     Args:
         images: image file of every image that the tasks name, separate verifiers included.
         oracle: carries out a task's own solution.
+        network: of tasks that leave it open.
     """
     slots = asyncio.Semaphore(jobs)
 
     async def one(task: Task) -> Validation:
         async with slots:
-            before = await _run(task, images, None, provider)
-            after = await _run(task, images, oracle, provider)
+            before = await _run(task, images, None, provider, network)
+            after = await _run(task, images, oracle, provider, network)
         return Validation(task.id, before, after, judge(before, after))
 
     running = [asyncio.create_task(one(task)) for task in tasks]
@@ -111,13 +117,15 @@ async def validate(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _run(task: Task, images: Mapping[str, str], agent: Agent | None, provider: ApptainerProvider) -> Run:
-    court = Court(start=lambda other: provider.start(_spec(other, images)))
+async def _run(
+    task: Task, images: Mapping[str, str], agent: Agent | None, provider: ApptainerProvider, network: Network
+) -> Run:
+    court = Court(network=network, start=lambda other: provider.start(_spec(other, images, network)))
     started = time.monotonic()
     steps = steps_of(task)
     verdicts: list[StepVerdict] = []
     try:
-        async with await provider.start(_spec(task, images)) as sandbox:
+        async with await provider.start(_spec(task, images, network)) as sandbox:
             started = time.monotonic()
             await prepare(task, sandbox)
             for step in steps:
@@ -147,14 +155,14 @@ async def _run(task: Task, images: Mapping[str, str], agent: Agent | None, provi
     return run
 
 
-def _spec(task: Task, images: Mapping[str, str]) -> SandboxSpec:
+def _spec(task: Task, images: Mapping[str, str], network: Network) -> SandboxSpec:
     limits = task.limits
     return SandboxSpec(
         image=images[task.image],
         env=task.env,
         workdir=task.workdir,
         user=task.user,
-        network="none",
+        network="none" if task.network else network,
         memory_mb=limits.memory_mb,
         cpus=limits.cpus,
         disk_mb=limits.disk_mb,
