@@ -23,6 +23,7 @@ from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.mounts import mount, sweep_mounts
 from megaflow_hpc.environments.processes import descendants
 from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
 GB = 10**9
@@ -274,8 +275,33 @@ def test_sandboxes_share_one_mount_that_ends_when_nobody_uses_it(
     said, mounts, held = asyncio.run(main())
     assert said == ["mine\n/etc/passwd\n"] * 3 + ["mine\n"]
     assert (mounts, held) == (1, 0)
-    assert sweep_mounts(tmp_path / "scratch") == 1
     assert list((tmp_path / "scratch" / "mounts").iterdir()) == []
+
+
+def test_a_sandbox_whose_mount_is_lost_is_lost_to_the_infrastructure(
+    base_sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where FUSE is closed to users there is no mount to lose; what is left to show is that none is made."""
+    monkeypatch.setenv("MEGAFLOW_IMAGE_FORM", "mount")
+
+    async def main() -> str:
+        async with ApptainerProvider(tmp_path / "scratch") as provider:
+            lost = await provider.start(SandboxSpec(str(base_sif)))
+            home = next((tmp_path / "scratch" / "mounts").iterdir())
+            holder = Identity.parse((home / "holder").read_text().strip())
+            assert holder is not None
+            assert holder.kill()
+            with pytest.raises(SandboxError, match="the mount of the image has ended"):
+                await lost.exec(["/usr/bin/gzip", "--version"], timeout_s=3)
+            fresh = await provider.start(SandboxSpec(str(base_sif)))
+            return (await fresh.exec("echo again")).stdout
+
+    if site.why_no_mount(""):
+        with pytest.raises(SandboxError, match="cannot be mounted"):
+            asyncio.run(main())
+        assert not list((tmp_path / "scratch").glob("mounts/*/holder"))
+        return
+    assert asyncio.run(main()) == "again\n"
 
 
 def test_a_mount_that_cannot_be_made_leaves_no_process(tmp_path: Path) -> None:
