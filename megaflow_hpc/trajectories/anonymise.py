@@ -21,7 +21,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.compact import copy_of
 from megaflow_hpc.trajectories.hdf5 import open_file
 from megaflow_hpc.trajectories.publishing import published
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.types import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
 """A directory of people, and whose it is."""
@@ -135,7 +135,8 @@ def _described(attributes: Any, scrub: Scrubber) -> dict[str, str]:
 
 def _scrub(trajectory: Trajectory, scrub: Scrubber) -> bool:
     """Replaces in place; returns whether a message, and so what the tokens spell, was changed."""
-    for part in (trajectory, *trajectory.attempts):
+    parts: list[Trajectory | Attempt] = [trajectory, *trajectory.attempts]
+    for part in parts:
         part.node = scrub.number("node", part.node)
         part.job_id = scrub.number("job", part.job_id)
         part.error = scrub.text(part.error)

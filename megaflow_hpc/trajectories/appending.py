@@ -36,11 +36,11 @@ Packed = tuple[bytes, Array]
 """A chunk as it is stored, and its values."""
 
 
-def encode(values: Array, shuffle: bool) -> bytes:
+def encode(values: Array, shuffle: bool, level: int = 1) -> bytes:
     """A chunk as HDF5's shuffle and deflate leave it."""
     if shuffle and values.dtype.itemsize > 1:
         values = np.ascontiguousarray(values.view(np.uint8).reshape(len(values), -1).T)
-    return compress(values.tobytes())
+    return compress(values.tobytes(), level)
 
 
 def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
@@ -90,6 +90,7 @@ class Column:
         shuffle: whether bytes are shuffled before deflate.
         threads: that compress.
         fill: what pads the last chunk.
+        level: of :func:`~megaflow_hpc.trajectories.fastzlib.compress`.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class Column:
         shuffle: bool,
         threads: ThreadPoolExecutor,
         fill: Any = None,
+        level: int = 1,
     ) -> None:
         self._file, self._path, self._chunk, self._shuffle, self._threads = file, path, chunk, shuffle, threads
+        self._level = level
         self._text = np.dtype(dtype).kind == "S"
         self.dtype = np.dtype(f"S{_MIN_WIDTH}") if self._text else np.dtype(dtype)
         self._options = {} if fill is None else {"fillvalue": self.dtype.type(fill)}
@@ -161,7 +164,7 @@ class Column:
                 last[:] = self._fill
             last[: self._held_count] = np.concatenate(self._held)
             self._dataset.resize((len(self),))
-            self._dataset.id.write_direct_chunk((self._cut,), encode(last, self._shuffle))
+            self._dataset.id.write_direct_chunk((self._cut,), encode(last, self._shuffle, self._level))
             self._crc = crc32(last[: self._held_count], self._crc)
         self._dataset.attrs["crc32"] = np.uint32(self._crc)
 
@@ -188,7 +191,10 @@ class Column:
         step = max(1, _BATCH_BYTES // (self._chunk * self.dtype.itemsize)) * self._chunk
         for first in range(0, whole, step):
             part = values[first : min(first + step, whole)]
-            self._submit(self._threads.submit(_encode_all, part, self._chunk, self._shuffle), len(part) // self._chunk)
+            self._submit(
+                self._threads.submit(_encode_all, part, self._chunk, self._shuffle, self._level),
+                len(part) // self._chunk,
+            )
 
     def _submit(self, future: Future[list[Packed]], chunks: int) -> None:
         self._under_way.append((self._cut, future))
@@ -227,9 +233,9 @@ class Column:
         self._flush()
 
 
-def _encode_all(values: Array, chunk: int, shuffle: bool) -> list[Packed]:
+def _encode_all(values: Array, chunk: int, shuffle: bool, level: int) -> list[Packed]:
     parts = (values[first : first + chunk] for first in range(0, len(values), chunk))
-    return [(encode(part, shuffle), np.ascontiguousarray(part)) for part in parts]
+    return [(encode(part, shuffle, level), np.ascontiguousarray(part)) for part in parts]
 
 
 def _decode_one(raw: bytes, dtype: Any, shuffle: bool) -> list[Packed]:
@@ -270,4 +276,4 @@ def column(file: h5py.File, spec: schema.Column, threads: ThreadPoolExecutor) ->
     if spec.dtype == schema.TEXT:
         return TextColumn(file, spec.path, schema.chunk(spec))
     dtype = "S" if spec.dtype == schema.STRING else spec.dtype
-    return Column(file, spec.path, dtype, schema.chunk(spec), schema.shuffled(spec), threads)
+    return Column(file, spec.path, dtype, schema.chunk(spec), schema.shuffled(spec), threads, level=schema.level(spec))

@@ -199,17 +199,24 @@ OPTIONAL: dict[str, Any] = {
 """Columns that files of older software lack, and what stands for them there."""
 
 TOKEN_CHUNK = 8192
-"""Measured on tokenised transcripts: 4096 costs 5 % in size, 16384 gains 5 % and makes random reading slower."""
+"""Of all token columns but the ids: twice as much gains nothing, half of it costs 2 %."""
+_ID_CHUNK = 16384
+"""Of token ids, where what was said before comes again: 8192 costs 8 %, 32768 gains 8 % and makes random reading a
+third slower."""
 _ROW_CHUNK = 4096
 _BYTE_CHUNK = 65536
+_TEXT_CHUNK = 1 << 20
+"""Of messages: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
 
 
 def chunk(column: Column) -> int:
     """Entries per chunk: some ten kB, small enough that one rollout's tokens touch few chunks."""
-    if column.dtype == "uint8" and column.group != "tokens":
+    if column.path == "messages/json":
+        return _TEXT_CHUNK
+    if column.path == "artifacts/bytes":
         return _BYTE_CHUNK
     if column.group == "tokens":
-        return TOKEN_CHUNK
+        return _ID_CHUNK if column.name == "id" else TOKEN_CHUNK
     return 1024 if column.dtype in (STRING, TEXT) else _ROW_CHUNK
 
 
@@ -217,6 +224,11 @@ def shuffled(column: Column) -> bool:
     """Whether the shuffle filter pays. It does not for single bytes, and log-probabilities are noise but for their
     highest byte and the runs of NaN, which deflate finds as they are."""
     return column.dtype not in ("uint8", TEXT) and column.path != "tokens/logprob"
+
+
+def level(column: Column) -> int:
+    """How hard to compress: 3 for text, where it saves 6 % of a file for half a millisecond a rollout, else 1."""
+    return 3 if column.path in ("messages/json", "artifacts/bytes") else 1
 
 
 def markdown() -> str:

@@ -155,9 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             totals.update(acknowledged=acknowledged, lost=lost, doubled=doubled, **{window: 1})
             shutil.rmtree(Path(directory) / str(number))
     windows = ", ".join(f"{totals[window]} {window}" for window in WINDOWS)
-    print(
-        f"{arguments.kills} SIGKILLs ({windows}), seed {arguments.seed}: {totals['acknowledged']} rollouts acknowledged,"
-    )
+    print(f"{arguments.kills} SIGKILLs ({windows}), seed {arguments.seed}")
     print(f"{totals['acknowledged']} rollouts acknowledged, {totals['lost']} lost, {totals['doubled']} doubled")
     return 1 if totals["lost"] or totals["doubled"] else 0
 
