@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ def room_per_rank(content: dict[str, Any]) -> tuple[float | None, int | None]:
     return cpus, None if memory_gb is None else int(memory_gb * 1000 / ranks)
 
 
+def expected_starts(content: Mapping[str, Any]) -> dict[str, float]:
+    """Image → sandboxes that one node will start of it: what unpacking it there is weighed against."""
+    pods = content["campaign"]["slurm"]["pods"]
+    each = content["total"] / max(len(content["tasks"]), 1) / (pods["count"] * pods["nodes"])
+    tasks = Counter(content["images"][task["image"]] for task in content["tasks"].values())
+    return {image: count * each for image, count in tasks.items()}
+
+
 def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
     """Rank 0 from first claim to last word."""
     content = run.read_run()
@@ -84,6 +93,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
             "policies": content["policies"],
             "images": content["images"],
             "slots": slots_per_rank(content),
+            "starts": expected_starts(content),
         },
         tasks=content["tasks"],
         servers=dict(Counter(server["policy"] for server in content["servers"])),
