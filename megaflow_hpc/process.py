@@ -37,7 +37,11 @@ class Identity:
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:
-        """SIGKILL through a pidfd that was checked to be this very process; ``False`` if it was gone."""
+        """SIGKILL; ``False`` if it was gone."""
+        return self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> bool:
+        """A signal through a pidfd that was checked to be this very process; ``False`` if it was gone."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except (ProcessLookupError, OSError):
@@ -45,7 +49,7 @@ class Identity:
         try:
             if not self.alive():
                 return False
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            signal.pidfd_send_signal(descriptor, number)
             return True
         except (ProcessLookupError, PermissionError):
             return False

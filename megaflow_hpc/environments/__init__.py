@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megaflow_hpc.environments.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.snapshot import Snapshot
 from megaflow_hpc.environments.spec import SandboxSpec
 
-__all__ = ["ApptainerProvider", "ApptainerSandbox", "SandboxSpec"]
+__all__ = ["ApptainerProvider", "ApptainerSandbox", "SandboxSpec", "Snapshot"]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from megaflow_hpc.environments import overlay, staging
 from megaflow_hpc.environments.apptainer import CONTROL_DIR, exec_argv, namespace_root
 from megaflow_hpc.environments.cache import Room
 from megaflow_hpc.environments.mounts import Mounted, mount
@@ -91,11 +92,15 @@ class Access:
     ) -> tuple[Sequence[str], list[str]]:
         """The words of a container with a writable layer over the image: those that change what it runs as, and where;
         then Apptainer's."""
-        if self._mounted is None:
+        merged = f"{layer}.root"
+        uid = None if spec.as_root else os.getuid()
+        if self._mounted is not None:
+            prefix: Sequence[str] | None = self._mounted.enter(layer, merged, uid)
+        else:
+            prefix = overlay.words(self.rootfs, layer, merged, uid) if self.form == "tree" else None
+        if prefix is None:
             argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
             return namespace_root(spec), argv
-        merged = f"{layer}.root"
-        prefix = self._mounted.enter(layer, merged, None if spec.as_root else os.getuid())
         for bind in (f"{control}:{CONTROL_DIR}", *spec.binds):
             _bind_point(os.path.join(layer, "upper"), bind)
         return prefix, exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
@@ -172,6 +177,11 @@ class ImageAccess:
             can_direct=not site.mount or site.setuid,
         )
         return form
+
+    def copied_form(self, image: str) -> staging.Form:
+        """What of an image is brought to this node before a sandbox uses it."""
+        form = self.form(image)
+        return ("sif" if self._kind == "disk" else "direct") if form == "mount" else form
 
     def ready(self, image: str) -> Access | None:
         """An image that is unpacked here already; never waits."""

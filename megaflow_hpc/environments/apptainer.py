@@ -61,7 +61,8 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
 
 
 @functools.cache
-def _unshare() -> tuple[str, ...]:
+def unshare() -> tuple[str, ...]:
+    """Words that run a command as uid 0 of a user namespace; none where that does not work."""
     program = shutil.which("unshare")
     words = (program, "--user", "--map-root-user") if program else ()
     return words if words and not _run([*words, "true"]) else ()
@@ -72,7 +73,7 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
 
     ``--fakeroot`` does the same by starting a second Apptainer and keeping the first: 40 ms and 9 MB per sandbox.
     """
-    return _unshare() if spec.as_root and os.geteuid() != 0 else ()
+    return unshare() if spec.as_root and os.geteuid() != 0 else ()
 
 
 def exec_argv(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from megaflow_hpc.environments.apptainer import CONTROL_DIR
-from megaflow_hpc.environments.fragments import MARKER, command_text, one_line
+from megaflow_hpc.environments.fragments import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.processes import kill_marked
 from megaflow_hpc.environments.streams import CappedBuffer, StreamPair, read_available
 from megaflow_hpc.errors import SandboxError
@@ -26,6 +27,9 @@ MAX_WORKERS = 64
 
 FIRST_WORKERS = 2
 """Started with the container: the next command finds a child waiting while the last worker forks its own."""
+
+_SESSION = -1
+"""The number of a worker that is a session's shell."""
 
 _SHORT_S = 0.002
 """Most commands of an agent's inner loop end sooner, and need no look at their output before."""
@@ -43,19 +47,19 @@ _LONGEST_ARGUMENT = 100_000
 """The kernel takes at most 128 KiB in one argument."""
 
 
-class _Worker:
+class Worker:
     """A worker of the runner, as its FIFO."""
 
     def __init__(self, number: int, pipe: int) -> None:
         self.number = number
         self.pipe = pipe
-        self.command: _Command | None = None
+        self.command: CommandUnderWay | None = None
 
 
-class _Command:
+class CommandUnderWay:
     """A command under way."""
 
-    def __init__(self, number: int, worker: _Worker, pair: StreamPair, limit: int) -> None:
+    def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
         self.number = number
         self.worker = worker
         self.pair = pair
@@ -63,6 +67,7 @@ class _Command:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.files: list[str] = []
         self.breach = ""
+        self.on_output: Callable[[bytes], None] | None = None
         self.listening: asyncio.TimerHandle | None = None
         self.killing: asyncio.Task[None] | None = None
 
@@ -104,10 +109,11 @@ class Commands:
         self.settled = asyncio.Event()
         """The runner has all the processes it has when idle."""
         self._up = 0
+        self._sessions = 0
         self._number = 0
-        self._commands: dict[int, _Command] = {}
-        self._workers: list[_Worker] = []
-        self._idle: deque[_Worker] = deque()
+        self._commands: dict[int, CommandUnderWay] = {}
+        self._workers: list[Worker] = []
+        self._idle: deque[Worker] = deque()
         self._free_pairs: list[StreamPair] = []
         self._pairs: list[StreamPair] = []
         self._slots = asyncio.Semaphore(MAX_WORKERS)
@@ -120,11 +126,11 @@ class Commands:
             pair.open()
             self._free_pairs.append(pair)
 
-    def _add_worker(self) -> _Worker:
+    def _add_worker(self) -> Worker:
         number = len(self._workers)
         path = os.path.join(self.control, f"w{number}")
         os.mkfifo(path, 0o600)
-        worker = _Worker(number, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        worker = Worker(number, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         self._workers.append(worker)
         self._spawn(number)
         return worker
@@ -149,9 +155,9 @@ class Commands:
             self._idle = deque(idle for idle in self._idle if idle.number != worker)
         elif status is None and command is not None:
             command.buffers[1].feed(b"[no process could be started: the sandbox is at its limit]\n")
-            self._finish(command, 2, dead=True)
+            self.finish(command, 2, dead=True)
         elif status is not None and command is not None:
-            self._finish(command, status)
+            self.finish(command, status)
 
     def everyone_killed(self, breach: str = "") -> None:
         """A command has killed every process but PID 1, or a limit was passed: each command's end, and a result."""
@@ -160,7 +166,7 @@ class Commands:
                 self.pays(command.number, breach)
             else:
                 command.buffers[1].feed(b"[every process of the sandbox was killed]\n")
-            self._finish(command, 137)
+            self.finish(command, 137)
 
     def pays(self, number: int, breach: str) -> None:
         """A command is about to be killed because the sandbox passed a limit; its result will say so."""
@@ -206,17 +212,17 @@ class Commands:
         started = time.monotonic()
         async with self._slots:
             self._check_alive()
-            running = self._launch(command, cwd, env or {}, user_input, limit)
+            running = self.launch(command, cwd, env or {}, user_input, limit)
             timer = None
             if timeout_s is not None:
                 left = max(0.0, timeout_s - (time.monotonic() - started))
-                timer = asyncio.get_running_loop().call_later(left, self._kill, running)
+                timer = asyncio.get_running_loop().call_later(left, self.kill, running)
             try:
                 status = await asyncio.shield(running.done)
                 if running.killing is not None:
                     await asyncio.shield(running.killing)
             except asyncio.CancelledError:
-                await asyncio.shield(self._kill(running))
+                await asyncio.shield(self.kill(running))
                 raise
             finally:
                 if timer is not None:
@@ -233,15 +239,38 @@ class Commands:
             breach=running.breach,
         )
 
-    def _launch(
-        self, command: str | Sequence[str], cwd: str, env: Mapping[str, str], user_input: bytes | None, limit: int
-    ) -> _Command:
+    def session_worker(self) -> tuple[Worker, str]:
+        """A FIFO for a session's shell, which the caller closes, and its path inside."""
+        self._sessions += 1
+        name = f"n{self._sessions}"
+        path = os.path.join(self.control, name)
+        os.mkfifo(path, 0o600)
+        return Worker(_SESSION, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)), f"{CONTROL_DIR}/{name}"
+
+    def launch(
+        self,
+        command: str | Sequence[str],
+        cwd: str,
+        env: Mapping[str, str],
+        user_input: bytes | None,
+        limit: int,
+        session: Worker | None = None,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> CommandUnderWay:
+        """Hands a command over; its ``done`` is set when it has ended.
+
+        Args:
+            session: the shell that is to run it.
+            on_output: gets what it prints on standard output.
+        """
+        self._check_alive()
         self._number += 1
         pair = worker = running = None
         try:
             pair = self._free_pairs.pop() if self._free_pairs else self._add_pair()
-            worker = self._idle.popleft() if self._idle else self._add_worker()
-            running = _Command(self._number, worker, pair, limit)
+            worker = session or (self._idle.popleft() if self._idle else self._add_worker())
+            running = CommandUnderWay(self._number, worker, pair, limit)
+            running.on_output = on_output
             line = self._line(running, command, cwd, env, user_input)
             pair.open()
             os.write(worker.pipe, line)
@@ -250,7 +279,7 @@ class Commands:
                 self._remove_files(running)
             if pair is not None:
                 self._free_pairs.append(pair)
-            if worker is not None:
+            if worker is not None and session is None:
                 self._idle.append(worker)
             if isinstance(error, OSError):
                 raise SandboxError(
@@ -263,7 +292,7 @@ class Commands:
 
     def _line(
         self,
-        running: _Command,
+        running: CommandUnderWay,
         command: str | Sequence[str],
         cwd: str,
         env: Mapping[str, str],
@@ -275,20 +304,23 @@ class Commands:
             stdin = self._file(running, "i", user_input)
         if isinstance(command, str) and len(os.fsencode(command)) > _LONGEST_ARGUMENT:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
-        text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
+        if running.worker.number == _SESSION:
+            text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
+        else:
+            text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
         line = one_line(text)
         if line is None:
             line = b". %s\n" % self._file(running, "c", text.encode("utf-8", "surrogateescape")).encode()
         return line
 
-    def _file(self, running: _Command, kind: str, data: bytes) -> str:
+    def _file(self, running: CommandUnderWay, kind: str, data: bytes) -> str:
         """Lays a file into the control directory until the command has ended; its path inside."""
         name = f"{kind}{running.number}"
         running.files.append(name)
         write_new(os.path.join(self.control, name), data)
         return f"{CONTROL_DIR}/{name}"
 
-    def _listen(self, command: _Command) -> None:
+    def _listen(self, command: CommandUnderWay) -> None:
         """Reads from now on as the command prints."""
         command.listening = None
         loop = asyncio.get_running_loop()
@@ -296,7 +328,7 @@ class Commands:
             if descriptor >= 0:
                 loop.add_reader(descriptor, self._read_output, command, stream)
 
-    def _read_output(self, command: _Command, stream: int) -> bool:
+    def _read_output(self, command: CommandUnderWay, stream: int) -> bool:
         """One read; ``True`` if there may be more. A closed end gives its reader up."""
         descriptor = command.pair.descriptors[stream]
         if descriptor < 0:
@@ -305,7 +337,9 @@ class Commands:
         if data is None:
             return False
         if data:
-            if command.number in self._commands:
+            if stream == 0 and command.on_output is not None:
+                command.on_output(data)
+            elif command.number in self._commands:
                 command.buffers[stream].feed(data)
             return True
         if command.listening is None:
@@ -316,7 +350,7 @@ class Commands:
             self._give_back(command.pair)
         return False
 
-    def _finish(self, command: _Command, status: int, dead: bool = False) -> None:
+    def finish(self, command: CommandUnderWay, status: int, dead: bool = False) -> None:
         for stream in (0, 1):
             for _ in range(_LEFT_OVER_READS):
                 if not self._read_output(command, stream):
@@ -325,19 +359,19 @@ class Commands:
         if command.listening is not None:
             command.listening.cancel()
         self._withdraw(command)
-        if not dead:
+        if not dead and command.worker.number != _SESSION:
             self._idle.append(command.worker)
         if not self._give_back(command.pair) and not listened:
             self._listen(command)  # somebody in the background holds them
         if not command.done.done():
             command.done.set_result(status)
 
-    def _withdraw(self, command: _Command) -> None:
+    def _withdraw(self, command: CommandUnderWay) -> None:
         command.worker.command = None
         del self._commands[command.number]
         self._remove_files(command)
 
-    def _remove_files(self, command: _Command) -> None:
+    def _remove_files(self, command: CommandUnderWay) -> None:
         for name in command.files:
             try:
                 os.unlink(os.path.join(self.control, name))
@@ -353,12 +387,12 @@ class Commands:
         self._free_pairs.append(pair)
         return True
 
-    def _kill(self, command: _Command) -> asyncio.Task[None]:
+    def kill(self, command: CommandUnderWay) -> asyncio.Task[None]:
         if command.killing is None:
             command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
         return command.killing
 
-    async def _kill_command(self, command: _Command) -> None:
+    async def _kill_command(self, command: CommandUnderWay) -> None:
         """Kills what carries the command's mark until it has ended: a child that only just took it has no mark yet."""
         if self.init is None:
             return

@@ -71,3 +71,17 @@ def one_line(text: str) -> bytes | None:
     if len(text) > LONGEST_LINE or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"
+
+
+def session_text(lines: str) -> str:
+    """What a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
+    # What the line redirects holds for it alone; 8 and 9 are closed for what it runs.
+    return (
+        f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
+        'while IFS= read -r _mf_line <&8; do eval "$_mf_line"; echo "$?" >&9; done'
+    )
+
+
+def session_line(command: str, streams: tuple[str, str]) -> str:
+    """One command of a session."""
+    return f"eval {shlex.quote(command)} </dev/null >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]} 8<&- 9>&-"

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 
@@ -73,9 +74,37 @@ def session(pid: int) -> int:
     return int(fields[3]) if fields else 0
 
 
+def parent(pid: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
 def group(pid: int) -> int:
     fields = stat_fields(pid)
     return int(fields[2]) if fields else 0
+
+
+def stop_all(init: int) -> list[Identity]:
+    """Stops every process of a container but PID 1; :func:`continue_all` undoes it.
+
+    The runner's shells first: a shell with job control takes a stopped command for an ended one.
+    """
+    stopped: list[Identity] = []
+    for _ in range(50):
+        known = {identity.pid for identity in stopped}
+        found = [pid for pid in descendants(init) if pid not in known]
+        new = [identity for pid in found if (identity := Identity.of(pid))]
+        for identity in sorted(new, key=lambda one: not is_runner(one.pid)):
+            identity.send(signal.SIGSTOP)
+            stopped.append(identity)
+        if not new:
+            break
+    return stopped
+
+
+def continue_all(stopped: list[Identity]) -> None:
+    for identity in reversed(stopped):
+        identity.send(signal.SIGCONT)
 
 
 def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,9 +22,12 @@ from megaflow_hpc.environments.access import Access, ImageAccess
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.janitor import sweep
 from megaflow_hpc.environments.limits import Watchdog
+from megaflow_hpc.environments.mounts import sweep_mounts
 from megaflow_hpc.environments.pool import Pool
+from megaflow_hpc.environments.prefetch import Prefetcher
 from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.site import file_system, kind_of, scratch_base
+from megaflow_hpc.environments.snapshot import Snapshot
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.environments.staging import ImageCache
 from megaflow_hpc.errors import SandboxError, SiteError
@@ -87,6 +91,7 @@ class ApptainerProvider:
         self._kind = kind_of(file_system(self.scratch))
         cached = ImageCache(self.cache, self.apptainer)
         self.images = ImageAccess(cached, lambda: site.cached(self.scratch, self.apptainer), self.scratch, self._kind)
+        self._prefetcher = Prefetcher(cached, self.images.copied_form)
         self._closed = False
         sweep(self.scratch)
 
@@ -98,8 +103,11 @@ class ApptainerProvider:
     ) -> None:
         await self.close()
 
-    async def start(self, spec: SandboxSpec) -> ApptainerSandbox:
+    async def start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
         """A running sandbox, to be used as an async context manager or ended with ``stop()``.
+
+        Args:
+            snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
 
         Raises:
             ConfigError: the spec itself is wrong.
@@ -111,9 +119,9 @@ class ApptainerProvider:
         if self._bound is not None:
             await self._bound.acquire()
         try:
-            sandbox = await self._pool.take(spec) if spec.mode == "persistent" else None
+            sandbox = await self._pool.take(spec) if spec.mode == "persistent" and snapshot is None else None
             if sandbox is None:
-                sandbox = await self._start(spec)
+                sandbox = await self._start(spec, snapshot)
         except BaseException:
             if self._bound is not None:
                 self._bound.release()
@@ -125,7 +133,9 @@ class ApptainerProvider:
             raise SandboxError("the provider was closed meanwhile")
         return sandbox
 
-    async def _start(self, spec: SandboxSpec) -> ApptainerSandbox:
+    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
+        if snapshot is not None and snapshot.image != spec.image:
+            raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
         access = self.images.ready(spec.image) or await self._acquire(spec.image)
         self._number += 1
         directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
@@ -142,6 +152,12 @@ class ApptainerProvider:
             layer_in_memory=self._kind == "memory",
             spare=self._pool.take if spec.mode == "persistent" else None,
         )
+        if snapshot is not None:
+            try:
+                await asyncio.to_thread(sandbox.restore, snapshot)
+            except BaseException:
+                await sandbox.stop()
+                raise
         await sandbox.start()
         return sandbox
 
@@ -166,6 +182,14 @@ class ApptainerProvider:
             acquiring.add_done_callback(lambda done: None if done.exception() else done.result().release())
             raise
 
+    def prefetch(self, images: Sequence[str]) -> None:
+        """Stages ``images`` in the background: those in use and those that come next, the soonest first.
+
+        Replaces what was named before; returns at once. Errors are left to whoever starts a sandbox of the image.
+        """
+        if not self._closed:
+            self._prefetcher.order(images)
+
     def _forget(self, sandbox: ApptainerSandbox) -> None:
         spec = self._sandboxes.pop(sandbox, None)
         if spec is None:  # it stood by
@@ -177,9 +201,11 @@ class ApptainerProvider:
     async def close(self) -> None:
         """Stops every sandbox that is left. Idempotent."""
         self._closed = True
+        await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
         await self._pool.close()
         await asyncio.to_thread(self.watchdog.close)
+        await asyncio.to_thread(sweep_mounts, self.scratch)
         try:
             self._own.rmdir()
         except OSError:

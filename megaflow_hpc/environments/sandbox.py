@@ -17,22 +17,25 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-import shlex
 import shutil
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments import layer
+from megaflow_hpc.environments import layer, snapshot, transfer
 from megaflow_hpc.environments.access import Access
 from megaflow_hpc.environments.apptainer import CONTROL_DIR
+from megaflow_hpc.environments.commands import Commands
 from megaflow_hpc.environments.container import Container
-from megaflow_hpc.environments.files import copy_tree, remove_tree, unpack
+from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
 from megaflow_hpc.environments.network import listen_inside
-from megaflow_hpc.environments.processes import descendants, is_runner
+from megaflow_hpc.environments.processes import continue_all, descendants, is_runner, stop_all
+from megaflow_hpc.environments.session import Session
+from megaflow_hpc.environments.snapshot import Snapshot
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.errors import LimitError, SandboxError
 from megaflow_hpc.process import Identity
@@ -41,8 +44,8 @@ from megaflow_hpc.types import ExecResult
 OUTPUT_LIMIT = 512 * 1024
 """Bytes kept of each stream of a command, half of them its head."""
 
-DOWNLOAD_LIMIT = 256 * 1024 * 1024
-"""Bytes that one download may bring to the host."""
+LIKE_A_LOST_IMAGE = (124, 126, 127, 128 + signal.SIGBUS, 128 + signal.SIGKILL)
+"""Exit codes of commands whose program, directory or pages went away; of others too, so the image is looked at then."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class ApptainerSandbox:
         container = Container(control, on_started=self._record_owner)
         container.prepare(self.spec.env, self.spec.as_root, self.spec.workdir)
         runner = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
+        self._access.check()
         prefix, argv = self._access.command_line(
             self._apptainer, self.spec, layer=self._layer, control=control, command=runner
         )
@@ -171,6 +175,7 @@ class ApptainerSandbox:
     def _record_owner(self, identity: Identity) -> None:
         with open(os.path.join(self.directory, "owner"), "w") as file:
             file.write(f"{identity}\n")
+        self._watch.adopt(identity)
 
     async def kill_processes(self) -> None:
         """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
@@ -201,7 +206,7 @@ class ApptainerSandbox:
         """If no container starts in what was left of the sandbox, what one needs is taken from the image again."""
         try:
             await self._start_container()
-        except SandboxError:
+        except (SandboxError, OSError):
             await self._drop_container()
             upper, rootfs = Path(self._layer, "upper"), Path(self._access.rootfs)
             await asyncio.to_thread(layer.mend, upper, rootfs, self.spec.workdir)
@@ -270,7 +275,9 @@ class ApptainerSandbox:
             return "a command has run in it"
         if any(Identity.of(pid) and not is_runner(pid) for pid in descendants(container.init.pid)):
             return "a process runs in it"
-        made = {self.workdir.lstrip("/")} | {bind.split(":")[-1].lstrip("/") for bind in self.spec.binds}
+        made = {self.workdir.lstrip("/"), CONTROL_DIR.lstrip("/"), "dev", "proc", "sys", "tmp", "etc"} | {
+            bind.split(":")[-1].lstrip("/") for bind in self.spec.binds
+        }
         upper = os.path.join(self._layer, "upper")
         for place, directories, files in os.walk(upper):
             inside = os.path.relpath(place, upper)
@@ -368,7 +375,7 @@ class ApptainerSandbox:
             timeout_s=timeout_s,
             limit=self._output_limit if output_limit is None else output_limit,
         )
-        if result.exit_code in (126, 127):  # no program, no directory: what a lost image looks like
+        if result.exit_code in LIKE_A_LOST_IMAGE:
             self._access.check()
         return result
 
@@ -393,55 +400,45 @@ class ApptainerSandbox:
         """
         container = await self._alive()
         self._uploads += 1
-        name = f"u{self._uploads}"
-        staged = os.path.join(container.control, name)
-        inside = f"{CONTROL_DIR}/{name}"
-        quoted = shlex.quote(target)
-        path = Path(source)
-        try:
-            if path.is_dir():
-                await asyncio.to_thread(copy_tree, path, Path(staged))
-                script = f"mkdir -p {quoted} && cp -a {inside}/. {quoted}/"
-            elif path.is_file():
-                os.mkdir(staged, 0o700)
-                file_name = "f-" + path.name
-                await asyncio.to_thread(shutil.copy2, path, os.path.join(staged, file_name))
-                final = shlex.quote(target + path.name) if target.endswith("/") else quoted
-                script = (
-                    f't={final}; if [ -d "$t" ]; then t=$t/{shlex.quote(path.name)}; fi; '
-                    f'mkdir -p "$(dirname "$t")" && cp -a {inside}/{shlex.quote(file_name)} "$t"'
-                )
-            else:
-                raise SandboxError(f"{source}: nothing to upload: no such file or directory")
-            done = await self.exec(script, cwd="/")
-            if done.exit_code:
-                raise SandboxError(f"{source}: upload to {target} failed: {done.stderr.strip()[-500:]}")
-        finally:
-            await asyncio.to_thread(remove_tree, staged)
+        await transfer.upload(self, source, target, container.control, f"u{self._uploads}")
 
     async def download(self, source: str, target: str) -> None:
-        """Copies a file, or a directory's contents, out of the sandbox; at most :data:`DOWNLOAD_LIMIT` bytes.
+        """Copies a file, or a directory's contents, out of the sandbox; at most :data:`.transfer.DOWNLOAD_LIMIT` bytes.
 
         Only regular files, directories and symbolic links that stay inside ``target`` come out. Directories need
         ``tar`` in the image.
         """
-        quoted = shlex.quote(source)
-        kind = await self.exec(f"if [ -d {quoted} ]; then echo d; elif [ -f {quoted} ]; then echo f; fi")
-        if kind.stdout.strip() not in ("d", "f"):
-            raise SandboxError(f"{source}: nothing to download: no such file or directory in the sandbox")
-        whole = 2 * DOWNLOAD_LIMIT
-        if kind.stdout.strip() == "f":
-            command = f"head -c {DOWNLOAD_LIMIT + 1} < {quoted}"
-        else:
-            command = f"tar -C {quoted} -cf - . | head -c {DOWNLOAD_LIMIT + 1}"
-        got = await self.exec(command, output_limit=whole)
-        if got.exit_code:
-            raise SandboxError(f"{source}: download failed: {got.stderr.strip()[-500:]}")
-        if len(got.stdout_bytes) > DOWNLOAD_LIMIT:
-            raise SandboxError(f"{source}: more than {DOWNLOAD_LIMIT >> 20} MiB; download less")
-        if kind.stdout.strip() == "f":
-            place = Path(target) / Path(source).name if Path(target).is_dir() else Path(target)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            await asyncio.to_thread(place.write_bytes, got.stdout_bytes)
-        else:
-            await asyncio.to_thread(unpack, got.stdout_bytes, Path(target))
+        await transfer.download(self, source, target)
+
+    def session(self, *, output_limit: int | None = None) -> Session:
+        """A shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
+
+        bash where the image has it, else its ``/bin/sh``.
+        """
+
+        async def commands() -> Commands:
+            return (await self._alive()).commands
+
+        return Session(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
+
+    async def snapshot(self, target: str | os.PathLike[str]) -> Snapshot:
+        """Copies the writable layer to ``target``, a new directory on the host; processes stand still meanwhile.
+
+        :meth:`ApptainerProvider.start` takes the result. Neither processes nor ``/dev/shm`` are part of it.
+
+        Raises:
+            SandboxError: there is something at ``target``, or the copy failed.
+        """
+        async with self._changing:
+            init = self._running().init
+            stopped = await asyncio.to_thread(stop_all, init.pid) if init else []
+            try:
+                upper = Path(self._layer, "upper")
+                return await asyncio.to_thread(snapshot.take, upper, Path(target), self.spec.image)
+            finally:
+                continue_all(stopped)
+
+    def restore(self, kept: Snapshot) -> None:
+        """Lays a snapshot into the layer; only before the start."""
+        os.makedirs(self._layer, mode=0o700, exist_ok=True)
+        snapshot.lay(kept, Path(self._layer))

@@ -307,6 +307,23 @@ def test_an_image_with_little_more_than_a_shell_is_enough(small_rootfs: str, scr
     assert (result.exit_code, result.stdout, result.stderr) == (137, "b\n", "")
 
 
+def test_directories_of_the_image_can_be_deleted_replaced_and_moved(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        result = await sandbox.exec(
+            "set -e; cd /usr; rm -rf share/doc lib/python3; mkdir share/doc; ls -A share/doc; ls -d lib/python3"
+        )
+        moved = await sandbox.exec(
+            "cp -a /usr/share/perl5 /p; rm -rf /usr/share/perl5; mv /p /usr/share/perl5; echo $?"
+        )
+        return [result.stdout, result.stderr, moved.stdout]
+
+    out, err, moved = in_sandbox(use)
+    assert out == ""
+    assert "Input/output error" not in err
+    assert "lib/python3" in err
+    assert moved == "0\n"
+
+
 def test_a_stopped_sandbox_says_so_and_leaves_no_files(rootfs: str, scratch: Path) -> None:
     async def main() -> None:
         async with ApptainerProvider(scratch) as provider:

@@ -1,0 +1,101 @@
+"""Copies of a sandbox's writable layer: taken, kept, and laid under a new sandbox.
+
+::
+
+    DIRECTORY/
+      upper/          what the sandbox changed: its files, and marks of what it deleted
+      snapshot.json   image and workdir, written last into a directory that is renamed into place
+
+A whiteout is a character device 0/0, which Linux lets any user make, and an opaque directory an extended attribute of
+``user.overlay``: both are ordinary to ``cp -a``. It runs as uid 0 of a user namespace where that is to be had, in which
+it may read the owner's own files whatever their modes say, and shares blocks where the file system can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megaflow_hpc.environments.apptainer import unshare
+from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.rundir import write_json
+
+FORMAT = 1
+COPY_S = 600.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A layer that was kept. ``path`` is on the host; it stays until somebody removes it."""
+
+    path: str
+    image: str
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Snapshot:
+        """Raises :class:`SandboxError` if ``path`` is no snapshot."""
+        try:
+            with open(Path(path) / "snapshot.json", encoding="utf-8") as file:
+                content = json.load(file)
+            if content["format"] != FORMAT:
+                raise SandboxError(f"{path}: a snapshot of format {content['format']}; this version reads {FORMAT}")
+            return cls(str(path), str(content["image"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SandboxError(f"{path}: not a snapshot of a sandbox ({error})") from error
+
+    def remove(self) -> None:
+        remove_tree(self.path)
+
+
+def take(upper: Path, target: Path, image: str) -> Snapshot:
+    """Copies a layer that nobody writes to. Appears at ``target`` whole or not at all.
+
+    Raises:
+        SandboxError: there is something at ``target``, or the copy failed.
+    """
+    if os.path.lexists(target):
+        raise SandboxError(f"{target}: exists already; name a new place for a snapshot")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
+    try:
+        if upper.is_dir():
+            _copy(upper, partial / "upper")
+        else:
+            (partial / "upper").mkdir()
+        snapshot = Snapshot(str(target), image)
+        write_json(partial / "snapshot.json", {"format": FORMAT, **asdict(snapshot)})
+        os.rename(partial, target)
+    except OSError as error:
+        raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
+    finally:
+        if partial.exists():
+            remove_tree(partial)
+    return snapshot
+
+
+def lay(snapshot: Snapshot, layer: Path) -> None:
+    """Copies a snapshot into the layer of a sandbox that has not started."""
+    _copy(Path(snapshot.path, "upper"), layer / "upper")
+    (layer / "work").mkdir(mode=0o700)
+
+
+def _copy(source: Path, target: Path) -> None:
+    program = shutil.which("cp")
+    if program is None:
+        raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")
+    argv = [*(unshare() if os.geteuid() else ()), program, "-a", "--reflink=auto", "--", str(source), str(target)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=COPY_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"{source}: could not be copied in {COPY_S:g} s") from None
+    if done.returncode:
+        raise SandboxError(f"{source}: cannot be copied to {target}: {done.stderr.strip()[-500:]}")
