@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megaflow_hpc.environments import usage
+from megaflow_hpc.environments import cgroups, usage
 from megaflow_hpc.environments.fragments import MARKER
 from megaflow_hpc.environments.processes import descendants, kill_marked, limit_processes
 from megaflow_hpc.environments.spec import SandboxSpec
@@ -82,6 +82,7 @@ class Watch:
         self.layer_in_memory = layer_in_memory
         """Scratch is memory: what the layer holds counts as such."""
         self.init: Identity | None = None
+        self.group: cgroups.Group | None = None
         self.cpus: frozenset[int] = frozenset()
         self.due = 0.0
         self._cpu_before = 0.0
@@ -105,6 +106,11 @@ class Watch:
     def poke(self) -> None:
         """A command starts: look soon. Cheap enough for every one."""
         self.due = 0.0
+
+    def adopt(self, owner: Identity) -> None:
+        """The process that will start a container is there: what it starts is in its control group."""
+        if self.group is not None:
+            self.group.add(owner.pid)
 
     def attach(self, init: Identity) -> None:
         """A container has started. Sets what the kernel enforces by itself on its few first processes."""
@@ -174,6 +180,9 @@ class Watch:
         self._cpu_now = seen.cpu_s
         self._available = available
         self.due = now + (BUSY_S if worked else IDLE_S)
+        if self.group is not None and self.group.new_ooms():  # the kernel was first
+            most = float(spec.memory_mb or 0)
+            self.on_breach(Breach("memory", most, most), None, False)
         breach = self._times(now) or self._processes(seen, now) or self._memory_over(init, seen)
         if breach is None and spec.disk_mb:
             breach = self._disk_over(init, seen, now, free)
@@ -294,6 +303,9 @@ class Watchdog:
         self._scratch = scratch
         self._watches: set[Watch] = set()
         self._pinned: Counter[int] = Counter()
+        self._number = 0
+        group = cgroups.delegated()
+        self._group = group if group is not None and cgroups.prepare(group) else None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -302,6 +314,10 @@ class Watchdog:
         """Chooses the sandbox's processors and begins."""
         with self._lock:
             watch.cpus = self._choose_cpus(watch.spec.cpus)
+            if self._group is not None:
+                self._number += 1
+                name = f"megaflow-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
+                watch.group = cgroups.Group(self._group, name, watch.spec)
             self._watches.add(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sandbox limits", daemon=True)
@@ -314,6 +330,8 @@ class Watchdog:
                 self._watches.remove(watch)
                 self._pinned.subtract(watch.cpus)
         watch.end()
+        if watch.group is not None:
+            watch.group.remove()
 
     def close(self) -> None:
         self._stop.set()
