@@ -49,6 +49,8 @@ class AgentConfig(Section):
     """Short name (``oracle``, ``nop``, ``mini-swe-agent``, ``command``, ``replay``) or ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
     """Model calls after which the rollout is truncated."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Sampled tokens after which the rollout is truncated."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds after which the rollout is truncated; default: what the task says."""
     args: dict[str, Any] = {}

@@ -310,6 +310,15 @@ class Trajectory:
         return cls(**kept)
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What a rollout may ask of its models; ``None`` is unlimited."""
+
+    calls: int | None = None
+    tokens: int | None = None
+    """Sampled tokens after which no further call is answered."""
+
+
 @dataclass
 class Recording:
     """What the gateway recorded of one rollout, handed over when the agent is done."""
@@ -320,12 +329,16 @@ class Recording:
     """The longest conversation seen, in OpenAI message form, the last answer included."""
     raw: list[dict[str, Any]] = field(default_factory=list)
     """Per call the engine's answer in brief (token ids, log-probabilities, text), for audit; bounded."""
+    over_budget: str = ""
+    """Why a call was refused, where the rollout's budget was used up."""
 
 
 class Gateway(Protocol):
     """One per worker rank: gives every rollout an address and key of its own, routes, records."""
 
-    async def open(self, rollout_id: str, policy: str, listener: socket.socket | None = None) -> ModelEndpoint:
+    async def open(
+        self, rollout_id: str, policy: str, listener: socket.socket | None = None, budget: Budget | None = None
+    ) -> ModelEndpoint:
         """Registers a rollout; ``listener``, taken over, is a further socket to be served until :meth:`close`."""
 
     async def close(self, rollout_id: str) -> Recording:

@@ -38,7 +38,7 @@ from megaflow_hpc.errors import MegaflowError, ModelServiceError
 from megaflow_hpc.model import backend, dialects, stream
 from megaflow_hpc.model.recorder import Recorder
 from megaflow_hpc.model.router import Router, Server
-from megaflow_hpc.types import ModelEndpoint, Recording
+from megaflow_hpc.types import Budget, ModelEndpoint, Recording
 
 LOG = logging.getLogger(__name__)
 MODEL_SERVICE_ERROR = "model_service_error"
@@ -64,10 +64,21 @@ class _Rollout:
     token: str
     key: str
     recorder: Recorder
+    budget: Budget
     server: str = ""
     trouble: str = ""
     inside: web.SockSite | None = None
     """Where the sandbox reaches us, if it does by a socket of its own."""
+    in_flight: int = 0
+
+    def over_budget(self) -> str:
+        """Why no further call may be answered; empty where one may. Calls that are in flight count."""
+        calls, tokens = self.budget.calls, self.budget.tokens
+        if calls is not None and self.recorder.calls + self.in_flight >= calls:
+            return f"this rollout has made its {calls} model calls"
+        if tokens is not None and self.recorder.sampled >= tokens:
+            return f"this rollout has sampled its {tokens} tokens"
+        return ""
 
 
 class ModelGateway:
@@ -76,8 +87,6 @@ class ModelGateway:
     Args:
         wait_s: Seconds a call waits for a server that answers before it fails with 503.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
-        max_calls: Model calls a rollout may make; ``None`` is unlimited.
-        max_tokens: Tokens a rollout may sample; ``None`` is unlimited.
         host: Address to listen on; the port is chosen by the kernel.
     """
 
@@ -86,12 +95,9 @@ class ModelGateway:
         *,
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
-        max_calls: int | None = None,
-        max_tokens: int | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         self.wait_s, self.request_timeout_s = wait_s, request_timeout_s
-        self.max_calls, self.max_tokens = max_calls, max_tokens
         self.host, self.port = host, 0
         self._router = Router()
         self._by_id: dict[str, _Rollout] = {}
@@ -124,14 +130,15 @@ class ModelGateway:
             await self._session.close()
         self._runner = self._session = self._loop = None
 
-    async def open(self, rollout_id: str, policy: str, listener: socket.socket | None = None) -> ModelEndpoint:
+    async def open(
+        self, rollout_id: str, policy: str, listener: socket.socket | None = None, budget: Budget | None = None
+    ) -> ModelEndpoint:
         if self._runner is None:
             raise MegaflowError("the gateway is not started; call start() first")
         if rollout_id in self._by_id:
             raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
-        rollout = _Rollout(
-            rollout_id, policy, secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
-        )
+        key, recorder = f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
+        rollout = _Rollout(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget())
         inside = ""
         if listener is not None:
             rollout.inside = web.SockSite(self._runner, listener, backlog=256)
@@ -216,7 +223,8 @@ class ModelGateway:
             asked = dialect.request(body)
         except dialects.BadRequest as error:
             raise _Failure(400, str(error)) from None
-        if over := self._over_budget(rollout.recorder):
+        if over := rollout.over_budget():
+            rollout.recorder.recording.over_budget = over
             raise _Failure(429, over, BUDGET_EXCEEDED)
         rollout.recorder.request_arrived()
         answer = self._answer(rollout, "/v1/completions" if path == "/completions" else CHAT, asked)
@@ -245,7 +253,11 @@ class ModelGateway:
         if path == CHAT:
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
                 asked["messages"] = recorder.restore(asked["messages"])
-        answer, server, model_s, wait_s = await self._ask(rollout, path, asked, backend.ask)
+        rollout.in_flight += 1
+        try:
+            answer, server, model_s, wait_s = await self._ask(rollout, path, asked, backend.ask)
+        finally:
+            rollout.in_flight -= 1
         if rollout.id not in self._by_id:
             raise _Failure(401, "the rollout has ended", "authentication_error")
         rollout.server, rollout.trouble = server.name, ""
@@ -298,13 +310,6 @@ class ModelGateway:
                 server.outstanding -= 1
             server.succeeded()
             return answer, server, time.monotonic() - began, began - arrived
-
-    def _over_budget(self, recorder: Recorder) -> str:
-        if self.max_calls is not None and recorder.calls >= self.max_calls:
-            return f"this rollout has made its {self.max_calls} model calls"
-        if self.max_tokens is not None and recorder.sampled >= self.max_tokens:
-            return f"this rollout has sampled its {self.max_tokens} tokens"
-        return ""
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

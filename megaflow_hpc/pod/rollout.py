@@ -30,6 +30,7 @@ from megaflow_hpc.types import (
     Agent,
     AgentResult,
     Artifact,
+    Budget,
     ModelEndpoint,
     Recording,
     Rollout,
@@ -233,6 +234,8 @@ async def _run_agent(
     finally:
         if endpoint:
             recording = await services.gateway.close(rollout.id)
+    if recording.over_budget:  # however the agent took the refusal
+        result.status, result.error = "truncated", recording.over_budget
     return result, recording
 
 
@@ -241,9 +244,11 @@ async def _open_model(
 ) -> ModelEndpoint:
     """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
     network = task.network or services.config.environment.network
+    limits = services.policies[rollout.policy].agent
+    budget = Budget(calls=limits.max_turns, tokens=limits.max_tokens)
     if network == "gateway" and getattr(agent, "in_sandbox", False):
-        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen())
-    endpoint = await services.gateway.open(rollout.id, rollout.policy)
+        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget)
+    endpoint = await services.gateway.open(rollout.id, rollout.policy, budget=budget)
     return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
 
 

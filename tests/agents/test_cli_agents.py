@@ -46,7 +46,7 @@ def repair(agent: str) -> list[dict[str, Any]]:
 def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
 ) -> None:
-    """All three side by side: policies of one campaign."""
+    """All three are policies of one campaign; a fourth may make two calls, which are enough for the repair."""
     task = make_task(
         tmp_path / "tasks",
         "calc",
@@ -61,6 +61,8 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
         script = {"tasks": [{"when": "calc.add() must add", "answers": repair(agent)}]}
         (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
         models[agent] = {"engine": "scripted", "script": f"{agent}.yaml", "agent": agent}
+    cut = {"name": "codex", "max_turns": 2}
+    models["short"] = {"engine": "scripted", "script": "codex.yaml", "agent": cut}
     campaign = {
         "name": "cli-agents",
         "tasks": "tasks/*",
@@ -74,6 +76,9 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     assert done.stdout, done.stderr
     with open_trajectories(json.loads(done.stdout)["run"]) as store:
         found = {t.policy: t for t in store}
+        short = found.pop("short")
+        assert (short.status, short.reward, len(short.turns)) == ("truncated", 1.0, 2)
+        assert short.error == "this rollout has made its 2 model calls"
         assert {p: (t.status, t.reward, t.error) for p, t in found.items()} == {
             agent: ("completed", 1.0, "") for agent in PACKAGES
         }

@@ -15,7 +15,7 @@ from serving import Servers
 from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.model.script import script_from_patch
-from megaflow_hpc.types import AgentResult, Recording, Task
+from megaflow_hpc.types import AgentResult, Budget, Recording, Task
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"
 
@@ -29,11 +29,11 @@ def make_task() -> Task:
 
 
 async def roll(
-    servers: Servers, sandbox: LocalSandbox, *, gateway_options: dict[str, Any] | None = None, **spec: Any
+    servers: Servers, sandbox: LocalSandbox, *, budget: Budget | None = None, wait_s: float = 300.0, **spec: Any
 ) -> tuple[AgentResult, Recording]:
     agent = create({"name": "mini-swe-agent", **spec})
-    async with servers.gateway(**(gateway_options or {})) as gateway:
-        model = await gateway.open("sum/default/0", "default")
+    async with servers.gateway(wait_s=wait_s) as gateway:
+        model = await gateway.open("sum/default/0", "default", budget=budget)
         result = await agent.run(make_task(), sandbox, model)
         return result, await gateway.close("sum/default/0")
 
@@ -67,7 +67,7 @@ def test_a_limit_of_turns_truncates(servers: Servers, tmp_path: Path) -> None:
 def test_the_gateways_budget_truncates(servers: Servers, tmp_path: Path) -> None:
     servers.script({"default": [block("echo on")]})
     sandbox = LocalSandbox(tmp_path / "box")
-    result, recording = asyncio.run(roll(servers, sandbox, gateway_options={"max_calls": 3}))
+    result, recording = asyncio.run(roll(servers, sandbox, budget=Budget(calls=3)))
     assert result.status == "truncated"
     assert len(recording.turns) == 3
 
@@ -110,7 +110,7 @@ def test_bytes_that_are_no_text_do_not_end_it(servers: Servers, tmp_path: Path) 
 def test_a_model_that_no_engine_serves_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
     servers.script({"tasks": [{"when": "wrong sum", "answers": [{"status": 500}]}]})
     with pytest.raises(ModelServiceError):
-        asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), gateway_options={"wait_s": 1.0}))
+        asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), wait_s=1.0))
 
 
 def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:

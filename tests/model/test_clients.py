@@ -14,7 +14,7 @@ import pytest
 from serving import Servers, in_loop
 
 from megaflow_hpc.model import ModelGateway
-from megaflow_hpc.types import ModelEndpoint, Recording
+from megaflow_hpc.types import Budget, ModelEndpoint, Recording
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ASK = {"tool": "weather", "arguments": {"city": "Köln"}, "text": "I ask.", "reasoning": "I do not know it."}
@@ -40,10 +40,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @asynccontextmanager
 async def rollout(
-    servers: Servers, policy: str = "default", **options: Any
+    servers: Servers, policy: str = "default", budget: Budget | None = None, **options: Any
 ) -> AsyncIterator[tuple[ModelGateway, ModelEndpoint]]:
     async with servers.gateway(**options) as gateway:
-        yield gateway, await gateway.open(ID, policy)
+        yield gateway, await gateway.open(ID, policy, budget=budget)
 
 
 def open_ai(model: ModelEndpoint, key: str = "", **options: Any) -> openai.AsyncOpenAI:
@@ -163,7 +163,7 @@ async def test_images_limits_and_systems_reach_the_engine(servers: Servers) -> N
 @in_loop
 async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
     user: Any = [{"role": "user", "content": "a"}]
-    async with rollout(servers, max_calls=1) as (gateway, model), open_ai(model) as ai, claude(model) as an:
+    async with rollout(servers, budget=Budget(calls=1)) as (gateway, model), open_ai(model) as ai, claude(model) as an:
         async with open_ai(model, "wrong") as wrong:
             with pytest.raises(openai.AuthenticationError, match="not its key"):
                 await wrong.responses.create(model="m", input="a")

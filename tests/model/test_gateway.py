@@ -14,7 +14,7 @@ import pytest
 from serving import Servers, conversation, descendants, in_loop
 
 from megaflow_hpc.model import ModelGateway, scripted
-from megaflow_hpc.types import ModelEndpoint, Recording
+from megaflow_hpc.types import Budget, ModelEndpoint, Recording
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
 
@@ -162,12 +162,19 @@ async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers
 @in_loop
 async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
     servers.script(ECHO)
-    async with servers.gateway(max_calls=2) as gateway:
-        model = await gateway.open("t/default/0", "default")
-        answers = [await call(model, {"messages": conversation("hello")}) for _ in range(3)]
-        assert [status for status, _ in answers] == [200, 200, 429]
-        assert answers[2][1]["error"]["type"] == "rollout_budget_exceeded"
-        assert len((await gateway.close("t/default/0")).turns) == 2
+    async with servers.gateway() as gateway:
+        budgets = [(Budget(calls=2), "2 model calls"), (Budget(tokens=8), "8 tokens")]  # an answer has 7
+        for budget, named in budgets:
+            model = await gateway.open("t/default/0", "default", budget=budget)
+            answers = [await call(model, {"messages": conversation("hello")}) for _ in range(3)]
+            assert [status for status, _ in answers] == [200, 200, 429]
+            assert answers[2][1]["error"]["type"] == "rollout_budget_exceeded"
+            recording = await gateway.close("t/default/0")
+            assert len(recording.turns) == 2
+            assert named in recording.over_budget
+        model = await gateway.open("t/default/0", "default", budget=Budget(calls=2))
+        at_once = await asyncio.gather(*(call(model, {"messages": conversation("hello")}) for _ in range(5)))
+        assert sorted(status for status, _ in at_once) == [200, 200, 429, 429, 429]
 
 
 @in_loop
