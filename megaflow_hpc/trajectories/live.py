@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.trajectories.reader import Row
+from megaflow_hpc.trajectories.reader import Row, open_trajectories
 from megaflow_hpc.trajectories.sources import JournalSource
 from megaflow_hpc.trajectories.winners import Entry, Index, Seals, entries, journals, seals_of
 
@@ -78,6 +78,12 @@ def follow(
         after: ids to leave out.
         poll_s: seconds between two looks while nothing is new.
     """
+    run = run if isinstance(run, RunDir) else RunDir(run)
+    if not journals(run) and run.trajectories.exists():  # a result whose journals were removed since
+        seen = set(after)
+        with open_trajectories(run.trajectories) as store:
+            yield from (row for row in store if row.id not in seen)
+        return
     follower = Follower(run, after)
     while True:
         last = over()

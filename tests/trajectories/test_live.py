@@ -169,3 +169,11 @@ def test_the_stream_ends_behind_the_last_rollout(run):
     reader.join(30)
     assert not reader.is_alive()
     assert seen == [f"task/default/{n}" for n in range(1, 21)]
+
+
+def test_a_result_without_journals_is_followed_from_its_file(run):
+    commit(run, "a", *((0, 0, trajectory(n)) for n in range(4)))
+    gather(run)
+    run.journal_file("a", "0").unlink()
+    rows = follow(run, lambda: True, after=["task/default/2"])
+    assert [(row.id, len(row.messages)) for row in rows] == [(f"task/default/{n}", 2) for n in (0, 1, 3)]

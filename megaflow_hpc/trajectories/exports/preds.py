@@ -10,7 +10,6 @@ without one the prediction is empty.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,19 +26,25 @@ NAMES = ("model.patch", "patch.diff", "patch")
 
 
 def write(job: Job) -> list[Path]:
-    runs: dict[tuple[str, int], dict[str, dict[str, str]]] = defaultdict(dict)
-    for row in job.rows():
-        runs[row.policy, row.sample_index][row.task_id] = {
-            "instance_id": row.task_id,
-            "model_name_or_path": row.policy,
-            "model_patch": patch_of(row),
-        }
+    policy, sample = (job.store.column(name)[job.numbers] for name in ("policy", "sample_index"))
+    runs = sorted(set(zip(policy.tolist(), sample.tolist(), strict=True)))
     paths = []
-    for (policy, sample), predictions in sorted(runs.items()):
-        name = "preds.json" if len(runs) == 1 else f"preds-{safe_name(policy)}-{sample}.json"
-        with published(job.directory / name) as temporary:
-            temporary.write_text(json.dumps(predictions, indent=1), encoding="utf-8")
-        paths.append(job.directory / name)
+    done = 0
+    for name, number in runs:
+        file = "preds.json" if len(runs) == 1 else f"preds-{safe_name(name)}-{number}.json"
+        chosen = job.numbers[(policy == name) & (sample == number)]
+        with published(job.directory / file) as temporary, open(temporary, "x", encoding="utf-8") as out:
+            for place, row in enumerate(job.store.rows(chosen)):
+                prediction = {
+                    "instance_id": row.task_id,
+                    "model_name_or_path": row.policy,
+                    "model_patch": patch_of(row),
+                }
+                out.write(f"{',' if place else '{'}\n{json.dumps(row.task_id)}: {json.dumps(prediction)}")
+                done += 1
+                job.progress(done, len(job.numbers))
+            out.write("\n}\n")
+        paths.append(job.directory / file)
     return paths
 
 
