@@ -8,8 +8,9 @@ again. The tree is the agent's work: nothing here follows a link in it.
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from megaflow_hpc.environments.files import remove_tree
@@ -35,6 +36,11 @@ LIBRARIES = (
 )
 """How the names of those files begin that every one of these programs is made of when it starts."""
 
+_PREFERRED = ("glibc-hwcaps", "tls", "haswell", "x86_64", "avx512_1")
+"""Directories beside the libraries in which the loader looks first, if the processor suits."""
+CACHE = "etc/ld.so.cache"
+_LARGEST_CACHE = 16 << 20
+
 _DELETED = ".wh."
 """How fuse-overlayfs may mark what is gone; the kernel's overlay uses a device of the same name."""
 _OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
@@ -56,7 +62,9 @@ def make_way(upper: Path, path: str) -> None:
     parts = PurePosixPath(path).parts
     for depth in range(1, len(parts)):
         place = upper.joinpath(*parts[:depth])
-        if os.path.lexists(place) and not _is_directory(place):
+        if _is_directory(place):
+            _open(place)
+        elif os.path.lexists(place):
             _remove(place)
     forget(upper, path)
 
@@ -82,7 +90,58 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
         for entry in _changes(upper, rootfs, directory, changed):
             if entry.removeprefix(_DELETED).startswith(LIBRARIES):
                 changed += _undo(upper, rootfs, directory, entry)
+            elif entry in _PREFERRED:
+                changed += _forget_libraries(upper, f"{directory}/{entry}")
+    if _cache_leads_elsewhere(upper, {f"/{place}" for place in places}):
+        forget(upper, CACHE)
+        changed.append(CACHE)
     return changed
+
+
+def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
+    """What the layer has under the names of the image's basic tools in further directories of a ``PATH``."""
+    known = _names_in(rootfs, PROGRAM_DIRS)
+    found: list[str] = []
+    for directory in dict.fromkeys(
+        os.path.normpath(word).strip("/") for word in search_path.split(":") if word[:1] == "/"
+    ):
+        parts = PurePosixPath(directory).parts
+        if directory in PROGRAM_DIRS or not parts:
+            continue
+        if all(_is_directory(upper.joinpath(*parts[: depth + 1])) for depth in range(len(parts))):
+            names = PROGRAMS.intersection(os.listdir(upper / directory))
+            found += [f"{directory}/{name}" for name in sorted(names) if known is None or name in known]
+    return found
+
+
+def _forget_libraries(upper: Path, directory: str) -> list[str]:
+    """Copies of the basic libraries for better processors, which the loader prefers."""
+    if not _is_directory(upper / directory):
+        return []
+    found = [
+        os.path.relpath(os.path.join(place, name), upper)
+        for place, _, names in os.walk(upper / directory)
+        for name in names
+        if name.startswith(LIBRARIES)
+    ]
+    return [path for path in found if forget(upper, path)]
+
+
+def _cache_leads_elsewhere(upper: Path, places: Collection[str]) -> bool:
+    """Whether the loader's cache, as the agent left it, has one of the basic libraries outside of the system's."""
+    if not _is_directory(upper / "etc"):
+        return False
+    try:
+        descriptor = os.open(upper / CACHE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return os.path.lexists(upper / CACHE)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return True
+        data = file.read(_LARGEST_CACHE + 1)
+    names = (os.path.split(os.fsdecode(found[1])) for found in re.finditer(rb"(/[^\0]+)\0", data))
+    elsewhere = any(name.startswith(LIBRARIES) and place not in places for place, name in names)
+    return elsewhere or len(data) > _LARGEST_CACHE
 
 
 def mend(upper: Path, rootfs: Path, workdir: str | None) -> None:

@@ -149,6 +149,8 @@ async def _judge(
         await asyncio.to_thread(_lay_out, home, sources)
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
         await sandbox.restart(_spec(before, rules, court, binds), enter)
+        if not fresh:
+            restored += await _clear_path(sandbox, dict(rules.get("env", {})))
         result = await sandbox.exec(
             _command(sources),
             cwd=task.workdir or None,
@@ -173,6 +175,23 @@ async def _judge(
         if stay:
             await sandbox.restart(before, leave)
             await asyncio.to_thread(remove_tree, home)
+
+
+async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list[str]:
+    """Takes false tools out of what an image's own ``PATH`` names beside the system's directories."""
+    shown = await sandbox.exec('echo "$PATH"', cwd="/", env=env, timeout_s=60)
+    path = shown.stdout.strip()
+    if all(word.strip("/") in layer.PROGRAM_DIRS for word in path.split(":") if word.startswith("/")):
+        return []
+    found: list[str] = []
+
+    def change(paths: LayerPaths) -> None:
+        found.extend(layer.false_programs(paths.upper, paths.rootfs, path))
+        for name in found:
+            layer.forget(paths.upper, name)
+
+    await sandbox.restart(change=change)
+    return found
 
 
 def _spec(before: SandboxSpec, rules: Mapping[str, Any], court: Court, binds: Sequence[str]) -> SandboxSpec:
