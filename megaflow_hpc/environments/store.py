@@ -170,7 +170,7 @@ class ImageStore:
 
     def name(self, key: str, source: str, digest: str) -> None:
         """Records that ``key`` is answered by the image of ``digest``."""
-        write_json(self.root / "names" / f"{key}.json", {"digest": digest, "source": source}, 0o444)
+        _publish_note(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:
         """Takes an image and its names out of the store that is written to; the bytes that were freed."""
@@ -233,12 +233,17 @@ class ImageStore:
         )
         target.chmod(0o444)
         known = {name: value for name, value in asdict(image).items() if name in _KNOWN}
-        write_json(final.with_suffix(".json"), known, 0o444)
+        _publish_note(final.with_suffix(".json"), known)
         os.rename(target, final)
         return image
 
 
 _KNOWN = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
+
+
+def _publish_note(path: Path, value: Mapping[str, Any]) -> None:
+    write_json(path, value, 0o444)
+    path.chmod(0o444)  # whatever the umask: the directory decides who reads
 
 
 def _check_safe(root: Path) -> None:

@@ -31,6 +31,9 @@ TICK_S = 1.0
 LISTING_S = 10.0
 WAITING_S = 2.0
 """How often engines are looked for while rollouts wait for one."""
+AHEAD_S = 5.0
+AHEAD_ROLLOUTS = 256
+"""How often ranks are told which images come next, and how many rollouts that looks ahead."""
 BEAT_S = 5.0
 WORKER_LOST_S = 30.0
 JOIN_S = 120.0
@@ -112,6 +115,7 @@ class Master:
         self._stored_ids: set[str] | None = None
         self._failures = 0
         self._stored = 0
+        self._announced: list[str] = []
 
     # --- the loop ---
 
@@ -193,6 +197,7 @@ class Master:
 
     def _on_ready(self, rank: int, message: Message) -> None:
         self._awaited.discard(rank)
+        self._announced = []  # so that this rank is told as well
         self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
         for work in self.scheduler.impossible():
             self._refuse(work)
@@ -394,6 +399,8 @@ class Master:
         self._beat()
         if pod.servers and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
             self._list_endpoints()
+        if self._due("images", AHEAD_S):
+            self._announce_images()
         pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
 
     def _beat(self) -> None:
@@ -408,6 +415,15 @@ class Master:
             self.pod.events.write("endpoints", servers=self._endpoints.names)
             for rank in self.scheduler.workers:
                 self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
+
+    def _announce_images(self) -> None:
+        """Tells the ranks which images they need next, so that they stage them meanwhile."""
+        tasks = self.scheduler.coming(AHEAD_ROLLOUTS)
+        order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in tasks))
+        if order != self._announced and len(order) > 1:
+            self._announced = order
+            for rank in self.scheduler.workers:
+                self.pod.comm.send(rank, {"op": "images", "order": order})
 
     # --- the end ---
 

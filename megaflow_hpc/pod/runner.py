@@ -60,6 +60,8 @@ class Runner:
         config = CampaignConfig.model_validate(message["campaign"])
         policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
         self._services = await Services.open(config, policies, message["images"])
+        for image, starts in message["starts"].items():
+            self._services.provider.images.expect(image, starts)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._preempted)
         await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
 
@@ -75,6 +77,10 @@ class Runner:
     async def _on_endpoints(self, message: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
         self._services.gateway.update_endpoints(message["endpoints"])
+
+    async def _on_images(self, message: Message) -> None:
+        assert self._services is not None, "rank 0 sends init first"
+        self._services.provider.prefetch([self._services.images[name] for name in message["order"]])
 
     async def _on_beat(self, message: Message) -> None:
         pass

@@ -144,6 +144,12 @@ class Scheduler:
     def running_on(self, worker: int) -> dict[str, Work]:
         return dict(self._workers[worker].running)
 
+    def coming(self, count: int) -> list[str]:
+        """Tasks of what runs, then of what starts next, each once; about ``count`` of the latter are looked at."""
+        running = [work.rollout.task_id for worker in self._workers.values() for work in worker.running.values()]
+        waiting = [entry for lane in self._lanes.values() for entry in _smallest(lane.heap, count)]
+        return list(dict.fromkeys([*running, *(work.rollout.task_id for _, _, work in sorted(waiting)[:count])]))
+
     def impossible(self) -> list[Work]:
         """Takes out and returns the work that would not fit on any worker even if it were empty."""
         if not self._workers:
@@ -322,3 +328,16 @@ class Scheduler:
         if not lane.heap:
             self._lanes.pop((lane.policy, lane.share, lane.demand), None)
         return work
+
+
+def _smallest(heap: list[tuple[float, int, Work]], count: int) -> list[tuple[float, int, Work]]:
+    """The first ``count`` of a heap in order, without touching the rest."""
+    found: list[tuple[float, int, Work]] = []
+    frontier = [(heap[0], 0)] if heap else []
+    while frontier and len(found) < count:
+        entry, place = heapq.heappop(frontier)
+        found.append(entry)
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(heap):
+                heapq.heappush(frontier, (heap[child], child))
+    return found

@@ -1,7 +1,7 @@
 """Messages between master, ranks and runners: msgpack maps, framed on sockets by a 4-byte length.
 
-``op`` names a message. Master to worker: ``init`` ``start`` ``endpoints`` ``beat`` ``stop``. Worker to
-master: ``ready`` ``result`` ``beat`` ``left``.
+``op`` names a message. Master to worker: ``init`` ``start`` ``endpoints`` ``images`` ``beat`` ``stop``. Worker
+to master: ``ready`` ``result`` ``beat`` ``left``.
 """
 
 from __future__ import annotations

@@ -256,6 +256,8 @@ COPY *.cfg conf/
 ADD archive.tar.gz /unpacked/
 ADD --chmod=0755 script.sh /usr/local/bin/
 COPY . /all/
+COPY --parents sub/nested /parents/
+COPY --exclude=*.cfg --exclude=sub . /part/
 COPY --from=tools /out /from/
 COPY --from=0 /out/bin/tool /tmp/kept
 RUN ["/bin/sh", "-c", "echo \"json $0 $PWD\" >> /log", "it's"]
@@ -368,6 +370,8 @@ def test_a_built_image_holds_what_was_copied_where_and_as_it_was_asked(built: Pa
     assert text("texts/ONE") == "for me\n"
     assert text("texts/TWO") == "for $WHO\n"
     assert not (built / "all/noise.log").exists()
+    assert (built / "parents/sub/nested/kept.secret").exists()
+    assert sorted(os.listdir(built / "part")) == sorted(set(os.listdir(built / "all")) - {"a.cfg", "b.cfg", "sub"})
     assert os.listdir(built / "all/sub/nested") == ["kept.secret"]
     assert (built / "from/bin/tool").stat().st_mode & 0o777 == 0o750
     assert os.readlink(built / "from/bin/alias") == "tool"

@@ -151,8 +151,14 @@ def test_a_store_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
 def test_a_group_store_gives_its_rooms_its_own_mode(small_images: SmallImages, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store").chmod(0o2755)
-    small_images.fill(ImageStore(tmp_path / "store"), 1)
+    mask = os.umask(0o077)
+    try:
+        small_images.fill(ImageStore(tmp_path / "store"), 1)
+    finally:
+        os.umask(mask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()} == {0o755}
+    files = [path for path in (tmp_path / "store").rglob("*") if path.suffix in (".sif", ".json")]
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o444] * 3
 
 
 def test_a_definitions_key_follows_what_it_copies(tmp_path: Path) -> None:

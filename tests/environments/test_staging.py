@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.bench.small_images import SmallImages
+from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.apptainer import find_apptainer
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.prefetch import Prefetcher
@@ -321,6 +323,27 @@ cache.prefetch([str(store.find("small0")), str(store.find("small1"))], sys.argv[
 print("announced", flush=True)
 time.sleep(600)
 """
+
+
+def test_a_provider_stages_ahead_what_sandboxes_will_need(images: list[str], tmp_path: Path) -> None:
+    async def main() -> list[bool]:
+        async with ApptainerProvider(tmp_path / "scratch", tmp_path / "cache") as provider:
+            provider.prefetch(images[:2])
+            deadline = time.monotonic() + 60
+            found = [False, False]
+            while not all(found) and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+                accesses = [
+                    provider.images.images.ready(image, provider.images.copied_form(image)) for image in images[:2]
+                ]
+                found = [access is not None for access in accesses]
+                for access in accesses:
+                    if access:
+                        access.release()
+            return found
+
+    assert asyncio.run(main()) == [True, True]
+    remove_tree(tmp_path / "cache")
 
 
 def test_what_another_rank_wants_next_is_not_removed_for_what_is_staged_ahead(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +43,21 @@ def test_a_policy_without_an_engine_waits_and_holds_up_no_other() -> None:
     assert scheduler.next() is None
     scheduler.waiting = set()
     assert scheduler.next() is not None
+
+
+def test_what_comes_is_told_in_the_order_in_which_it_will_start() -> None:
+    for order in ("fifo", "longest"):
+        scheduler = Scheduler(order)  # type: ignore[arg-type]
+        scheduler.join(1, 1)
+        scheduler.add(replace(item, expected_s=float(i * 7 % 11)) for i, item in enumerate(work(40)))
+        start_all(scheduler)
+        told = scheduler.coming(15)
+        assert len(told) == 16
+        happened = [scheduler.running_on(1)[next(iter(scheduler.running_on(1)))].rollout.task_id]
+        while len(happened) < len(told):
+            assert scheduler.finish(1, f"{happened[-1]}/p/0") is not None
+            happened += [task for _, task in start_all(scheduler)]
+        assert told == happened
 
 
 def test_a_late_message_of_a_worker_that_left_is_ignored() -> None:
