@@ -37,6 +37,7 @@ import math
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -228,16 +229,46 @@ async def _call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbo
                 return await method(sandbox)
             # Cut off, a thread goes on to its next use of the sandbox, which is gone then.
             plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
-            found = await asyncio.to_thread(method, plain)
+            found = await _in_thread(lambda: method(plain), task.id)
             return await found if inspect.isawaitable(found) else found
     except SandboxError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if limit.expired():
             raise UserCodeError(
                 f"{_code(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
             ) from None
         raise _told(task, method, error) from error
+
+
+async def _in_thread(call: Callable[[], Any], name: str) -> Any:
+    """Runs ``call`` in a thread of its own: one that never ends must not take a place in the loop's pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def body() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = call(), None
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future does not carry these
+            outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
+        except BaseException as error:
+            outcome = None, error
+        try:
+            loop.call_soon_threadsafe(finish, *outcome)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
+    return await done
 
 
 def _told(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
@@ -247,7 +278,7 @@ def _told(task: Task, method: Callable[..., Any], error: BaseException) -> UserC
 def _guard(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise kind(f"{what} raised {error!r} at {_origin(error)}") from error
 
 

@@ -78,6 +78,21 @@ class Slow(Base):
 class Wrong(Base):
     def score(self, sandbox):
         return "good"
+
+class Stuck(Base):
+    score_timeout_s = 1
+
+    def score(self, sandbox):
+        import threading
+        threading.Event().wait()
+
+class Leaving(Base):
+    async def score(self, sandbox):
+        raise SystemExit(3)
+
+class LeavingThread(Base):
+    def score(self, sandbox):
+        raise SystemExit(3)
 """
 
 
@@ -131,6 +146,9 @@ def test_methods_with_and_without_await_prepare_solve_and_score(
     [
         ("Broken", r"{file}:46: score of task Broken raised ValueError\(.*no number"),
         ("Slow", r"{file}:5\d: score of task Slow ran longer than its 1 s"),
+        ("Stuck", r"{file}:6\d: score of task Stuck ran longer than its 1 s"),
+        ("Leaving", r"{file}:6\d: score of task Leaving raised SystemExit\(3\)"),
+        ("LeavingThread", r"{file}:7\d: score of task LeavingThread raised SystemExit\(3\)"),
         ("Wrong", r"{file}:5\d: score of task Wrong gave 'good'; expected a finite number"),
     ],
 )
