@@ -22,6 +22,9 @@ HEAD_LINES, TAIL_LINES = 20, 10
 LINE_CHARACTERS = 2000
 """A longer line is cut unless ``--full``: a prompt on one line is not read by anybody."""
 
+CANDIDATES = 2000
+"""Ids that a mistyped one is compared with."""
+
 _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
 
@@ -86,7 +89,11 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
         return store[wanted]
     if wanted.isdigit() and int(wanted) < len(store):
         return store[int(wanted)]
-    near = difflib.get_close_matches(wanted, store.ids, 3, 0.4) or store.ids[:3]
+    # Among those of the same task, or else the first: a million comparisons would take minutes.
+    task = wanted.partition("/")[0]
+    alike = [rollout for rollout in store.ids if rollout.startswith(task)] if len(store) > CANDIDATES else store.ids
+    candidates = (alike or store.ids)[:CANDIDATES]
+    near = difflib.get_close_matches(wanted, candidates, 3, 0.4) or candidates[:3]
     hint = f"; there are: {', '.join(near)}" if near else ""
     raise ConfigError(f"{store.path}: no trajectory {wanted!r} among {len(store)}{hint}")
 

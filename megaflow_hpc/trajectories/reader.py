@@ -38,6 +38,10 @@ from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Tur
 _SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
 
 
+LOOK_UPS = 16
+"""Ids that are looked for one by one before all are put into a dictionary."""
+
+
 class Row:
     """One trajectory; every attribute is read when it is used. Holds while its store is open."""
 
@@ -126,6 +130,7 @@ class TrajectoryStore:
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
+        self._looked_up = 0
         self.path = path
         """The file or run directory it reads."""
 
@@ -152,11 +157,22 @@ class TrajectoryStore:
     def _row_of(self) -> dict[str, int]:
         return {rollout: row for row, rollout in enumerate(self.ids)}
 
+    def _number(self, rollout: str) -> int | None:
+        """The row of an id. The first few are looked for in the column: a dictionary of a million takes seconds."""
+        if isinstance(self._source, Hdf5Source) and "_row_of" not in self.__dict__ and self._looked_up < LOOK_UPS:
+            self._looked_up += 1
+            column = self._source.column("trajectories/id")
+            found = np.flatnonzero(
+                column == (rollout.encode("utf-8", "replace") if column.dtype.kind == "S" else rollout)
+            )
+            return int(found[0]) if len(found) else None
+        return self._row_of.get(rollout)
+
     def __len__(self) -> int:
         return len(self._source)
 
     def __contains__(self, rollout: object) -> bool:
-        return rollout in self._row_of
+        return isinstance(rollout, str) and self._number(rollout) is not None
 
     def __iter__(self) -> Iterator[Row]:
         return (Row(self._source, row) for row in range(len(self)))
@@ -293,9 +309,10 @@ class TrajectoryStore:
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):
-            if key not in self._row_of:
+            number = self._number(key)
+            if number is None:
                 raise KeyError(f"{key}: no such rollout in {self.path} ({len(self)} trajectories)")
-            return self._row_of[key]
+            return number
         row = int(key)
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} in {self.path}")
