@@ -31,6 +31,7 @@ from pathlib import Path
 
 from megaflow_hpc.environments.apptainer import clean_environment
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.overlay import MOUNT
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.process import Identity
 
@@ -69,19 +70,19 @@ class Mounted:
             merged: an empty directory to mount on; the mount is seen by the container alone.
             uid: be this user from there on; ``None``: root of the namespace.
         """
+        remove_tree(f"{layer}/work")  # a volatile mount leaves a mark there that refuses the next
         for path in (f"{layer}/upper", f"{layer}/work", merged):
             os.makedirs(path, mode=0o755, exist_ok=True)
         for text in (self.root, layer, merged):
             if any(letter in text for letter in ',:\\"'):
                 raise SandboxError(f"{text}: an overlay takes no path with ',', ':' or '\\'; set MEGAFLOW_SCRATCH")
-        options = f"lowerdir={self.root},upperdir={layer}/upper,workdir={layer}/work,userxattr"
-        script = 'mount -t overlay overlay -o "$1" "$2" && shift 2 && exec "$@"'
+        options = f"lowerdir={self.root},upperdir={layer}/upper,workdir={layer}/work,userxattr,volatile"
         words = ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(self.holder.pid), "--"]
         words += ["unshare", "--mount", "--propagation", "private", "--"]
-        words += ["/bin/sh", "-c", script, "sh", options, merged]
-        if uid is not None:
-            words += ["unshare", "--user", f"--map-user={uid}", f"--map-group={os.getgid()}", "--"]
-        return words
+        words += ["/bin/sh", "-c", MOUNT, "sh", options, merged]
+        # A user namespace of the sandbox's own, also for its root: the kernel bounds processes by namespace.
+        ids = ["--map-root-user"] if uid is None else [f"--map-user={uid}", f"--map-group={os.getgid()}"]
+        return [*words, "unshare", "--user", *ids, "--"]
 
     def release(self) -> None:
         """Idempotent."""
