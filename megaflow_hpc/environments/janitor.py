@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megaflow_hpc.environments.cache import Room, Shelf
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.mounts import sweep_mounts
 from megaflow_hpc.environments.processes import descendants, namespace_init
@@ -16,12 +17,14 @@ from megaflow_hpc.process import Identity
 
 
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
-    """Cleans ``SCRATCH/owners`` of dead owners.
+    """Cleans ``SCRATCH/owners`` of dead owners, and the cache of images of what they left half made.
 
     Returns:
         ``owners``, ``sandboxes``, ``processes`` and ``mounts`` ended or removed, and ``left``: directories that could
         not be.
     """
+    if (cache := Path(scratch) / "cache").is_dir():
+        Shelf(cache, Room(0, 0)).tidy()
     counts = {"owners": 0, "sandboxes": 0, "processes": 0, "mounts": sweep_mounts(scratch), "left": 0}
     try:
         owners = [entry for entry in os.scandir(Path(scratch) / "owners") if entry.is_dir(follow_symlinks=False)]
