@@ -4,6 +4,9 @@
 standard input (the server that started it died, however), SIGTERM or SIGINT end it: SIGTERM to the session, SIGKILL
 after :data:`GRACE_S` to all that is left, also to processes that made sessions of their own, since orphans of a
 subreaper come to it. Its exit code is the command's, 128+n for signal n.
+
+Engines pass tensors through files in ``/dev/shm`` that outlive whoever is killed: memory of the node that nobody gets
+back. Those that one of these processes had mapped are removed at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from collections.abc import Sequence
 
 GRACE_S = 8.0
 """Seconds an engine has to give its GPU memory and shared memory back."""
+SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
+"""What Python's multiprocessing calls its shared memory and semaphores."""
+LOOK_S = 5.0
+"""Seconds between two looks at which of these the processes have mapped."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -33,15 +40,31 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def _descendants() -> list[int]:
+    todo, seen = _children(os.getpid()), []
+    while todo:
+        pid = todo.pop()
+        seen.append(pid)
+        todo += _children(pid)
+    return seen
+
+
+def _mapped() -> set[str]:
+    """Files of shared memory that a descendant has mapped now."""
+    found = set()
+    for pid in _descendants():
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                found |= {path for line in file if (path := line.rstrip("\n").partition("/")[2])}
+        except OSError:
+            pass
+    return {f"/{path}" for path in found if f"/{path}".startswith(SHARED)}
+
+
 def _kill_all() -> None:
     """SIGKILL to every descendant; those that are orphaned meanwhile come here and are met in the next round."""
     for _ in range(100):
-        todo, seen = _children(os.getpid()), []
-        while todo:
-            pid = todo.pop()
-            seen.append(pid)
-            todo += _children(pid)
-        for pid in seen:
+        for pid in _descendants():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -78,8 +101,10 @@ def main(command: Sequence[str]) -> int:
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127
+    shared: set[str] = set()
     while not ended and child.poll() is None:
-        ready, _, _ = select.select([0, wake_read], [], [])
+        ready, _, _ = select.select([0, wake_read], [], [], LOOK_S)
+        shared |= _mapped()
         if 0 in ready and not os.read(0, 4096):
             ended = True
         if wake_read in ready:
@@ -94,7 +119,13 @@ def main(command: Sequence[str]) -> int:
         except subprocess.TimeoutExpired:
             pass
     code = child.poll()
+    shared |= _mapped()
     _kill_all()
+    for path in shared:
+        try:
+            os.unlink(path)
+        except OSError:  # its owner has tidied up, as it should
+            pass
     if code is None:
         code = -signal.SIGKILL
     return 128 - code if code < 0 else code
