@@ -34,6 +34,8 @@ def test_answers_follow_the_task_and_the_turn(tmp_path: Path) -> None:
         ("tasks: [{pattern: '(', answers: [a]}]", r"tasks\[0\]: .*unterminated"),
         ("tasks: [{when: a, answers: [{file: none.txt}]}]", "none.txt: No such file"),
         ("tasks: [{when: a, answers: [{txt: b}]}]", "an answer is a text, or has"),
+        ("tasks: [{when: a, answers: [{tools: [{arguments: {}}]}]}]", r"tasks\[0\]: a call is"),
+        ("tasks: [{when: a, answers: [{tool: t, arguments: 3}]}]", r"tasks\[0\]: a call is"),
         ("- a", "a script has the keys"),
         ("a: [", "not YAML"),
     ],
@@ -57,3 +59,12 @@ def test_a_scripted_patch_applies(tmp_path: Path, tool: str) -> None:
 
 def test_an_empty_script_answers(tmp_path: Path) -> None:
     assert load(write(tmp_path / "s.yaml", "{}")).default == Script().default
+
+
+def test_a_tool_is_called_only_where_it_is_offered(tmp_path: Path) -> None:
+    text = "tasks: [{when: bug, answers: [{text: I look., tool: ls, arguments: {path: /}}, done]}]"
+    script = load(write(tmp_path / "s.yaml", text))
+    first = [{"role": "user", "content": "a bug"}]
+    answer = script.answer(first, ["ls", "edit"])
+    assert (answer.text, [(call.name, call.arguments) for call in answer.calls]) == ("I look.", [("ls", {"path": "/"})])
+    assert script.answer(first, ["edit"]) == Script().default[0]
