@@ -144,8 +144,6 @@ def check_supported(config: CampaignConfig, where: Where) -> None:
     for field in ("core_hours", "gpu_hours", "wall"):
         if getattr(config.limits, field) is not None:
             raise ConfigError(f"{where(f'limits.{field}')}: limits.{field} is not enforced yet; leave it out")
-    if config.environment.mode != "ephemeral":
-        raise ConfigError(f"{where('environment.mode')}: environment.mode: only 'ephemeral' is there yet")
 
 
 def check_agents(policies: dict[str, Policy], network: str, where: Where) -> None:

@@ -319,15 +319,16 @@ class ApptainerSandbox:
 
     async def _alive(self) -> Container:
         """The container; a fresh one on the same layer if a command has killed every process of the last."""
-        container = self._running()
+        container = self._container
         if self._over is not None:
             raise LimitError(f"the sandbox cannot go on: {self._over}")
         self._watch.poke()
-        if container.alive:
+        if container is not None and container.alive and not self._stopped:
             return container
-        await container.check()
-        async with self._changing:
-            if self._running() is container:
+        if container is not None:
+            await container.check()
+        async with self._changing:  # another command may have found the same, and be at it
+            if not self._running().alive:
                 await self._drop_container()
                 await self._start_again()
             return self._running()

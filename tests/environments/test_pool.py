@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from megaflow_hpc import open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
 LOOK = (
@@ -83,3 +88,15 @@ def test_what_cannot_be_proved_clean_is_not_handed_out(rootfs: str, scratch: Pat
                 assert (await sandbox.exec("ls /planted")).exit_code != 0
 
     asyncio.run(main())
+
+
+def test_a_campaign_of_mode_persistent_runs_and_every_rollout_starts_clean(make_campaign: Callable[..., Path]) -> None:
+    campaign = make_campaign(3, solution="test ! -e /stain && touch /stain && echo 42 > answer")
+    campaign.write_text(campaign.read_text().replace("{network: none,", "{mode: persistent, network: none,"))
+    command = [sys.executable, "-m", "megaflow_hpc", "run", campaign, "--launcher", "local", "--json", "--ranks", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "mode: persistent" in Path(result["run"], "campaign.yaml").read_text()
+    with open_trajectories(result["run"]) as store:
+        assert sorted(trajectory.reward for trajectory in store) == [0, 0, 0, 1, 1, 1]
