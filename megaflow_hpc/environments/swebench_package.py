@@ -120,6 +120,16 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
     return {"eval_script": script, "log_parser": parser, "eval_type": eval_type}
 
 
+def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`plan`; what the package cannot make of one instance (a broken test_patch) is that one's error."""
+    try:
+        return plan(instance)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        return {"error": f"the swebench package cannot read it: {error!r:.300}"}
+
+
 @dataclass
 class Specification:
     """What the package's grading reads of its own ``TestSpec``, for both versions."""
@@ -169,7 +179,7 @@ def main() -> int:
     try:
         prepare_import()
         if request["op"] == "plan":
-            answer: dict[str, Any] = {"plans": [plan(instance) for instance in request["instances"]]}
+            answer: dict[str, Any] = {"plans": [try_plan(instance) for instance in request["instances"]]}
         else:
             answer = grade(request)
     except ModuleNotFoundError as error:

@@ -125,6 +125,15 @@ def test_only_the_chosen_lines_must_be_runnable_and_the_others_are_named(tmp_pat
     assert Task.from_dict(task.to_dict()) == task
     with pytest.raises(ConfigError, match=r"x\.jsonl:2: org__java-1: the swebench package does not know org/lib at"):
         load_tasks(["x.jsonl"], tmp_path)
+    broken = {
+        **PLAIN,
+        "repo": "psf/requests",
+        "version": "2.31",
+        "test_patch": "--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n a\n",
+    }
+    write_lines(tmp_path / "broken.jsonl", broken)
+    with pytest.raises(ConfigError, match=r"broken\.jsonl:1: org__lib-1: the swebench package cannot read it: Unidiff"):
+        load_tasks(["broken.jsonl"], tmp_path)
     with pytest.raises(ConfigError, match=r"nothing\*\.jsonl: no such file"):
         load_tasks(["nothing*.jsonl"], tmp_path)
 
