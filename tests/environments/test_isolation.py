@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -35,12 +36,21 @@ def test_neither_home_nor_host_environment_is_inside(
         monkeypatch.setenv(name, f"{secret}:/mnt/secret")
     monkeypatch.setenv("APPTAINERENV_LEAK_A", "leaked")
     monkeypatch.setenv("SINGULARITYENV_LEAK_B", "leaked")
-    for name in ("LEAK_C", "OPENAI_API_KEY", "SLURM_JOB_ID", "PMI_FD", "LD_PRELOAD_NOT"):
+    names = (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_NODELIST",
+        "PMI_FD",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "SINGULARITY_CONTAIN",
+        "APPTAINER_PWD",
+    )
+    for name in ("LEAK_C", "OPENAI_API_KEY", "LD_PRELOAD_NOT", *names):
         monkeypatch.setenv(name, "leaked")
 
     async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
         # PID 1's environment as well: a command can read it.
-        env = await sandbox.exec("env; tr '\\0' '\\n' < /proc/1/environ")
+        env = await sandbox.exec("env; echo; echo COMMAND; tr '\\0' '\\n' < /proc/1/environ")
         files = await sandbox.exec(
             ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
         )
@@ -52,6 +62,8 @@ def test_neither_home_nor_host_environment_is_inside(
     assert files == ""
     names = {line.partition("=")[0] for line in env.splitlines() if "=" in line}
     assert not {name for name in names if name.startswith(("SLURM", "PMI"))}
+    command = {line.partition("=")[0] for line in env.partition("\nCOMMAND\n")[0].splitlines()}
+    assert not {name for name in command if name.startswith(("APPTAINER", "SINGULARITY"))}
 
 
 def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
@@ -67,6 +79,43 @@ def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(rootfs: str, scratch: Path) -> None:
+    """Seen from the host: files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
+
+    async def main() -> set[str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                await sandbox.settled()
+                assert sandbox.pid is not None
+                running = asyncio.create_task(sandbox.exec("sleep 30"))
+                await asyncio.sleep(0.3)
+                held = set()
+                for pid in (sandbox.pid, *descendants(sandbox.pid)):
+                    for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                        held.add(os.readlink(descriptor.path).partition(":")[0])
+                running.cancel()
+                return held
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.set_inheritable(server.fileno(), True)
+        held = asyncio.run(main())
+    # The console is the terminal that the runner's standard error is, and nothing but.
+    allowed = ("pipe", "/dev/null", "/dev/pts/", "/.megaflow/", "/dev/console")
+    assert {name for name in held if not name.startswith(allowed) and "/control-" not in name} == set()
+
+
+def test_namespaces_are_the_sandboxes_own_and_the_network_may_be(in_sandbox: InSandbox) -> None:
+    kinds = ("pid", "ipc", "mnt", "user", "net")
+    own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds}
+
+    async def use(sandbox: ApptainerSandbox) -> dict[str, str]:
+        return {kind: (await sandbox.exec(["readlink", f"/proc/self/ns/{kind}"])).stdout.strip() for kind in kinds}
+
+    private = in_sandbox(use)
+    assert all(private[kind] and private[kind] != own[kind] for kind in kinds)
+    assert in_sandbox(use, network="host")["net"] == own["net"]
 
 
 def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(in_sandbox: InSandbox) -> None:
