@@ -13,17 +13,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments.limits import Breach
 from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, verify
-from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
+from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.model.gateway import ModelGateway
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import (
@@ -74,18 +75,20 @@ class Services:
 
 def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
     environment = services.config.environment
-    limits = task.limits
+    limits, default = task.limits, environment.limits
     return SandboxSpec(
         image=services.images[task.image],
         env=dict(task.env),
         workdir=task.workdir,
         user=task.user,
         network=task.network or environment.network,
-        memory_mb=limits.memory_mb,
-        cpus=limits.cpus,
-        disk_mb=limits.disk_mb,
-        processes=limits.processes or 512,
+        memory_mb=limits.memory_mb or default.memory_mb,
+        cpus=limits.cpus or default.cpus,
+        disk_mb=limits.disk_mb or default.disk_mb,
+        processes=default.processes or limits.processes or 512,
         mode=environment.mode,
+        cpu_s=limits.cpu_s or default.cpu_s,
+        wall_s=limits.wall_s or default.wall_s,
     )
 
 
@@ -161,8 +164,10 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             if step.user != sandbox.spec.user:
                 await sandbox.restart(replace(sandbox.spec, user=step.user))
             await begin_step(step, sandbox)
+            before = len(sandbox.breaches)
             with _timed(trajectory, "agent_s"):
                 result, recording = await _run_agent(services, rollout, step, policy, sandbox)
+            _say_limits(result, sandbox.breaches[before:])
             _add(trajectory, result, recording)
             if result.exit_code in KILLED:
                 await asyncio.sleep(SETTLE_S)
@@ -216,6 +221,13 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     _keep_raw(trajectory, recording)
 
 
+def _say_limits(result: AgentResult, breaches: Sequence[Breach]) -> None:
+    """A limit that the agent's commands passed is the agent's doing, and is said so even if it went on well."""
+    if breaches and not result.error:
+        more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
+        result.error = f"{breaches[0]}{more}"
+
+
 async def _run_agent(
     services: Services, rollout: Rollout, task: Task, policy: Policy, sandbox: Sandbox
 ) -> tuple[AgentResult, Recording]:
@@ -229,6 +241,8 @@ async def _run_agent(
             result = await asyncio.wait_for(agent.run(task, sandbox, endpoint), timeout_s)
         except TimeoutError:
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
+        except LimitError as error:
+            result = AgentResult(status="truncated", error=str(error))
         if endpoint and (trouble := services.gateway.trouble(rollout.id)):
             raise ModelServiceError(trouble)  # whatever the agent's client made of the 503
     finally:
