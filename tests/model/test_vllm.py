@@ -122,6 +122,37 @@ def test_a_conversation_of_random_bytes_is_one_sequence_of_the_ids_that_were_sam
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: str) -> None:
+    """In the split protocol one sequence each, though an answer of random bytes is not what its text encodes to."""
+
+    async def scenario() -> None:
+        async with rollout(vllm, protocol) as (gateway, model):
+            history: list[Any] = [{"role": "user", "content": "Begin."}]
+            for _ in range(3):
+                reply = await post(model, {"system": "S", "messages": history, "max_tokens": 16}, "/messages")
+                assert reply["type"] == "message"
+                assert reply["stop_reason"] == "end_turn" or reply["usage"]["output_tokens"] == 16
+                history += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go."}]
+            counted = await post(model, {"system": "S", "messages": history}, "/messages/count_tokens")
+            items: list[Any] = [{"role": "user", "content": "Begin."}]
+            for _ in range(3):
+                body = {"instructions": "T", "input": items, "max_output_tokens": 16}
+                reply = await post(model, body, "/responses")
+                assert reply["status"] == "completed" or reply["usage"]["output_tokens"] == 16
+                items += [*reply["output"], {"role": "user", "content": "Go."}]
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        assert len(recording.turns) == 6
+        assert counted["input_tokens"] > len("SBegin.Go.Go.Go.")
+        if protocol == "split":
+            assert [turn.sequence for turn in recording.turns] == [0, 0, 0, 1, 1, 1]
+            for sequence in recording.sequences:
+                await agrees(vllm, sequence)
+
+    asyncio.run(scenario())
+
+
 def test_the_plain_endpoint_is_recorded_as_exactly(vllm: Servers) -> None:
     async def scenario() -> None:
         async with rollout(vllm, "plain") as (gateway, model):
