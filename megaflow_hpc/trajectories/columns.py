@@ -162,15 +162,21 @@ class Hdf5Source:
         if path in self._columns or len(self) <= _WHOLE:
             value = self.column(path)[index]
         else:
-            first, window = self._windows.get(path, (0, np.empty(0)))
-            if not first <= index < first + len(window):
-                first = index - index % 1024
-                window = self._read(path, first, first + 1024)
-                self._windows[path] = first, window
-            value = window[index - first]
+            value = self._slice(path, index, index + 1)[0]
         if isinstance(value, bytes):
             return value.decode("utf-8", "replace")
         return value if isinstance(value, str) else value.item()
+
+    def _slice(self, path: str, start: int, end: int) -> NDArray[Any]:
+        """Some entries, by way of a window that is kept: rows are mostly read in order, and chunks inflated whole."""
+        if path in self._columns:
+            return self._columns[path][start:end]
+        first, window = self._windows.get(path, (0, np.empty(0)))
+        if not first <= start <= end <= first + len(window):
+            first = start - start % 1024
+            window = self._read(path, first, max(end, first + 4096))
+            self._windows[path] = first, window
+        return window[start - first : end - first]
 
     def _span(self, path: str, item: int) -> tuple[int, int]:
         if path not in self._columns and len(self.file[path]) > _WHOLE:
@@ -252,6 +258,6 @@ class Hdf5Source:
         names = [column.name for column in COLUMNS.values() if column.group == group and column.name in known]
         slices: list[Sequence[Any]] = []
         for name in names:
-            values = self._read(f"{group}/{name}", start, end)
+            values = self._slice(f"{group}/{name}", start, end)
             slices.append((text(values) if values.dtype.kind in "SO" else values).tolist())
         return [dict(zip(names, values, strict=True)) for values in zip(*slices, strict=True)]
