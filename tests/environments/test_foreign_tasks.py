@@ -54,7 +54,7 @@ def stand_in(rootfs: str, scratch: Path) -> Path:
     subprocess.run(["cp", "-al", rootfs, image], check=True)
     wheels.mkdir()
     fetch_wheels(["uv", "pytest==9.1.1", "colorama", "exceptiongroup", "tomli"], "3.11", wheels)
-    shutil.copytree(wheels, image / "opt" / "wheels")
+    shutil.copytree(wheels, image / "opt" / "wheels", ignore=shutil.ignore_patterns("uv-*"))
     with zipfile.ZipFile(next(wheels.glob("uv-*"))) as wheel:
         program = next(name for name in wheel.namelist() if name.endswith("/scripts/uv"))
         (image / "usr/local/bin/uv").write_bytes(wheel.read(program))
