@@ -19,6 +19,8 @@ from megaflow_hpc.pod.wire import Link, Message, pack, unpack
 TAG = 77
 SWEEP = 1024
 """Messages on their way at which all of them are looked at, not only the oldest."""
+BEAT_S = 5.0
+"""How often each side says that it is there."""
 INIT_S = 120
 """Seconds that starting MPI may take."""
 
@@ -119,6 +121,7 @@ class ChildComm:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._gone = False
+        self._beaten = time.monotonic()
 
     def send(self, rank: int, message: Message) -> None:
         try:
@@ -134,6 +137,10 @@ class ChildComm:
         except EOFError:
             self._gone = True
             return 1, {"op": "left", "why": "the runner process ended"}
+        if message is None and time.monotonic() - self._beaten > BEAT_S:
+            # No rank stands between us and the runner to beat for it: an open socket says that it lives.
+            self._beaten = time.monotonic()
+            message = {"op": "beat"}
         return None if message is None else (1, message)
 
     def flush(self, seconds: float) -> None:

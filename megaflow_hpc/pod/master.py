@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaflow_hpc.ledger import Claim, Ledger, read_block
-from megaflow_hpc.pod.comm import Backoff, Comm
+from megaflow_hpc.pod.comm import BEAT_S, Backoff, Comm
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.estimates import Estimates
 from megaflow_hpc.pod.events import Events
@@ -34,7 +34,6 @@ WAITING_S = 2.0
 AHEAD_S = 5.0
 AHEAD_ROLLOUTS = 256
 """How often ranks are told which images come next, and how many rollouts that looks ahead."""
-BEAT_S = 5.0
 WORKER_LOST_S = 30.0
 JOIN_S = 120.0
 """A worker that has not reported ready after this long is given up; a first image may have to be staged later."""

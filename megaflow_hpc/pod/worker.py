@@ -11,10 +11,9 @@ import subprocess
 import sys
 import time
 
-from megaflow_hpc.pod.comm import Backoff, Comm
+from megaflow_hpc.pod.comm import BEAT_S, Backoff, Comm
 from megaflow_hpc.pod.wire import Link
 
-BEAT_S = 5.0
 MASTER_LOST_S = 30.0
 STOP_S = 20.0
 """What a runner may take to stop its sandboxes before it is killed."""
