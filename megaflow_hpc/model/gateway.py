@@ -35,7 +35,8 @@ import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
-from megaflow_hpc.model import backend, dialects, stream
+from megaflow_hpc.model import backend, stream
+from megaflow_hpc.model.dialects import DIALECTS, BadRequest, dialect_of, messages
 from megaflow_hpc.model.recorder import Recorder
 from megaflow_hpc.model.router import Router, Server
 from megaflow_hpc.types import Budget, ModelEndpoint, Recording
@@ -174,7 +175,7 @@ class ModelGateway:
 
     def _application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        for path in dialects.DIALECTS:
+        for path in DIALECTS:
             app.router.add_post(f"/r/{{token}}/v1{path}", self._complete)
         app.router.add_post("/r/{token}/v1/messages/count_tokens", self._count)
         app.router.add_get("/r/{token}/v1/models", self._models)
@@ -201,7 +202,7 @@ class ModelGateway:
             LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
             failure = error
         status, message, kind = _said(failure)
-        body = dialects.of(request.path, request.headers).error(status, message, kind)
+        body = dialect_of(request.path, request.headers).error(status, message, kind)
         hopeless = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED)
         return web.json_response(body, status=status, headers={"x-should-retry": "false"} if hopeless else None)
 
@@ -218,10 +219,10 @@ class ModelGateway:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         rollout: _Rollout = self._by_token[request.match_info["token"]]
         path = request.path.partition("/v1")[2]
-        dialect, body = dialects.DIALECTS[path], await _body(request)
+        dialect, body = DIALECTS[path], await _body(request)
         try:
             asked = dialect.request(body)
-        except dialects.BadRequest as error:
+        except BadRequest as error:
             raise _Failure(400, str(error)) from None
         if over := rollout.over_budget():
             rollout.recorder.recording.over_budget = over
@@ -241,8 +242,8 @@ class ModelGateway:
         """How long a prompt is, without an answer to it: nothing is recorded."""
         rollout = self._by_token[request.match_info["token"]]
         try:
-            asked = dialects.messages.conversation(await _body(request))
-        except dialects.BadRequest as error:
+            asked = messages.conversation(await _body(request))
+        except BadRequest as error:
             raise _Failure(400, str(error)) from None
         tokens, *_ = await self._ask(rollout, CHAT, asked, backend.count)
         return web.json_response({"input_tokens": tokens})

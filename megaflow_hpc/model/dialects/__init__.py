@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from megaflow_hpc.model.dialects import chat, messages, responses
 from megaflow_hpc.model.dialects.base import BadRequest, Event
 
-__all__ = ["DIALECTS", "BadRequest", "Dialect", "Event", "of"]
+__all__ = ["DIALECTS", "BadRequest", "Dialect", "Event", "dialect_of", "messages"]
 
 
 class Dialect(Protocol):
@@ -50,7 +50,7 @@ DIALECTS: Mapping[str, Dialect] = {
 """By path, below ``/v1``."""
 
 
-def of(path: str, headers: Mapping[str, str]) -> Dialect:
+def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
     """Whose error shape a request expects, whatever it asks for."""
     tail = path.partition("/v1")[2]
     if tail.startswith("/messages") or "anthropic-version" in headers:
