@@ -161,22 +161,33 @@ class MiniSweAgent:
 KINDS: tuple[Callable[[str, str, Path], PeerKind], ...] = (ApptainerExec, ApptainerInstance, HpcSandbox, MiniSweAgent)
 
 
-async def peers(apptainer: str, image: str, scratch: Path, note: Callable[[str], None]) -> list[PeerKind]:
-    """Those that are installed and run one command here; ``note`` names the others and why not."""
+async def peers(
+    apptainer: str, image: str, scratch: Path, note: Callable[[str], None], unpacked: str | None = None
+) -> list[PeerKind]:
+    """Those that are installed and run one command here; ``note`` names the others and why not.
+
+    Args:
+        unpacked: the same image as a directory, for Apptainer itself where users cannot mount a SIF.
+    """
     found = []
     for kind in KINDS:
         name = getattr(kind, "name", str(kind))
-        try:
-            peer = kind(apptainer, image, scratch)
-            box = await peer.start()
+        own = kind in (ApptainerExec, ApptainerInstance)
+        for source in (image, unpacked) if own and unpacked else (image,):
             try:
-                await box.command()
-            finally:
-                await box.stop()
-        except ImportError:
-            note(f"{name}: not installed, left out (pip install 'megaflow-hpc[bench]')")
-        except Exception as error:  # a peer may fail in any way; the others are measured all the same
-            note(f"{name}: does not run here, left out ({str(error).strip()[-300:]})")
-        else:
-            found.append(peer)
+                peer = kind(apptainer, source, scratch)
+                box = await peer.start()
+                try:
+                    await box.command()
+                finally:
+                    await box.stop()
+            except ImportError:
+                note(f"{name}: not installed, left out (pip install 'megaflow-hpc[bench]')")
+            except Exception as error:  # a peer may fail in any way; the others are measured all the same
+                note(f"{name}: {source} does not run here ({str(error).strip()[-300:]})")
+            else:
+                if source != image:
+                    peer.name = f"{name} from an unpacked image"
+                found.append(peer)
+                break
     return found

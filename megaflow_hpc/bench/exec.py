@@ -66,7 +66,8 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
             median(f"/bin/true over {arguments.sandboxes} sandboxes", "per s", rates, 3000, "higher"),
         ]
         if arguments.peers:
-            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note):
+            unpacked = await provider.stage(image)
+            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note, unpacked):
                 note(f"{peer.name} {peer.version}")
                 box = await peer.start()
                 try:

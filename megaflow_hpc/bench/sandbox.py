@@ -89,7 +89,8 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         left = await asyncio.to_thread(_leftovers, image, arguments.owned, provider)
         figures += [Figure(f"{what} left by a killed owner", "count", n, 1, goal=0) for what, n in left.items()]
         if arguments.peers:
-            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note):
+            unpacked = await provider.stage(image)
+            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note, unpacked):
                 note(f"{peer.name} {peer.version}")
                 began_all, ended_all = [], []
                 for _ in range(arguments.peer_starts):
