@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from megaflow_hpc.environments.apptainer import CONTROL_DIR
 from megaflow_hpc.environments.fragments import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.processes import kill_marked
-from megaflow_hpc.environments.streams import CappedBuffer, StreamPair, read_available
+from megaflow_hpc.environments.streams import StreamPair, read_available
+from megaflow_hpc.environments.underway import CommandUnderWay, Worker
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
@@ -45,31 +46,6 @@ _LEFT_OVER_READS = 32
 
 _LONGEST_ARGUMENT = 100_000
 """The kernel takes at most 128 KiB in one argument."""
-
-
-class Worker:
-    """A worker of the runner, as its FIFO."""
-
-    def __init__(self, number: int, pipe: int) -> None:
-        self.number = number
-        self.pipe = pipe
-        self.command: CommandUnderWay | None = None
-
-
-class CommandUnderWay:
-    """A command under way."""
-
-    def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
-        self.number = number
-        self.worker = worker
-        self.pair = pair
-        self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
-        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.files: list[str] = []
-        self.breach = ""
-        self.on_output: Callable[[bytes], None] | None = None
-        self.listening: asyncio.TimerHandle | None = None
-        self.killing: asyncio.Task[None] | None = None
 
 
 def write_new(path: str, data: bytes) -> None:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from megaflow_hpc.environments.commands import Commands, CommandUnderWay, Worker
+from megaflow_hpc.environments.commands import Commands
 from megaflow_hpc.environments.fragments import session_text
 from megaflow_hpc.environments.processes import descendants, is_runner, parent
+from megaflow_hpc.environments.underway import CommandUnderWay, Worker
 from megaflow_hpc.environments.usage import command_of
 from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
