@@ -1,0 +1,23 @@
+"""The campaign file: its models, one line of doc per field, and errors that name file, line, value and remedy.
+
+:func:`load` reads YAML into a :class:`CampaignConfig`; :func:`schema` exports it as JSON Schema for editors. Relative
+paths in the file are relative to the file.
+"""
+
+from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, schema
+from megaflow_hpc.config.reading import explain, line_of, read_yaml
+from megaflow_hpc.config.sections import AgentConfig, ModelConfig, Section
+
+__all__ = [
+    "AgentConfig",
+    "CampaignConfig",
+    "ModelConfig",
+    "Policy",
+    "Section",
+    "explain",
+    "line_of",
+    "load",
+    "parse",
+    "read_yaml",
+    "schema",
+]

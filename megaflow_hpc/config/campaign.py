@@ -1,0 +1,140 @@
+"""The whole campaign file, what its policies are, and how it is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from megaflow_hpc.config.reading import explain, read_yaml
+from megaflow_hpc.config.sections import (
+    NAME,
+    AgentConfig,
+    EnvironmentConfig,
+    LimitsConfig,
+    ModelConfig,
+    SchedulingConfig,
+    Section,
+    SlurmConfig,
+    TaskSource,
+)
+from megaflow_hpc.errors import ConfigError
+
+
+class CampaignConfig(Section):
+    """One campaign file."""
+
+    name: str
+    """Also the Slurm job name."""
+    run_dir: str = "runs"
+    """Where run directories are made."""
+    tasks: tuple[TaskSource, ...]
+    """Where tasks come from."""
+    agent: tuple[AgentConfig, ...]
+    """The scaffold; with a list and no model, every task is run by each, the agent's name being the policy."""
+    samples: int = Field(1, ge=1)
+    """Rollouts per task and policy."""
+    model: ModelConfig | None = None
+    """One model; the policy is then called ``default``."""
+    models: dict[str, ModelConfig] = Field(default_factory=dict)
+    """Several, by policy."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not NAME.match(value):
+            raise ValueError(
+                f"{value!r} must be letters, digits, dot, dash or underscore, starting with a letter or digit"
+            )
+        return value
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _bare_tasks(cls, value: Any) -> Any:
+        items = value if isinstance(value, list | tuple) else [value]
+        return [{"path": item} if isinstance(item, str) else item for item in items]
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _bare_agents(cls, value: Any) -> Any:
+        items = value if isinstance(value, list | tuple) else [value]
+        return [{"name": item} if isinstance(item, str) else item for item in items]
+
+    @model_validator(mode="after")
+    def _policies(self) -> CampaignConfig:
+        if not self.tasks:
+            raise ValueError("tasks is empty; name at least one source")
+        if not self.agent:
+            raise ValueError("agent is empty; name one, for example: agent: oracle")
+        if self.model and self.models:
+            raise ValueError("give either model or models, not both")
+        if len(self.agent) > 1 and (self.model or self.models):
+            raise ValueError("a list of agents goes without a model; give each policy of models its own agent")
+        names = list(self.models) or [agent.name.rpartition(":")[2] for agent in self.agent]
+        for name in names:
+            if self.models and not NAME.match(name):
+                raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
+        if len(set(names)) != len(names):
+            raise ValueError(f"agents {names} are not distinct")
+        return self
+
+    def policies(self) -> dict[str, Policy]:
+        """What runs every task, by name."""
+        if self.models:
+            models: Mapping[str, ModelConfig | None] = self.models
+        elif self.model:
+            models = {"default": self.model}
+        else:
+            return {a.name.rpartition(":")[2]: Policy(agent=a, samples=self.samples) for a in self.agent}
+        return {
+            name: Policy(
+                agent=(model and model.agent) or self.agent[0],
+                model=model,
+                samples=(model and model.samples) or self.samples,
+                include=model.include if model else (),
+            )
+            for name, model in models.items()
+        }
+
+
+class Policy(Section):
+    """One agent with one model (or none): what a task is run under. Resolved, never written by a user."""
+
+    agent: AgentConfig
+    model: ModelConfig | None = None
+    samples: int = 1
+    include: tuple[str, ...] = ()
+
+
+def load(path: str | os.PathLike[str]) -> CampaignConfig:
+    """Reads and validates a campaign file.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
+    """
+    value, node = read_yaml(path)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{path}: holds {type(value).__name__}, expected a mapping; start with: megaflow-hpc init {path}"
+        )
+    return parse(value, str(path), node)
+
+
+def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> CampaignConfig:
+    """A campaign from Python values; ``source`` and ``node`` serve the error message."""
+    try:
+        return CampaignConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(explain(error, source, node, CampaignConfig)) from None
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the campaign file, for editors."""
+    return CampaignConfig.model_json_schema()

@@ -1,0 +1,117 @@
+"""YAML with line numbers: what a mistake in a campaign file is told by."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megaflow_hpc.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and with duplicate keys refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?\d+\Z"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"([-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+|[-+]?\.inf|\.nan)\Z"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
+    """A YAML file's value and its node tree (for line numbers).
+
+    Raises:
+        ConfigError: the file cannot be read or is not YAML.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from None
+    finally:
+        loader.dispose()
+    return value, node
+
+
+def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
+    """Line (from 1) of the deepest part of ``location`` that the file has."""
+    line = None if node is None else node.start_mark.line + 1
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            found = next(((k, v) for k, v in node.value if k.value == str(part)), None)
+            if found is None:
+                continue
+            line, node = found[0].start_mark.line + 1, found[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+    return line
+
+
+def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
+    """The first problem of a validation error as one line: file, line, key, value and what to do.
+
+    An unknown key comes first: it is often the reason why another one is missing.
+    """
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+    line = line_of(node, location)
+    where = f"{path}:{line}" if line else path
+    key = ".".join(str(part) for part in location)
+    value = problem.get("input")
+    shown = "" if isinstance(value, dict | list | tuple) or problem["type"] == "missing" else f" {value!r}"
+    if problem["type"] == "extra_forbidden":
+        known = sorted(_keys(model, location[:-1]))
+        close = difflib.get_close_matches(str(location[-1]), known, 1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{where}: unknown key {key!r}; {remedy}"
+    if problem["type"] == "missing":
+        return f"{where}: {key!r} is missing; add it"
+    message = problem["msg"].removeprefix("Value error, ")
+    parts = [where, key + shown if key else "", message[0].lower() + message[1:]]
+    return ": ".join(part for part in parts if part)
+
+
+def _keys(model: type[BaseModel], location: Sequence[Any]) -> set[str]:
+    """Field names of the section at ``location``, through lists, mappings and optionals."""
+
+    def sections(annotation: Any) -> list[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return [annotation]
+        return [s for a in getattr(annotation, "__args__", ()) for s in sections(a)]
+
+    here: list[type[BaseModel]] = [model]
+    for part in location:
+        deeper = [s for m in here if part in m.model_fields for s in sections(m.model_fields[part].annotation)]
+        here = deeper or here
+    return {name for m in here for name in m.model_fields}

@@ -1,0 +1,228 @@
+"""The sections of a campaign file, each a pydantic model; unknown keys are errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megaflow_hpc.types import Network, SandboxMode
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
+
+
+class Section(BaseModel):
+    """A part of the campaign file; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+
+
+class TaskSource(Section):
+    """Where tasks come from."""
+
+    path: str
+    """Harbor directories (a glob), ``*.jsonl``, or ``package.module:Class``."""
+    include: tuple[str, ...] = ()
+    """Shell patterns on task ids; empty takes all."""
+    exclude: tuple[str, ...] = ()
+    """Shell patterns on task ids to leave out, applied after ``include``."""
+    limit: int | None = Field(None, ge=1)
+    """Take at most this many, in order of id."""
+
+
+class AgentConfig(Section):
+    """Which scaffold drives a rollout."""
+
+    name: str
+    """Short name (``oracle``, ``nop``, ``mini-swe-agent``, ``command``, ``replay``) or ``package.module:Class``."""
+    max_turns: int | None = Field(None, ge=1)
+    """Model calls after which the rollout is truncated."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Sampled tokens after which the rollout is truncated."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Seconds after which the rollout is truncated; default: what the task says."""
+    args: dict[str, Any] = {}
+    """Handed to the scaffold as they are."""
+
+
+class ServerCount(Section):
+    """How many engine servers."""
+
+    min: int = Field(1, ge=0)
+    """Started with the campaign."""
+    max: int = Field(1, ge=1)
+    """Upper bound; elements above ``min`` are submitted held."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ServerCount:
+        if self.min > self.max:
+            raise ValueError(f"servers.min {self.min} is larger than servers.max {self.max}")
+        return self
+
+
+class ModelConfig(Section):
+    """What answers the agents of one policy."""
+
+    engine: Literal["vllm", "sglang", "transformers", "scripted", "external"] = "vllm"
+    """Which inference engine; ``external`` is an endpoint that exists already."""
+    path: str | None = None
+    """Model directory or name."""
+    servers: ServerCount = ServerCount()
+    """Size of the engine array."""
+    gpus: int = Field(1, ge=0)
+    """GPUs a server; tensor parallel over them."""
+    args: dict[str, Any] = {}
+    """Engine options as they stand on its command line, without the dashes."""
+    python: str | None = None
+    """Interpreter (or virtual environment) of the engine; default ``MEGAFLOW_ENGINE_VENV``."""
+    base_url: str | None = None
+    """``external`` only: address ending in /v1."""
+    api_key_file: str | None = None
+    """``external`` only: a 0600 file with the key."""
+    script: str | None = None
+    """``scripted`` only: the answers."""
+    agent: AgentConfig | None = None
+    """Instead of the campaign's agent, for this policy."""
+    samples: int | None = Field(None, ge=1)
+    """Instead of the campaign's samples, for this policy."""
+    include: tuple[str, ...] = ()
+    """Shell patterns on task ids: this policy runs only these."""
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _bare_agent(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _complete(self) -> ModelConfig:
+        needs = {"vllm": "path", "sglang": "path", "transformers": "path", "scripted": "script", "external": "base_url"}
+        field = needs[self.engine]
+        if getattr(self, field) is None:
+            raise ValueError(f"engine {self.engine} needs {field!r}")
+        return self
+
+
+class SandboxLimits(Section):
+    """What one sandbox may use where its task does not say. MB are 10^6 bytes."""
+
+    memory_mb: int | None = Field(None, ge=1)
+    """Memory of all its processes, and its files in memory."""
+    cpus: float | None = Field(None, gt=0)
+    """Processors; a fraction counts as a whole one."""
+    disk_mb: int | None = Field(None, ge=1)
+    """What it writes on scratch."""
+    processes: int | None = Field(None, ge=16)
+    """Processes and threads. Default 512."""
+    cpu_s: float | None = Field(None, gt=0)
+    """CPU seconds; agent and verifier apart."""
+    wall_s: float | None = Field(None, gt=0)
+    """Seconds from its start; agent and verifier apart."""
+
+
+class EnvironmentConfig(Section):
+    """The sandboxes."""
+
+    mode: SandboxMode = "ephemeral"
+    """``ephemeral``: a fresh sandbox a rollout; ``persistent``: reset between rollouts."""
+    network: Network = "gateway"
+    """``none``, ``gateway`` (only the model answers) or ``host``."""
+    images: dict[str, str] = {}
+    """Image name in the tasks → SIF file, definition file, directory or ``docker://``."""
+    mirrors: dict[str, str] = {}
+    """Registry → what stands for it here, as ``docker.io: registry.site.edu/hub``; ``MEGAFLOW_IMAGE_MIRRORS`` too."""
+    air_gapped: bool = False
+    """Fetch nothing: an image that the store lacks is an error; ``MEGAFLOW_AIR_GAPPED`` too."""
+    limits: SandboxLimits = SandboxLimits()
+    """What one sandbox may use where its task does not say."""
+    verification: Literal["shared", "fresh"] = "shared"
+    """``shared``: tests run in the agent's sandbox; ``fresh``: in the image with the agent's work directory alone."""
+
+
+def _walltime(value: Any) -> Any:
+    if value is None or isinstance(value, int):
+        return value
+    if not isinstance(value, str) or not WALLTIME.match(value):
+        raise ValueError(f"{value!r} is not a time; write minutes (30), HH:MM:SS or D-HH:MM:SS")
+    return value
+
+
+class PodsConfig(Section):
+    """The pod array: elements are MPI worlds that run sandboxes."""
+
+    partition: str | None = None
+    """CPU partition; default: the site's."""
+    count: int = Field(1, ge=1)
+    """Array elements."""
+    nodes: int = Field(1, ge=1)
+    """Nodes an element."""
+    ranks_per_node: int | None = Field(None, ge=1)
+    """MPI ranks a node; rank 0 of the pod schedules, the others run rollouts. Default 2."""
+    slots_per_rank: int | None = Field(None, ge=1)
+    """Rollouts at once per worker rank. Default: ``cpus_per_rank``."""
+    cpus_per_rank: int | None = Field(None, ge=1)
+    """CPUs a rank. Default 2."""
+    mem_gb: float | None = Field(None, gt=0)
+    """Memory a node in GB (10^9 bytes); default: the partition's."""
+    time: str | int | None = None
+    """Walltime."""
+    extra: dict[str, Any] = {}
+    """Further sbatch options."""
+
+    _time = field_validator("time", mode="before")(_walltime)
+
+
+class ServersConfig(Section):
+    """The engine array."""
+
+    partition: str | None = None
+    """GPU partition; default: the site's default partition."""
+    time: str | int | None = None
+    """Walltime."""
+    extra: dict[str, Any] = {}
+    """Further sbatch options."""
+
+    _time = field_validator("time", mode="before")(_walltime)
+
+
+class SlurmConfig(Section):
+    """How jobs are asked for."""
+
+    account: str | None = None
+    """Account to charge."""
+    setup: tuple[str, ...] = ()
+    """Shell lines run before anything else in each job (module load, proxies)."""
+    extra: dict[str, Any] = {}
+    """sbatch options for every job."""
+    requeues: int = Field(3, ge=0)
+    """How often one array element may be requeued after a crash or a drain."""
+    pods: PodsConfig = PodsConfig()
+    servers: ServersConfig = ServersConfig()
+
+    @field_validator("setup", mode="before")
+    @classmethod
+    def _lines(cls, value: Any) -> Any:
+        return value.splitlines() if isinstance(value, str) else value
+
+
+class SchedulingConfig(Section):
+    """Which rollout starts next, and where."""
+
+    order: Literal["fifo", "longest", "fair"] = "fifo"
+    """As planned; longest expected first; or the policy that was given the least."""
+    weights: dict[str, float] = {}
+    """Of policies, for ``fair``; 1 where not named."""
+    pack: tuple[Literal["cpus", "memory"], ...] = ()
+    """What a task asks for that a rank must have free beside a slot."""
+
+
+class LimitsConfig(Section):
+    """When a campaign stops by itself."""
+
+    core_hours: float | None = Field(None, gt=0)
+    gpu_hours: float | None = Field(None, gt=0)
+    failures: int | None = Field(None, ge=1)
+    """Failed rollouts after which a pod starts no more."""
+    wall: float | None = Field(None, gt=0)
+    """Hours."""
