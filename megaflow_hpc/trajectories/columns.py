@@ -108,6 +108,7 @@ class Hdf5Source:
         self._tokens: list[chunks.ChunkedColumn] | None = None
         # HDF5's own descriptor: the path may name a newer file by now.
         self._descriptor = os.dup(self.file.id.get_vfd_handle())
+        self._length: int | None = None
 
     def close(self) -> None:
         self.file.close()
@@ -117,7 +118,9 @@ class Hdf5Source:
         self._cache.clear()
 
     def __len__(self) -> int:
-        return len(self.file["trajectories/id"])
+        if self._length is None:  # asked for with every row, and a look-up takes some hundred microseconds
+            self._length = len(self.file["trajectories/id"])
+        return self._length
 
     # --- columns ---
 
