@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaflow_hpc.ledger import Claim, Ledger, read_block
+from megaflow_hpc.ledger import Claim, Ledger
 from megaflow_hpc.pod.comm import BEAT_S, Backoff, Comm
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.estimates import Estimates
 from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.holdings import Holdings
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduler import RETRIES, Demand, Scheduler, Work
 from megaflow_hpc.pod.walltime import Walltime
@@ -51,14 +52,6 @@ STUCK_S = 120.0
 class Journal(Protocol):
     def append(self, record: bytes) -> int: ...
     def commit(self) -> object: ...
-
-
-@dataclass
-class _Held:
-    """A claimed block and what is still missing of it."""
-
-    claim: Claim
-    missing: set[str]
 
 
 @dataclass
@@ -99,7 +92,7 @@ class Master:
             pod.scheduling.get("weights"),
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
         )
-        self._held: dict[int, _Held] = {}
+        self._held = Holdings(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored)
         self._attempts: dict[str, list[Attempt]] = {}
         self._heard: dict[int, float] = {}
         self._awaited = set(range(1, pod.comm.size)) if pod.comm.size > 1 else set()
@@ -111,7 +104,6 @@ class Master:
         self._dry = False
         self._stuck_since: float | None = None
         self._grace_s = DRAIN_S
-        self._stored_ids: set[str] | None = None
         self._failures = 0
         self._stored = 0
         self._announced: list[str] = []
@@ -293,18 +285,9 @@ class Master:
                 seconds=round(outcome.seconds, 2),
                 turns=outcome.turns,
             )
-            held = self._held.get(block)
-            if held:
-                held.missing.discard(outcome.id)
-                if not held.missing:
-                    self._finish_block(block)
+            self._held.settled(block, outcome.id)
         if self._paused and self._draining_since is None:
             self._drain(f"{self._failures} rollouts failed, limits.failures is {self.pod.failure_limit}")
-
-    def _finish_block(self, block: int) -> None:
-        held = self._held.pop(block)
-        self.pod.ledger.mark_done(held.claim)
-        self.pod.events.write("claim", block=block, epoch=held.claim.epoch, state="done")
 
     # --- work ---
 
@@ -338,23 +321,14 @@ class Master:
                 return
             if self._dry and not self._due("claim", LISTING_S):
                 return
-            claim = self.pod.ledger.claim(self.pod.journal_length)
-            if claim is None:
+            claimed = self._held.claim()
+            self._beat()
+            if claimed is None:
                 self._dry = True
                 self._last["claim"] = time.monotonic()
                 return
             self._dry = False
-            block = read_block(self.pod.run, claim.block)
-            self._beat()
-            if claim.epoch and self._stored_ids is None:
-                # Asked once: what is stored meanwhile is run again at worst, and counts once all the same.
-                self._stored_ids = self.pod.stored()
-            stored = (self._stored_ids or set()) if claim.epoch else set()
-            todo = [rollout for rollout in block.rollouts if rollout.id not in stored]
-            self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
-            self.pod.events.write("claim", block=claim.block, epoch=claim.epoch, state="claimed", rollouts=len(todo))
-            if not todo:
-                self._finish_block(claim.block)
+            claim, todo = claimed
             self.scheduler.add(self._work(rollout, claim) for rollout in todo)
             for work in self.scheduler.impossible():
                 self._refuse(work)
@@ -443,8 +417,6 @@ class Master:
             pod.events.close()
             return  # nothing is given back: whoever takes over seals what counts
         pod.journal.commit()
-        for held in self._held.values():
-            pod.ledger.release(held.claim)
-            pod.events.write("claim", block=held.claim.block, epoch=held.claim.epoch, state="released")
+        self._held.release()
         pod.events.write("pod", state=state, stored=self._stored)
         pod.events.close()
