@@ -146,29 +146,36 @@ def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: 
     for _ in range(min(WORKERS, slots)):
         hire()
     said, next_kill = 0, luck.randrange(10, 60)
-    while done < sandboxes:
-        time.sleep(0.05)
-        listen()
-        if done >= next_kill:
-            victim = workers.pop(luck.randrange(len(workers)))
-            victim.send_signal(signal.SIGKILL)
-            victim.wait()
-            for pipe in (victim.stdin, victim.stdout):
-                assert pipe
-                pipe.close()
-            kills += 1
-            next_kill = done + luck.randrange(10, 60)
-            hire()
-        if any(worker.poll() is not None for worker in workers):
-            raise SystemExit("a worker ended by itself; its words are above")
-        if done - said >= max(10, sandboxes // 100):
-            said = done
-            rate = done / (time.monotonic() - began)
-            print(
-                f"{done} sandboxes, {kills} workers killed, {len(errors)} errors, {rate:.1f} per s",
-                file=log,
-                flush=True,
-            )
+    try:
+        while done < sandboxes:
+            time.sleep(0.05)
+            listen()
+            if done >= next_kill:
+                victim = workers.pop(luck.randrange(len(workers)))
+                victim.send_signal(signal.SIGKILL)
+                victim.wait()
+                for pipe in (victim.stdin, victim.stdout):
+                    assert pipe
+                    pipe.close()
+                kills += 1
+                next_kill = done + luck.randrange(10, 60)
+                hire()
+            if any(worker.poll() is not None for worker in workers):
+                raise SystemExit("a worker ended by itself; its words are above")
+            if done - said >= max(10, sandboxes // 100):
+                said = done
+                rate = done / (time.monotonic() - began)
+                print(
+                    f"{done} sandboxes, {kills} workers killed, {len(errors)} errors, {rate:.1f} per s",
+                    file=log,
+                    flush=True,
+                )
+    except BaseException:  # interrupted: what was started is ended here
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        sweep(scratch)
+        raise
     for worker in workers:
         assert worker.stdin
         worker.stdin.close()
