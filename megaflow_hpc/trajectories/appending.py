@@ -48,7 +48,13 @@ def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
     data = np.frombuffer(decompress(raw), np.uint8)
     size = np.dtype(dtype).itemsize
     if shuffle and size > 1:
-        data = np.ascontiguousarray(data.reshape(size, -1).T)
+        planes = data.reshape(size, -1)
+        data = np.empty((planes.shape[1], size), np.uint8)
+        if size > 16:
+            data[:] = planes.T
+        else:  # two to four times as fast for numbers
+            for byte in range(size):
+                data[:, byte] = planes[byte]
     return data.reshape(-1).view(dtype)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,12 +30,18 @@ THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
 CACHE_BYTES = 128 << 20
 """Inflated chunks kept per open file."""
 
-_BATCH = 16
-"""Chunks per task of a thread: fewer cost more in hand-overs than they gain."""
+_TASK_BYTES = 1 << 19
+"""Inflated by a thread at a time: less costs more in hand-overs than it gains, more leaves threads idle at the end."""
 
 
 Piece = tuple[int, int, int]
 """Part of one chunk: entries ``[start, end)`` of the chunk go to the third of the result."""
+
+Place = tuple[int, int] | bytes
+"""A chunk as it is stored: its offset and size in the file, or its bytes."""
+
+Found = tuple[int, bytes | None, Place, Sequence[Piece]]
+"""A chunk to be copied from: its number, its values where they are in the cache, else its place; and what of it."""
 
 
 class ChunkCache:
@@ -86,7 +92,7 @@ class ChunkedColumn:
         self._places: tuple[array[int], array[int]] | None = None
         self._looked_up = 0
 
-    def packed(self, numbers: Sequence[int]) -> list[tuple[int, int] | bytes | None]:
+    def packed(self, numbers: Sequence[int]) -> list[Place | None]:
         """Each chunk's offset and size in the file, or its bytes at once; ``None`` if it has to be read by h5py.
 
         HDF5 finds one chunk in some ten microseconds, or lists all of them at two each: a file that is read at random
@@ -99,7 +105,7 @@ class ChunkedColumn:
         if self._places is not None:
             offsets, sizes = self._places
             return [(offsets[n], sizes[n]) if sizes[n] else None for n in numbers]
-        found: list[tuple[int, int] | bytes | None] = []
+        found: list[Place | None] = []
         for number in numbers:
             try:
                 mask, data = self.dataset.id.read_direct_chunk((number * self.chunk,))
@@ -119,13 +125,13 @@ class ChunkedColumn:
         self.dataset.id.chunk_iter(add)
         return offsets, sizes
 
-    def inflate(self, number: int, packed: tuple[int, int] | bytes) -> bytes:
+    def inflate(self, number: int, packed: Place) -> bytes:
         """The chunk, inflated and still shuffled. Called in threads."""
         if not isinstance(packed, bytes):
             packed = os.pread(self._descriptor, packed[1], packed[0])
         expected = self.chunk * self._size
         try:
-            data = decompress(packed, 15, expected)
+            data = decompress(packed, 15, expected + 1)  # room left: the end is seen without growing the buffer
         except Exception as error:  # zlib's error, or ISA-L's own
             raise OSError(f"{self.name}: chunk {number} does not inflate ({error}); the file is damaged") from error
         if len(data) != expected:
@@ -155,63 +161,81 @@ def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: ND
     total = int((ends - starts).sum())
     results = [np.empty(total, column.dtype.newbyteorder("=")) for column in columns]
     plans: dict[int, dict[int, list[Piece]]] = {}
-    work: list[tuple[ChunkedColumn, NDArray[Any], list[tuple[int, Any]], dict[int, list[Piece]]]] = []
+    tasks: list[tuple[ChunkedColumn, NDArray[Any], list[Found]]] = []
     for column, out in zip(columns, results, strict=True):
         if not column.direct:
             _through_h5py(column.dataset, starts, ends, out)
             continue
         if column.chunk not in plans:
             plans[column.chunk] = _pieces(starts, ends, column.chunk)
-        pieces = plans[column.chunk]
-        cold: list[int] = []
-        for number in sorted(pieces):
-            held = column.cache.get((column.name, number))
-            if held is None:
-                cold.append(number)
-            else:
-                column.copy(held, pieces[number], out)
-        found = list(zip(cold, column.packed(cold), strict=True))
-        for number, packed in found:
-            if packed is None:
-                first = number * column.chunk
-                for start, end, target in pieces[number]:
-                    out[target : target + end - start] = column.dataset[first + start : first + end]
-        found = [item for item in found if item[1] is not None]
-        work += [(column, out, found[i : i + _BATCH], pieces) for i in range(0, len(found), _BATCH)]
-    if len(work) <= len(columns) or THREADS == 1:
-        done = [_inflate_all(*task) for task in work]
+        found = _look_up(column, plans[column.chunk], out)
+        step = max(1, _TASK_BYTES // (column.chunk * column.dtype.itemsize))
+        tasks += [(column, out, found[first : first + step]) for first in range(0, len(found), step)]
+    if len(tasks) <= len(columns) or THREADS == 1:
+        _keep(tasks, map(_carry_out, tasks))
     else:
         # A pool per request: none is left behind in a process that forks.
         with ThreadPoolExecutor(THREADS) as pool:
-            done = list(pool.map(lambda task: _inflate_all(*task), work))
-    for (column, *_), inflated in zip(work, done, strict=True):
-        for number, data in inflated:
-            column.cache.put((column.name, number), data)
+            _keep(tasks, pool.map(_carry_out, tasks))
     return results
 
 
-def _inflate_all(
-    column: ChunkedColumn, out: NDArray[Any], found: Sequence[tuple[int, Any]], pieces: dict[int, list[Piece]]
-) -> list[tuple[int, bytes]]:
-    inflated = []
-    for number, packed in found:
-        data = column.inflate(number, packed)
-        column.copy(data, pieces[number], out)
-        inflated.append((number, data))
+def _look_up(column: ChunkedColumn, pieces: dict[int, list[Piece]], out: NDArray[Any]) -> list[Found]:
+    """Where each chunk is to be had; what only h5py can read is copied at once."""
+    held = [column.cache.get((column.name, number)) for number in pieces]
+    cold = [number for number, data in zip(pieces, held, strict=True) if data is None]
+    places = iter(column.packed(cold))
+    found: list[Found] = []
+    for (number, parts), data in zip(pieces.items(), held, strict=True):
+        place = next(places) if data is None else b""
+        if place is None:
+            first = number * column.chunk
+            for start, end, target in parts:
+                out[target : target + end - start] = column.dataset[first + start : first + end]
+        else:
+            found.append((number, data, place, parts))
+    return found
+
+
+def _carry_out(task: tuple[ChunkedColumn, NDArray[Any], list[Found]]) -> list[bytes | None]:
+    """Copies from chunks; returns those it had to inflate. Called in threads."""
+    column, out, found = task
+    inflated: list[bytes | None] = []
+    for number, held, place, parts in found:
+        data = column.inflate(number, place) if held is None else held
+        column.copy(data, parts, out)
+        inflated.append(None if held is not None else data)
     return inflated
 
 
+def _keep(
+    tasks: Sequence[tuple[ChunkedColumn, NDArray[Any], list[Found]]], done: Iterable[Sequence[bytes | None]]
+) -> None:
+    """Puts inflated chunks into the cache while the next ones are inflated."""
+    for (column, _, found), inflated in zip(tasks, done, strict=True):
+        for (number, *_), data in zip(found, inflated, strict=True):
+            if data is not None:
+                column.cache.put((column.name, number), data)
+
+
 def _pieces(starts: NDArray[np.int64], ends: NDArray[np.int64], chunk: int) -> dict[int, list[Piece]]:
-    """By chunk, the parts of it that the slices want."""
+    """By chunk, in their order in the column, the parts of it that the slices want."""
+    full = ends > starts
+    starts, lengths = starts[full], (ends - starts)[full]
+    first = starts // chunk
+    count = (starts + lengths - 1) // chunk - first + 1
+    part = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    number = np.repeat(first, count) + part
+    begin = np.maximum(np.repeat(starts, count), number * chunk)
+    end = np.minimum(np.repeat(starts + lengths, count), (number + 1) * chunk)
+    size = end - begin
+    target = np.cumsum(size) - size
+    order = np.argsort(number, kind="stable")
+    begin, end = begin - number * chunk, end - number * chunk
     pieces: dict[int, list[Piece]] = {}
-    target = 0
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        while start < end:
-            number, offset = divmod(start, chunk)
-            size = min(chunk - offset, end - start)
-            pieces.setdefault(number, []).append((offset, offset + size, target))
-            start += size
-            target += size
+    columns = (values[order].tolist() for values in (number, begin, end, target))
+    for of, *piece in zip(*columns, strict=True):
+        pieces.setdefault(of, []).append(tuple(piece))
     return pieces
 
 
