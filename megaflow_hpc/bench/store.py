@@ -5,7 +5,7 @@ file, which is made durable. MB are 10^6 uncompressed bytes of the arrays in tha
 counted. Reads are timed in new processes, on a file generated with --generated rows that carry real token columns.
 
 Sizes: a rollout of the default length is 0.52 MB raw, 0.5 MB of journal and 0.11 MB of file; a generated row of 4,096
-tokens takes about 10 kB of file. Data go to --directory, by default a temporary one, and are removed.
+tokens takes about 12 kB of file. Data go to --directory, by default a temporary one, and are removed.
 """
 
 from __future__ import annotations
@@ -277,6 +277,8 @@ def _jsonl_zstd(drawn: list[Any], target: Path) -> None:
 
 
 def _reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
+    from megaflow_hpc.trajectories.schema import COLUMNS, TOKEN_CHUNK, chunk
+
     count, each = arguments.generated, arguments.generated_tokens
     path = room / "generated.h5"
     note(f"generating {count} rows of {each} tokens")
@@ -285,8 +287,8 @@ def _reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: No
     seconds = time.perf_counter() - began
     size = path.stat().st_size
     note(f"{size / 1e9:.2f} GB in {seconds:.0f} s; reading in new processes")
-    opened = [_read(path, "open") for _ in range(5)]
-    batches = [s for _ in range(2) for s in _read_all(path, "batch")]
+    opened = [_read(path, "open")[0][0] for _ in range(5)]
+    batches = [pair for _ in range(2) for pair in _read(path, "batch")]
     whole = count >= 1_000_000
     rows = min(1024, count)
     return [
@@ -295,8 +297,13 @@ def _reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: No
         median(
             f"random batch of {rows} trajectories of {each} tokens, warm",
             "ms",
-            [1000 * s for s in batches],
+            [1000 * wall for wall, _ in batches],
             150.0 if each == 4096 and rows == 1024 else None,
+        ),
+        median(
+            f"its CPU time; chunks of {chunk(COLUMNS['tokens/id'])} ids, of {TOKEN_CHUNK} in other columns",
+            "ms",
+            [1000 * cpu for _, cpu in batches],
         ),
     ]
 
@@ -349,29 +356,28 @@ with open_trajectories(sys.argv[1]) as store:
     store[count - 1].reward
     opened = time.perf_counter()
     if sys.argv[2] == "open":
-        print(json.dumps([opened - loaded]))
+        print(json.dumps([[opened - loaded]]))
         sys.exit()
     draw = numpy.random.default_rng(int(sys.argv[3]))
     seconds = []
     for _ in range(6):
         rows = draw.choice(count, min(1024, count), replace=False)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         batch = store.batch(rows.tolist())
-        seconds.append(time.perf_counter() - began)
+        seconds.append([time.perf_counter() - began, time.process_time() - cpu])
         assert batch["tokens"].size
     print(json.dumps(seconds[1:]))
 """
 
 
-def _read_all(path: Path, what: str) -> list[float]:
-    """Seconds, measured inside a new process; of batches the first, which warms up, is left out."""
+def _read(path: Path, what: str) -> list[list[float]]:
+    """Seconds, measured inside a new process; of a batch those on the clock and those of CPU, all threads together.
+
+    The first batch, which warms up, is left out.
+    """
     command = [sys.executable, "-c", _READER, str(path), what, str(time.monotonic_ns() % 2**31)]
-    found: list[float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: list[list[float]] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return found
-
-
-def _read(path: Path, what: str) -> float:
-    return _read_all(path, what)[0]
 
 
 def _remove(path: Path) -> None:

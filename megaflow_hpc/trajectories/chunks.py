@@ -109,7 +109,7 @@ class ChunkedColumn:
         for number in numbers:
             try:
                 mask, data = self.dataset.id.read_direct_chunk((number * self.chunk,))
-            except OSError:  # never written: it reads as the fill value
+            except (OSError, RuntimeError):  # never written: it reads as the fill value
                 mask, data = 1, b""
             found.append(None if mask else data)
         return found

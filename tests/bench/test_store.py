@@ -17,7 +17,7 @@ def test_every_figure_of_the_store_is_there_with_its_peers(capsys):
     sizes = ["--rollouts", "4", "--tokens", "2000", "--turns", "5", "--repeat", "1"]
     assert main(["bench", "store", "--peers", "--json", *sizes, "--generated", "40", "--generated-tokens", "64"]) == 0
     figures = {figure["name"]: figure for figure in json.loads(capsys.readouterr().out)["figures"]}
-    assert len(figures) == 10
+    assert len(figures) == 11
     assert all(figure["value"] > 0 for figure in figures.values())
     peers = [peer["name"] for peer in figures["ingest, journal fsynced + HDF5"]["peers"]]
     assert peers == ["h5py alone, same chunks and filters", "Parquet, zstd", "JSONL, zstd"]
