@@ -59,7 +59,8 @@ def test_a_command_under_way_stands_still_for_a_snapshot_and_goes_on(
     async def main() -> None:
         async with ApptainerProvider(scratch) as provider:
             async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                counting = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); echo $i >>/a; echo $i >>/b; sleep 0.002; done; echo end"
+                loop = "i=$((i+1)); echo $i >> /a; echo $i >> /b; sleep 0.002"
+                counting = f"i=0; while [ $i -lt 300 ]; do {loop}; done; echo end"
                 running = asyncio.create_task(sandbox.exec(counting, timeout_s=60))
                 await asyncio.sleep(0.2)
                 kept = await sandbox.snapshot(tmp_path / "kept")
