@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -83,6 +84,8 @@ def make(
         if str(error).startswith("/"):  # a task's own file, which names itself
             raise
         raise ConfigError(f"{where('tasks')}: {error}") from None
+    if config.seed is None:
+        config = config.model_copy(update={"seed": secrets.randbelow(2**31)})
     policies = {
         name: _absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
     }

@@ -9,6 +9,7 @@ token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float3
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -91,6 +92,13 @@ class Rollout:
     def group_id(self) -> str:
         """Samples that are compared with one another: same task, same policy."""
         return f"{self.task_id}/{self.policy}"
+
+    def seed(self, campaign: int, attempt: int) -> int:
+        """Of its sampling, below 2**31: always the same for one attempt under one seed of the campaign, -1 under -1."""
+        if campaign < 0:
+            return -1
+        digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
+        return int.from_bytes(digest[:4]) % 2**31
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ class Trajectory:
     rank: int = -1
     """Of the pod; -1 where unknown."""
     seed: int = -1
-    """That its sampling was given; -1 where it was given none."""
+    """That its sampling was given: model call n, from 0, got ``(seed + n) % 2**31``. -1 where it was given none."""
     reward: float | None = None
     """``None`` unless verified."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -337,9 +345,19 @@ class Gateway(Protocol):
     """One per worker rank: gives every rollout an address and key of its own, routes, records."""
 
     async def open(
-        self, rollout_id: str, policy: str, listener: socket.socket | None = None, budget: Budget | None = None
+        self,
+        rollout_id: str,
+        policy: str,
+        listener: socket.socket | None = None,
+        budget: Budget | None = None,
+        seed: int = -1,
     ) -> ModelEndpoint:
-        """Registers a rollout; ``listener``, taken over, is a further socket to be served until :meth:`close`."""
+        """Registers a rollout.
+
+        Args:
+            listener: taken over; a further socket to be served until :meth:`close`.
+            seed: call n of it, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves that to the engine.
+        """
 
     async def close(self, rollout_id: str) -> Recording:
         """Ends it and returns what was recorded; later calls on its key are refused."""

@@ -18,6 +18,7 @@ import pytest
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import Rollout
 
 Make = Callable[..., Path]
 
@@ -208,6 +209,9 @@ def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: P
         for trajectory in store:
             assert [len(s.tokens) > 0 for s in trajectory.sequences] == [True]
             assert trajectory.messages[-1]["content"] == "42"
+        drawn = json.loads((Path(result["run"]) / "run.json").read_text())["campaign"]["seed"]
+        named = [Rollout(*t.id.rsplit("/", 2)[:2], t.sample_index, "") for t in store]
+        assert [t.seed for t in store] == [rollout.seed(drawn, 0) for rollout in named]
 
 
 def test_an_agent_in_a_sandbox_without_any_network_is_refused_with_the_remedy(

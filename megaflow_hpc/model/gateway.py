@@ -46,6 +46,8 @@ MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 CHAT = "/v1/chat/completions"
 MAX_BODY = 256 * 2**20
+SEEDS = 2**31
+"""Seeds are below: every engine takes them."""
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -71,6 +73,12 @@ class _Rollout:
     inside: web.SockSite | None = None
     """Where the sandbox reaches us, if it does by a socket of its own."""
     in_flight: int = 0
+    seed: int = -1
+
+    def seeded(self, asked: dict[str, Any]) -> None:
+        """Gives the next call, of number n from 0, the rollout's seed + n, unless the agent chose one itself."""
+        if self.seed >= 0 and asked.get("seed") is None:
+            asked["seed"] = (self.seed + self.recorder.calls + self.in_flight) % SEEDS
 
     def over_budget(self) -> str:
         """Why no further call may be answered; empty where one may. Calls that are in flight count."""
@@ -132,14 +140,19 @@ class ModelGateway:
         self._runner = self._session = self._loop = None
 
     async def open(
-        self, rollout_id: str, policy: str, listener: socket.socket | None = None, budget: Budget | None = None
+        self,
+        rollout_id: str,
+        policy: str,
+        listener: socket.socket | None = None,
+        budget: Budget | None = None,
+        seed: int = -1,
     ) -> ModelEndpoint:
         if self._runner is None:
             raise MegaflowError("the gateway is not started; call start() first")
         if rollout_id in self._by_id:
             raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
         key, recorder = f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
-        rollout = _Rollout(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget())
+        rollout = _Rollout(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget(), seed=seed)
         inside = ""
         if listener is not None:
             rollout.inside = web.SockSite(self._runner, listener, backlog=256)
@@ -254,6 +267,7 @@ class ModelGateway:
         if path == CHAT:
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
                 asked["messages"] = recorder.restore(asked["messages"])
+        rollout.seeded(asked)
         rollout.in_flight += 1
         try:
             answer, server, model_s, wait_s = await self._ask(rollout, path, asked, backend.ask)

@@ -25,7 +25,7 @@ from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, go
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, verify
 from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, SandboxError, UserCodeError
-from megaflow_hpc.model.gateway import ModelGateway
+from megaflow_hpc.model.gateway import SEEDS, ModelGateway
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import (
     Agent,
@@ -148,6 +148,8 @@ def _timed(trajectory: Trajectory, name: str) -> Iterator[None]:
 
 
 async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory) -> None:
+    if policy.model is not None and services.config.seed is not None:
+        trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     policy = services.policies[rollout.policy]
     try:
         with _timed(trajectory, "setup_s"):
@@ -166,7 +168,8 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             await begin_step(step, sandbox)
             before = len(sandbox.breaches)
             with _timed(trajectory, "agent_s"):
-                result, recording = await _run_agent(services, rollout, step, policy, sandbox)
+                seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
+                result, recording = await _run_agent(services, rollout, step, policy, sandbox, seed)
             _say_limits(result, sandbox.breaches[before:])
             _add(trajectory, result, recording)
             if result.exit_code in KILLED:
@@ -229,11 +232,11 @@ def _say_limits(result: AgentResult, breaches: Sequence[Breach]) -> None:
 
 
 async def _run_agent(
-    services: Services, rollout: Rollout, task: Task, policy: Policy, sandbox: Sandbox
+    services: Services, rollout: Rollout, task: Task, policy: Policy, sandbox: Sandbox, seed: int
 ) -> tuple[AgentResult, Recording]:
     """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off."""
     agent = create(policy.agent)
-    endpoint = await _open_model(services, rollout, task, agent, sandbox) if policy.model else None
+    endpoint = await _open_model(services, rollout, task, agent, sandbox, seed) if policy.model else None
     timeout_s = policy.agent.timeout_s or task.agent_timeout_s
     recording = Recording()
     try:
@@ -254,15 +257,15 @@ async def _run_agent(
 
 
 async def _open_model(
-    services: Services, rollout: Rollout, task: Task, agent: Agent, sandbox: Sandbox
+    services: Services, rollout: Rollout, task: Task, agent: Agent, sandbox: Sandbox, seed: int
 ) -> ModelEndpoint:
     """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
     network = task.network or services.config.environment.network
     limits = services.policies[rollout.policy].agent
     budget = Budget(calls=limits.max_turns, tokens=limits.max_tokens)
     if network == "gateway" and getattr(agent, "in_sandbox", False):
-        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget)
-    endpoint = await services.gateway.open(rollout.id, rollout.policy, budget=budget)
+        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget, seed)
+    endpoint = await services.gateway.open(rollout.id, rollout.policy, budget=budget, seed=seed)
     return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
 
 

@@ -221,3 +221,18 @@ def test_without_max_tokens_the_whole_context_may_be_used(vllm: Servers) -> None
         assert len(sequence.tokens) == CONTEXT
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+def test_one_seed_samples_the_same_tokens_again_and_another_seed_others(vllm: Servers, protocol: str) -> None:
+    async def sampled(seed: int) -> list[int]:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints([{**vllm.record(0), "protocol": protocol}])
+            model = await gateway.open("t/default/0", "default", seed=seed)
+            await talk(model, 2, max_tokens=16, temperature=1.0)
+            recording = await gateway.close("t/default/0")
+        return [t for s in recording.sequences for t, m in zip(s.tokens, s.loss_mask, strict=True) if m]
+
+    first, again, other = (asyncio.run(sampled(seed)) for seed in (11, 11, 12))
+    assert first == again
+    assert first != other
