@@ -185,6 +185,26 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
     os.rename(aside, upper)
 
 
+def set_aside(upper: Path, path: str, aside: Path) -> bool:
+    """Moves what the layer has at ``path`` to ``aside``, so that the image's own shows; ``False`` if it has nothing."""
+    *parents, name = PurePosixPath(path.strip("/")).parts
+    place = upper
+    for part in parents:
+        place /= part
+        if not _is_directory(place):
+            return False
+    if not os.path.lexists(place / name):
+        return False
+    os.rename(place / name, aside)
+    return True
+
+
+def replace(upper: Path, path: str, aside: Path) -> None:
+    """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone."""
+    forget(upper, path.strip("/"))
+    os.rename(aside, upper / path.strip("/"))
+
+
 def _move(source: Path, target: Path, parts: Sequence[str]) -> bool:
     here, there = source, target
     for part in parts[:-1]:

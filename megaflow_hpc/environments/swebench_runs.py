@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments import named_tests, swebench_package
+from megaflow_hpc.environments import checkout, named_tests, swebench_package
 from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.swebench_instances import Instance, load
 from megaflow_hpc.environments.verifier import Verdict
@@ -35,8 +35,6 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult, Task
 
 INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"
-PATCH_LIMIT = 16 << 20
-"""Bytes of a submission; more is not a patch."""
 LOG_LIMIT = 32 << 20
 """Bytes kept of a test run's output."""
 GRADE_S = 120.0
@@ -46,7 +44,9 @@ STEP_S = 300.0
 PLACE = "/.megaflow-swebench"
 """Where the verification's own files lie in the sandbox, after the agent is gone."""
 START = "refs/megaflow-hpc/start"
-"""The checkout as it was handed out."""
+"""The checkout as it was handed out, for the verifier's scripts."""
+SUBMITS_A_PATCH = True
+"""The patch is what is verified, and kept with the verdict."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
 """SWE-bench's, which its grading looks for."""
@@ -138,7 +138,7 @@ def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Checks that the image holds the checkout, puts a SWE-smith bug in, and marks where the agent starts.
+    """Checks that the image holds the checkout, and puts a SWE-smith bug in.
 
     Raises:
         SandboxError: this image is not the instance's, or the file was changed.
@@ -151,7 +151,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
     steps = [f"cd {shlex.quote(instance.workdir)}", f"{GIT} rev-parse -q --verify HEAD >/dev/null"]
     mark = f"{GIT} update-ref {START} HEAD"
     if not instance.bug_patch:
-        steps.append(mark)
+        steps += [] if for_agent else [mark]
     else:
         await _upload(sandbox, {"bug.patch": instance.bug_patch})
         # The tests that fail are taken from the agent, as SWE-smith does; the verifier's mark still has them.
@@ -163,7 +163,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
             orphan = f"{GIT} checkout -q --orphan megaflow-start"
             others = f"{GIT} for-each-ref --format='delete %(refname)' | grep -v heads/megaflow-start"
             forget = [f"{GIT} reflog expire --expire=now --all", f"{GIT} gc -q --prune=now"]
-            steps += [*insert, orphan, commit, f"{others} | {GIT} update-ref --stdin", *forget, mark]
+            steps += [*insert, orphan, commit, f"{others} | {GIT} update-ref --stdin", *forget]
         else:
             steps += [mark, *insert, commit]
     done = await sandbox.exec(" && ".join(steps), cwd="/", timeout_s=STEP_S)
@@ -210,10 +210,18 @@ async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
     """
     instance = load(task)
     await sandbox.kill_processes()
-    patch, trouble = await _submission(instance, sandbox)
-    if trouble:
-        return _unresolved(trouble)
+    patch = await checkout.difference(sandbox, instance.workdir) or checkout.Patch(
+        b"", f"{instance.workdir} is no git checkout any more"
+    )
+    if patch.error and not patch.data:
+        return replace(_unresolved(patch.error), artifacts=checkout.to_artifacts(patch))
     await sandbox.reset()
+    verdict = await _judge(task, instance, patch.data, sandbox)
+    return replace(verdict, artifacts=checkout.to_artifacts(patch))
+
+
+async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> Verdict:
+    """``patch`` on a clean image."""
     await _hand_out(task, instance, sandbox, for_agent=False)
     if patch:
         applied = await _apply(instance, patch, sandbox)
@@ -228,22 +236,6 @@ async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
 
 def _unresolved(why: str) -> Verdict:
     return Verdict(reward=0.0, rewards={"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}, output=why)
-
-
-async def _submission(instance: Instance, sandbox: ApptainerSandbox) -> tuple[bytes, str]:
-    """What the agent changed, commits and new files too, and what is wrong with it."""
-    # An index of its own, from the start: what the agent's holds, and whether it is broken, does not matter.
-    script = f"""cd {shlex.quote(instance.workdir)} || exit 1
-export GIT_INDEX_FILE=$(mktemp -u) GIT_CONFIG_NOSYSTEM=1
-start=$({GIT} rev-parse -q --verify {START} || {GIT} rev-parse HEAD) && {GIT} read-tree "$start" && {GIT} add -A &&
-{GIT} diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ "$start"
-status=$?; rm -f "$GIT_INDEX_FILE"; exit $status"""
-    done = await sandbox.exec(script, cwd="/", timeout_s=STEP_S, output_limit=2 * PATCH_LIMIT)
-    if done.exit_code:
-        return b"", f"{instance.workdir} is no usable git checkout any more:\n{done.stderr[-2000:]}"
-    if len(done.stdout_bytes) > PATCH_LIMIT:
-        return b"", f"the agent's patch is larger than {PATCH_LIMIT >> 20} MiB"
-    return done.stdout_bytes, ""
 
 
 async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:

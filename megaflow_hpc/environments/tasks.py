@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments import formats
+from megaflow_hpc.environments import checkout, formats
 from megaflow_hpc.environments.harbor import read_harbor_task
 from megaflow_hpc.environments.health import wait_healthy
 from megaflow_hpc.environments.image_config import working_directory
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError
-from megaflow_hpc.types import Sandbox, Task
+from megaflow_hpc.types import Task
 
 
 def load_tasks(sources: Sequence[Mapping[str, Any] | str], base_dir: str | os.PathLike[str]) -> list[Task]:
@@ -108,8 +109,10 @@ def in_image_directories(
     return placed
 
 
-async def prepare(task: Task, sandbox: Sandbox) -> None:
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     """Makes a fresh sandbox ready for the agent: work directory, log directories, ``environment/``, health check.
+
+    Notes where a checkout in the work directory stands.
 
     Raises:
         SandboxError: it cannot be done; the rollout fails.
@@ -127,3 +130,4 @@ async def prepare(task: Task, sandbox: Sandbox) -> None:
         await sandbox.upload(os.path.join(task.path, "environment"), workdir)
     if check := harbor.get("healthcheck"):
         await wait_healthy(task.id, sandbox, check)
+    await checkout.remember(sandbox, workdir)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments import formats, layer
+from megaflow_hpc.environments import checkout, formats, layer
 from megaflow_hpc.environments.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.rewards import read_logs, read_rewards
@@ -63,6 +63,8 @@ class Court:
 async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), *, stay: bool = False) -> Verdict:
     """Collects the artifacts and runs the tests of a task (or of a step). The agent must have ended.
 
+    Where the work directory is a git checkout, what the agent changed there is the artifact ``patch``.
+
     Args:
         stay: the sandbox is used further: it gets its own container back, without tests and rewards.
 
@@ -70,12 +72,15 @@ async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), 
         SandboxError: a sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
         ConfigError: the task cannot be verified in this way.
     """
-    if found := formats.format_of(task):
-        verdict: Verdict = await found.verify(task, sandbox)
-        return verdict
     harbor = task.metadata.get("harbor", {})
-    rules: Mapping[str, Any] = harbor.get("verifier", {})
     prefix = f"steps/{harbor['step']}/" if harbor.get("step") else ""
+    found = formats.format_of(task)
+    submits = getattr(found, "SUBMITS_A_PATCH", False)
+    patch = [] if submits else checkout.to_artifacts(await checkout.difference(sandbox, task.workdir), prefix)
+    if found is not None:
+        verdict: Verdict = await found.verify(task, sandbox)
+        return replace(verdict, artifacts=[*patch, *verdict.artifacts])
+    rules: Mapping[str, Any] = harbor.get("verifier", {})
     folder = Path(sandbox.directory + ".artifacts")
     try:
         await run_hooks(task, sandbox)
@@ -88,7 +93,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), 
     finally:
         await asyncio.to_thread(remove_tree, folder)
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
-    return replace(verdict, artifacts=[*artifacts, *logs])
+    return replace(verdict, artifacts=[*patch, *artifacts, *logs])
 
 
 def check_fresh(task: Task) -> None:

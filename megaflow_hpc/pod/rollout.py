@@ -42,7 +42,6 @@ from megaflow_hpc.types import (
 
 MAX_ARTIFACT = 1 << 20
 """Bytes kept of one artifact."""
-KILL_S = 30.0
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 SETTLE_S = 1.0
 """After an agent was killed: if it is the job that ends, the signal will have reached the sandbox and us by then, and a
@@ -175,7 +174,6 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             if result.exit_code in KILLED:
                 await asyncio.sleep(SETTLE_S)
             await sandbox.kill_processes()
-            await _keep_patch(trajectory, step, sandbox)
             with _timed(trajectory, "verify_s"):
                 verdict = await verify(step, sandbox, court(services), stay=step is not steps[-1])
             verdicts.append(StepVerdict(name_of(step), verdict))
@@ -276,13 +274,3 @@ def _keep_raw(trajectory: Trajectory, recording: Recording) -> None:
         trajectory.artifacts.append(
             Artifact("engine.jsonl", lines.encode("utf-8", "backslashreplace")[: 8 * MAX_ARTIFACT])
         )
-
-
-async def _keep_patch(trajectory: Trajectory, task: Task, sandbox: Sandbox) -> None:
-    """What the agent changed, where the work directory is a git checkout."""
-    # A private index: new files are in the patch, and the checkout is as the agent left it when the verifier sees it.
-    command = "export GIT_INDEX_FILE=/tmp/.patch-index; git add -A . && git diff --cached HEAD; rm -f /tmp/.patch-index"
-    result = await sandbox.exec(f"({command}) 2>/dev/null", timeout_s=KILL_S, cwd=task.workdir)
-    if result.exit_code == 0 and result.stdout_bytes:
-        prefix = f"steps/{name_of(task)}/" if name_of(task) else ""
-        trajectory.artifacts.append(Artifact(f"{prefix}patch", result.stdout_bytes[:MAX_ARTIFACT]))
