@@ -62,6 +62,15 @@ class ServerCount(Section):
         return self
 
 
+class WeightsConfig(Section):
+    """How servers come to weights that were published while they serve."""
+
+    update: Literal["rolling", "together"] = "rolling"
+    """``rolling``: a policy's servers one after the other; ``together``: all at once."""
+    running: Literal["finish", "continue"] = "finish"
+    """Requests being sampled finish on the old version, or are continued on the new one."""
+
+
 class ModelConfig(Section):
     """What answers the agents of one policy."""
 
@@ -73,6 +82,8 @@ class ModelConfig(Section):
     """Size of the engine array."""
     gpus: int = Field(1, ge=0)
     """GPUs a server; tensor parallel over them."""
+    weights: WeightsConfig = WeightsConfig()
+    """How published weights are loaded."""
     args: dict[str, Any] = {}
     """Engine options as they stand on its command line, without the dashes."""
     python: str | None = None
@@ -148,6 +159,25 @@ def _walltime(value: Any) -> Any:
     return value
 
 
+class PoolConfig(Section):
+    """A further pod array: where it does not say otherwise, its pods are those of ``pods``."""
+
+    partition: str | None = None
+    """Instead of ``pods.partition``; several, with commas, let Slurm choose."""
+    account: str | None = None
+    """Account to charge, instead of ``slurm.account``."""
+    count: int = Field(1, ge=1)
+    """Array elements."""
+    nodes: int | None = Field(None, ge=1)
+    """Nodes an element."""
+    time: str | int | None = None
+    """Walltime."""
+    extra: dict[str, Any] = {}
+    """Further sbatch options."""
+
+    _time = field_validator("time", mode="before")(_walltime)
+
+
 class PodsConfig(Section):
     """The pod array: elements are MPI worlds that run sandboxes."""
 
@@ -167,10 +197,19 @@ class PodsConfig(Section):
     """Memory a node in GB (10^9 bytes); default: the partition's."""
     time: str | int | None = None
     """Walltime."""
+    throttle: int | None = Field(None, ge=1)
+    """Elements of one array that run at once; default: as many as Slurm lets."""
+    pools: tuple[PoolConfig, ...] = ()
+    """Further pod arrays, on other partitions or accounts."""
     extra: dict[str, Any] = {}
     """Further sbatch options."""
 
     _time = field_validator("time", mode="before")(_walltime)
+
+    @property
+    def total(self) -> int:
+        """Pods of all pools."""
+        return self.count + sum(pool.count for pool in self.pools)
 
 
 class ServersConfig(Section):

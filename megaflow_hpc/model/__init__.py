@@ -2,9 +2,12 @@
 
 ===============  =====================================================================================
 ``engines``      how to start each engine (vLLM, SGLang, Transformers, scripted) and reach it
+``engine_process``  one of them while it runs; ``causes`` says why it ended
 ``lifeline``     the parent of an engine's processes: they end when it does
 ``proxy``        the only TCP listener before an engine: TLS, keys, an allow-list of paths
 ``server``       one element of the engine array: start, health, register, heartbeat, drain
+``registration`` the files by which it is found, or says why not
+``loading``      how it comes from one version of the weights to the next
 ``gateway``      one per worker rank: an address and key per rollout, recording; ``stream`` sends its events
 ``backend``      what the gateway asks of an engine: the plain endpoints, or render / generate / derender
 ``router``       which server answers a call

@@ -27,11 +27,18 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from megaflow_hpc.model.proxy import VERSION
 from megaflow_hpc.model.recorder import Recorder, Sample
 from megaflow_hpc.model.router import Server
 
 RETRIED = frozenset({401, 403, 408, 429})
 """Answers below 500 that say something of the server and nothing of the request: another one may do better."""
+
+
+class Reply(dict[str, Any]):
+    """A JSON object, and the version of the weights that the server had when it was sampled."""
+
+    weight_version: int = 0
 
 
 class Refused(Exception):
@@ -58,7 +65,7 @@ class Answer:
 
 async def post(
     session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
-) -> dict[str, Any]:
+) -> Reply:
     """One JSON request to ``server``.
 
     Raises:
@@ -84,7 +91,10 @@ async def post(
         raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
     if not isinstance(reply, dict):
         raise Unavailable(f"{server.name}: the answer is not a JSON object")
-    return reply
+    answer = Reply(reply)
+    said = response.headers.get(VERSION, "")
+    answer.weight_version = int(said) if said.isdecimal() else server.weight_version
+    return answer
 
 
 class Call(NamedTuple):
@@ -97,7 +107,7 @@ class Call(NamedTuple):
     timeout_s: float
     recorder: Recorder
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
         return await post(self.session, self.server, path, body, self.timeout_s)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
@@ -123,11 +133,10 @@ async def text(call: Call) -> Answer:
 async def plain(call: Call) -> Answer:
     """A call of ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
     server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
-    version = server.weight_version
     scores = True if chat else max(1, int(body.get("logprobs") or 0))
     reply = await call.post(call.path, call.asked(return_token_ids=True, logprobs=scores))
     try:
-        samples = [_sample(reply, choice, chat, version, server.name) for choice in reply["choices"]]
+        samples = [_sample(reply, choice, chat, reply.weight_version, server.name) for choice in reply["choices"]]
     except (KeyError, TypeError, ValueError) as error:
         raise Unavailable(f"{server.name}: no token ids or log-probabilities in the answer ({error!r})") from error
     reply["model"] = body.get("model") or server.model_name
@@ -140,7 +149,7 @@ async def split(call: Call) -> Answer:
     body = call.body
     if not call.path.endswith("/chat/completions") or body.get("stop") or (body.get("n") or 1) > 1:
         return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
-    server, version = call.server, call.server.weight_version
+    server = call.server
     asked = call.asked(logprobs=True)
     request = await call.post(call.path + "/render", asked)
     try:
@@ -156,6 +165,7 @@ async def split(call: Call) -> Answer:
         scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if len(tokens) != len(scores):
             raise ValueError(f"{len(tokens)} token ids, {len(scores)} log-probabilities")
+        spans = _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
         told = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
         reply = await call.post(
             call.path + "/derender", {"model": server.model_name, "prompt_tokens": len(prompt), **told}
@@ -172,7 +182,8 @@ async def split(call: Call) -> Answer:
         logprobs=scores,
         text=message.get("content") or "",
         finish_reason=finish,
-        weight_version=version,
+        weight_version=spans[-1][0],
+        weight_spans=spans,
         server=server.name,
         message=message,
         request_id=str(generated.get("request_id", "")),
@@ -239,6 +250,17 @@ def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, ver
         message=_brief(message) if message is not None else None,
         request_id=str(reply.get("id", "")),
     )
+
+
+def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
+    """Version and end of each run of tokens, where the engine tells them: weights may change while it samples."""
+    told = choice.get("weight_versions") or []
+    if not told or not all(str(span["version"]).isdecimal() for span in told):
+        return []  # started without a number: the proxy's header has it
+    spans = [(int(span["version"]), int(span["end"])) for span in told]
+    if spans[-1][1] != tokens:
+        raise ValueError(f"weight versions of {spans[-1][1]} tokens, {tokens} token ids")
+    return spans
 
 
 def _brief(message: Mapping[str, Any]) -> dict[str, Any]:

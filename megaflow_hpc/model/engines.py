@@ -41,6 +41,8 @@ class Launch:
     model_name: str = ""
     protocol: str = "text"
     """What of :mod:`megaflow_hpc.model.backend` it can do."""
+    reload: str = ""
+    """How it loads weights in place (:data:`megaflow_hpc.model.loading.RELOADERS`); empty: it is started anew."""
     start_timeout_s: float = 900.0
     """Seconds from the start to the first completion; large models load for minutes."""
 
@@ -71,6 +73,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # the paths that change weights: on the socket, and behind the admin key
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
     result = Launch(
@@ -78,6 +81,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         {k: os.environ.get(k, v) for k, v in env.items()},
         model_name=str(options.get("served-model-name", policy)),
         protocol="split" if options.get("enable-scale-out", True) else "plain",
+        reload="vllm",
     )
     result.uds = socket_path(private)
     result.command += ["--uds", result.uds]
@@ -94,6 +98,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://127.0.0.1:{port}",
         model_name=policy,
+        reload="sglang",
     )
 
 
@@ -208,36 +213,3 @@ def _key_file(path: Any) -> str:
         return Path(str(path)).expanduser().read_text().strip()
     except OSError as error:
         raise ConfigError(f"model.api_key_file: {path}: {error.strerror}") from error
-
-
-CAUSES: tuple[tuple[str, str], ...] = (
-    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks", "out of GPU memory"),
-    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node"),
-    (r"No space left on device", "no space left on a disk"),
-    (r"[Aa]ddress already in use", "its port was taken"),
-    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
-    (r"unrecognized arguments: .*|invalid choice: .*", "it does not know an option"),
-    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
-     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)", "the model cannot be found"),
-    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
-)  # fmt: skip
-
-FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
-"""Errors that only say that there was another."""
-
-
-def cause(log_tail: str, exit_code: int | None) -> str:
-    """Why an engine ended, in one line: a known cause and the line that shows it, else the last error line."""
-    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
-    for pattern, meaning in CAUSES:
-        for line in reversed(lines):
-            if re.search(pattern, line):
-                return f"{meaning}: {_plain(line)}"
-    errors = [x for x in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", x) and not re.search(FOLLOWS, x)]
-    last = _plain((errors or lines or ["it printed nothing"])[-1])
-    return f"exit code {exit_code}: {last}" if exit_code is not None else last
-
-
-def _plain(line: str) -> str:
-    """Without the prefix of a log line, and short."""
-    return re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line)[:300]

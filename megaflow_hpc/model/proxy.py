@@ -3,15 +3,20 @@
 The engine itself sits on a Unix socket that other users cannot open. Paths that answer or render pass with the key in
 the endpoint file; paths that change the engine pass with the admin key only; all others are refused, whatever the
 engine serves there.
+
+Every answer carries the version of the weights that sampled it in the header :data:`VERSION`: while the weights change,
+the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import ssl
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -19,15 +24,18 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines import Launch
 
+VERSION = "X-Megaflow-Weight-Version"
+GENERATE = "/inference/v1/generate"
 _DIALECTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 MODEL_PATHS = frozenset(
     {
         ("GET", "/health"),
         ("GET", "/v1/models"),
-        ("POST", "/inference/v1/generate"),
+        ("POST", GENERATE),
         *(("POST", dialect + tail) for dialect in _DIALECTS for tail in ("", "/render", "/derender")),
     }
 )
+SAMPLING = frozenset({("POST", GENERATE), *(("POST", dialect) for dialect in _DIALECTS)})
 ADMIN_PATHS = frozenset(
     {("GET", p) for p in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping")}
     | {
@@ -51,6 +59,12 @@ class Proxy:
         self.requests, self.in_flight = 0, 0
         self.last_request = time.monotonic()
         self.draining = False
+        self.weight_version = 0
+        """Of the weights that the engine samples with now."""
+        self._sampling = {True: 0, False: 0}
+        """Requests that the engine samples for now: by generate, and others."""
+        self._gate = asyncio.Event()
+        self._gate.set()
         self._context = context
         self._engine: Launch | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -91,6 +105,21 @@ class Proxy:
             await asyncio.sleep(0.05)
         return not self.in_flight
 
+    @contextlib.asynccontextmanager
+    async def hold(self, *, continued: bool) -> AsyncIterator[None]:
+        """Nothing new is sampled inside, and what is being sampled has been answered.
+
+        Args:
+            continued: Not those by generate, whose answer tells the version of every token.
+        """
+        self._gate.clear()
+        try:
+            while self._sampling[False] or (self._sampling[True] and not continued):
+                await asyncio.sleep(0.01)
+            yield
+        finally:
+            self._gate.set()
+
     async def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> tuple[int, str]:
         """A request of our own to the engine: status and text."""
         assert self._engine is not None
@@ -110,9 +139,12 @@ class Proxy:
             return _refuse(401, "no key, or a wrong one")
         if place not in MODEL_PATHS and not (is_admin and place in ADMIN_PATHS):
             return _refuse(404, f"{request.method} {request.path} is not served here")
+        while place in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
+            await self._gate.wait()
         if self.draining or self._engine is None or self._session is None:
             return _refuse(DRAINING, "this server is leaving" if self.draining else "the engine is being restarted")
         self.in_flight += 1
+        self._sampling[request.path == GENERATE] += place in SAMPLING
         if request.method == "POST":
             self.requests += 1
             self.last_request = time.monotonic()
@@ -120,6 +152,7 @@ class Proxy:
             return await self._forward(request, self._engine, self._session)
         finally:
             self.in_flight -= 1
+            self._sampling[request.path == GENERATE] -= place in SAMPLING
             self.last_request = time.monotonic() if request.method == "POST" else self.last_request
 
     async def _forward(
@@ -136,6 +169,7 @@ class Proxy:
                 for name, value in answer.headers.items():
                     if name.lower() not in HOP:
                         response.headers[name] = value
+                response.headers[VERSION] = str(self.weight_version)
                 response.content_length = answer.content_length
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():

@@ -41,6 +41,8 @@ class Sample:
     text: str = ""
     finish_reason: str = ""
     weight_version: int = 0
+    weight_spans: Sequence[tuple[int, int]] = ()
+    """Version and end of each run of tokens, where they are not all of ``weight_version``."""
     server: str = ""
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message; ``None`` for plain completions."""
@@ -116,7 +118,10 @@ class Recorder:
         known = len(sequence.tokens)
         _extend(sequence, sample.prompt[known:], None, -1)
         start = len(sequence.tokens)
-        _extend(sequence, sample.tokens, sample.logprobs, sample.weight_version)
+        done = 0
+        for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
+            _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version)
+            done = end
         turn = Turn(
             sequence=number,
             token_start=start,

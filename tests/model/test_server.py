@@ -16,8 +16,8 @@ import pytest
 from serving import Servers, conversation, descendants
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model import engines
-from megaflow_hpc.model.server import assignment
+from megaflow_hpc.model import causes, engines
+from megaflow_hpc.model.registration import assignment
 
 ANSWER = {"default": ["fine"]}
 SLOW = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.5}]}]}
@@ -180,7 +180,7 @@ def test_engine_options_become_flags() -> None:
     ],
 )
 def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
-    found = engines.cause(log, 1)
+    found = causes.cause(log, 1)
     assert expected in found
     assert "\n" not in found
 

@@ -1,0 +1,92 @@
+"""``weights publish`` and ``weights list``: new weights for the engines of a campaign."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc import weights
+from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir import RunDir
+
+
+def register(subparsers: Any) -> None:
+    help_ = "publish new weights for the engines of a campaign, or list what was published"
+    group = subparsers.add_parser("weights", help=help_, description=f"{help_}.")
+    verbs = group.add_subparsers(dest="weights_verb", metavar="VERB", required=True)
+
+    parser = verbs.add_parser("publish", help="make a model directory the next version; servers load it in place")
+    parser.add_argument("run_dir", metavar="RUN", type=Path)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")
+    parser.add_argument("--policy", help="which model, where the campaign has several")
+    parser.add_argument("--move", action="store_true", help="rename DIR instead of copying it")
+    parser.add_argument("--keep", metavar="N", type=int, help="remove all but the N newest versions of the policy")
+    add_json(parser)
+    parser.set_defaults(run=_publish)
+
+    parser = verbs.add_parser("list", help="versions, and how many servers serve each")
+    parser.add_argument("run_dir", metavar="RUN", type=Path)
+    add_json(parser)
+    parser.set_defaults(run=_list)
+
+
+def _publish(arguments: argparse.Namespace) -> int:
+    if arguments.keep is not None and arguments.keep < 1:
+        raise ConfigError(f"--keep {arguments.keep}: must be at least 1")
+    run = RunDir(arguments.run_dir)
+    made = weights.publish(run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep)
+    if arguments.json:
+        print_json(asdict(made))
+    else:
+        print(made.version)
+        note(f"policy {made.policy}: version {made.version} at {made.path}; servers look for it every few seconds")
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    run = RunDir(arguments.run_dir)
+    policies = [name for name, policy in run.read_run().get("policies", {}).items() if policy.get("model")]
+    serving: Counter[tuple[str, int]] = Counter()
+    refused: dict[tuple[str, int], str] = {}
+    for path in run.endpoints.glob("*.json"):
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if record.get("url"):
+            serving[record["policy"], int(record.get("weight_version", 0))] += 1
+            if record.get("refused"):
+                refused[record["policy"], int(record["refused"]["version"])] = str(record["refused"]["cause"])
+    pointed = {policy: weights.current(run, policy).version for policy in policies}
+    known = [weights.Version(policy=policy) for policy in policies] + weights.versions(run)
+    rows = [
+        {
+            **asdict(version),
+            "current": pointed.get(version.policy) == version.version,
+            "servers": serving[version.policy, version.version],
+            "refused": refused.get((version.policy, version.version), ""),
+        }
+        for version in known
+    ]
+    if arguments.json:
+        print_json(rows)
+        return 0
+    lines = [
+        (
+            row["policy"],
+            str(row["version"]) + (" *" if row["current"] else ""),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row["published_at"])) if row["published_at"] else "-",
+            str(row["servers"]),
+            row["path"] or "the campaign's model",
+            row["refused"],
+        )
+        for row in rows
+    ]
+    print(table(("policy", "version", "published (UTC)", "servers", "path", "refused because"), lines))
+    return 0

@@ -1,0 +1,37 @@
+"""Why an engine ended, in one line for ``status``: engines say it somewhere in thousands of lines of log."""
+
+from __future__ import annotations
+
+import re
+
+CAUSES: tuple[tuple[str, str], ...] = (
+    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks", "out of GPU memory"),
+    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node"),
+    (r"No space left on device", "no space left on a disk"),
+    (r"[Aa]ddress already in use", "its port was taken"),
+    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
+    (r"unrecognized arguments: .*|invalid choice: .*", "it does not know an option"),
+    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
+     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)", "the model cannot be found"),
+    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
+)  # fmt: skip
+
+FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
+"""Errors that only say that there was another."""
+
+
+def cause(log_tail: str, exit_code: int | None) -> str:
+    """Why an engine ended, in one line: a known cause and the line that shows it, else the last error line."""
+    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
+    for pattern, meaning in CAUSES:
+        for line in reversed(lines):
+            if re.search(pattern, line):
+                return f"{meaning}: {_plain(line)}"
+    errors = [x for x in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", x) and not re.search(FOLLOWS, x)]
+    last = _plain((errors or lines or ["it printed nothing"])[-1])
+    return f"exit code {exit_code}: {last}" if exit_code is not None else last
+
+
+def _plain(line: str) -> str:
+    """Without the prefix of a log line, and short."""
+    return re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line)[:300]
