@@ -6,6 +6,7 @@ A lab is a directory; nothing outside it is touched, so several live side by sid
     DIR/
       lab.json            unique id, ports, and pid + start time of every daemon
       slurm.conf …        written anew at every start from nothing
+      site.conf           lines of one's own for slurm.conf, where there is one: MaxArraySize=5
       munge/ db/ state/   key and socket, MariaDB, slurmctld's state
       spool/<node>/       one slurmd each
       gpu/                links to /dev/null that stand for GPUs
@@ -216,7 +217,7 @@ class Lab:
         listeners = ["slurmctld", "slurmdbd", "mariadbd", *NODES]
         self.state["ports"] = dict(zip(listeners, free_ports(len(listeners)), strict=True))
         password = secrets.token_hex(16)
-        self.write("slurm.conf", self.slurm_conf())
+        self.write("slurm.conf", self.slurm_conf() + self.site_conf())
         self.write("gres.conf", f"NodeName=gpu[1-{len(GPU_NODES)}] Name=gpu File={self.dir}/gpu/nvidia[0-{GPUS - 1}] "
                    "Flags=nvidia_gpu_env\n")  # fmt: skip
         if self.version() >= (23, 2):
@@ -307,6 +308,11 @@ PartitionName=cpu Nodes={",".join(CPU_NODES)} Default=YES PriorityTier=10 Preemp
 PartitionName=gpu Nodes={",".join(GPU_NODES)} PriorityTier=10 PreemptMode=OFF
 PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 """
+
+    def site_conf(self) -> str:
+        """What the lab's user wants otherwise; Slurm takes the later of two values."""
+        path = self.dir / "site.conf"
+        return path.read_text() if path.exists() else ""
 
     def slurmdbd_conf(self, password: str) -> str:
         ports, usr = self.state["ports"], self.prefix()

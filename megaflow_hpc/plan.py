@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 import megaflow_hpc
+from megaflow_hpc import provenance
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, write_blocks
@@ -202,11 +203,13 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
-    write_blocks(run, plan.rollouts, plan.config.slurm.pods.count)
+    provenance.keep_tokenizers(run, plan.policies)
+    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total)
     run.write_run(
         {
             "version": megaflow_hpc.__version__,
             "python": sys.version.split()[0],
+            "versions": provenance.versions(plan.policies),
             "campaign": plan.config.model_dump(mode="json"),
             "policies": {name: policy.model_dump(mode="json") for name, policy in plan.policies.items()},
             "tasks": {task.id: task.to_dict() for task in plan.tasks},

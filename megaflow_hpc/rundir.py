@@ -7,7 +7,7 @@
       run.json            format, package version, resolved campaign, its tasks and images
       env.sh              what every job sources first
       tasks/              <block>.json: immutable blocks of rollouts
-      ledger/             claims/, leases/, gone/, done/: who works on which block
+      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: what was queued
       endpoints/          <server>.json: engines that answer now
       weights/            <version>/
       journal/            <pod>.<start>.journal: acknowledged trajectories
@@ -64,6 +64,7 @@ class RunDir:
         self.env_sh = self.path / "env.sh"
         self.tasks = self.path / "tasks"
         self.ledger = self.path / "ledger"
+        self.jobs = self.ledger / "jobs"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"
         self.journal = self.path / "journal"

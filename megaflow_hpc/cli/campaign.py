@@ -70,6 +70,11 @@ def register(subparsers: Parsers) -> None:
     launcher(resume)
     add_json(resume)
 
+    scale = verb("scale", "add pods to a running campaign, or let some go", _scale, "scale RUN --pods 12")
+    scale.add_argument("run_dir", metavar="RUN")
+    scale.add_argument("--pods", type=int, required=True, metavar="N", help="pods that shall be queued or running")
+    add_json(scale)
+
     cancel = verb("cancel", "cancel a run's jobs; what is stored stays", _cancel, "cancel RUN")
     cancel.add_argument("run_dir", metavar="RUN")
     add_json(cancel)
@@ -82,14 +87,15 @@ def register(subparsers: Parsers) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Campaign, jobs_of
+    from megaflow_hpc.campaign import Campaign
+    from megaflow_hpc.fleet import preview
     from megaflow_hpc.slurm import script
 
     campaign = Campaign.from_yaml(arguments.campaign)
     run = campaign.plan(arguments.run_dir, arguments.only)
     paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
-    jobs = jobs_of(run.config, run.dir, run.dir.read_run()["server_groups"])
-    commands = [script.command(job, paths[job.role]) for job in jobs]
+    jobs = preview(run.config, run.dir, run.dir.read_run()["server_groups"])
+    commands = [script.command(job, paths[job.role]) for job in jobs if job.role in paths]
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0
@@ -117,6 +123,7 @@ def _start_and_follow(run: Any, arguments: argparse.Namespace, started: bool = F
         if not started:
             run.start(arguments.launcher, arguments.ranks)
             note(f"jobs: {' '.join(run.job_ids()) or 'local'}")
+            _say(run)
         result = run.wait(progress=progress)
     except KeyboardInterrupt:
         progress.close()
@@ -170,6 +177,7 @@ def _submit(arguments: argparse.Namespace) -> int:
             print("\n".join(texts.values()), end="")
         return 0
     run = campaign.submit("slurm", arguments.run_dir, arguments.only)
+    _say(run)
     if arguments.json:
         print_json({"run": str(run.path), "jobs": run.job_ids()})
         return 0
@@ -225,6 +233,28 @@ def _resume(arguments: argparse.Namespace) -> int:
     return _start_and_follow(run, arguments, started=True)
 
 
+def _scale(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Run
+
+    run = Run(arguments.run_dir)
+    changed = run.scale(arguments.pods)
+    _say(run)
+    if arguments.json:
+        print_json({"run": str(run.path), "pods": arguments.pods, **changed})
+    elif changed["added"] or changed["leaving"]:
+        print("\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods))
+    else:
+        print("the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running")
+    return 0
+
+
+def _say(run: Any) -> None:
+    """What the last start of jobs left to be known."""
+    for line in run.fleet.said:
+        note(line)
+    run.fleet.said.clear()
+
+
 def _cancel(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign import Run
 
@@ -243,7 +273,7 @@ def _gather(arguments: argparse.Namespace) -> int:
 
     run = Run(arguments.run_dir)
     path = run.gather(arguments.rebuild)
-    ended = run.end_servers(arguments.end_servers) if arguments.end_servers else []
+    ended = run.fleet.end_servers(arguments.end_servers) if arguments.end_servers else []
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:

@@ -6,13 +6,14 @@ paths in the file are relative to the file.
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, schema
 from megaflow_hpc.config.reading import explain, line_of, read_yaml
-from megaflow_hpc.config.sections import AgentConfig, ModelConfig, Section
+from megaflow_hpc.config.sections import AgentConfig, ModelConfig, PoolConfig, Section
 
 __all__ = [
     "AgentConfig",
     "CampaignConfig",
     "ModelConfig",
     "Policy",
+    "PoolConfig",
     "Section",
     "explain",
     "line_of",

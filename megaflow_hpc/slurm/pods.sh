@@ -34,6 +34,7 @@ echo "pod $MEGAFLOW_POD start $MEGAFLOW_START: $state (srun exit status $status)
 case $state in done | paused) exit 0 ;; esac
 [ "$state" = lost ] && "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
 [ -e "$RUN/ledger/cancelled" ] && exit 1
+[ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ] && exit 0 # asked to, by a smaller scale
 if [ "$ours" = yes ] && [ "$MEGAFLOW_START" -lt "$MEGAFLOW_REQUEUES" ]; then
     echo "requeueing element ($((MEGAFLOW_START + 1)) of $MEGAFLOW_REQUEUES)"
     scontrol requeue "$SLURM_JOB_ID"

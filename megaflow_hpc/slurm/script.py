@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
-from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config import CampaignConfig, PoolConfig
 from megaflow_hpc.rundir import RunDir
 
 Role = Literal["pods", "servers", "gather"]
@@ -34,6 +34,10 @@ class Job:
     elements: int | None = None
     first: int = 0
     """Index of the first element."""
+    base: int = 0
+    """Added to an element's index to give its server's in ``run.json``: for indices beyond MaxArraySize."""
+    throttle: int | None = None
+    """Elements that may run at once."""
     arguments: Sequence[str] = ()
     """Further words of the command that the script runs (gather only)."""
     run: str | None = None
@@ -43,7 +47,8 @@ class Job:
     @property
     def indices(self) -> str:
         """As ``--array`` takes it."""
-        return f"{self.first}-{self.first + (self.elements or 1) - 1}"
+        throttle = "" if self.throttle is None else f"%{self.throttle}"
+        return f"{self.first}-{self.first + (self.elements or 1) - 1}{throttle}"
 
 
 def script(job: Job) -> str:
@@ -58,6 +63,7 @@ def script(job: Job) -> str:
     body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
+    body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
     return "\n".join(lines) + "\n\n" + body.replace("@ARGUMENTS@", shlex.join(job.arguments))
 
 
@@ -88,9 +94,18 @@ def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
     }
 
 
-def pod_job(config: CampaignConfig, run: RunDir, count: int | None = None, dependency: str | None = None) -> Job:
-    """The pod array: each element one MPI world on ``pods.nodes`` nodes."""
+def pod_job(
+    config: CampaignConfig,
+    run: RunDir,
+    count: int | None = None,
+    dependency: str | None = None,
+    pool: PoolConfig | None = None,
+    throttle: int | None = None,
+) -> Job:
+    """One pod array: each element one MPI world on ``pods.nodes`` nodes; of a pool, where one is given."""
     pods = config.slurm.pods
+    own = {name: getattr(pool, name) for name in ("partition", "account", "time", "nodes")} if pool else {}
+    own = {name: value for name, value in own.items() if value is not None}
     options = {
         **_common(config, run, "pod"),
         "partition": pods.partition,
@@ -104,12 +119,20 @@ def pod_job(config: CampaignConfig, run: RunDir, count: int | None = None, depen
         "dependency": dependency,
         **config.slurm.extra,
         **pods.extra,
+        **{name: _walltime(value) if name == "time" else value for name, value in own.items()},
+        **(pool.extra if pool else {}),
     }
-    return Job("pods", options, count or pods.count, run=str(run))
+    return Job("pods", options, count or (pool or pods).count, run=str(run), throttle=throttle or pods.throttle)
 
 
-def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int, first: int = 0) -> Job:
-    """The engine array: each element one engine server; its index is the server's in ``run.json``."""
+def server_job(
+    config: CampaignConfig, run: RunDir, elements: int, gpus: int, first: int = 0, largest: int | None = None
+) -> Job:
+    """An engine array: each element one engine server; its index is the server's in ``run.json``.
+
+    Args:
+        largest: highest array index that the site allows; servers beyond are counted from 0 and a base.
+    """
     servers = config.slurm.servers
     options = {
         **_common(config, run, "server"),
@@ -123,7 +146,8 @@ def server_job(config: CampaignConfig, run: RunDir, elements: int, gpus: int, fi
         **config.slurm.extra,
         **servers.extra,
     }
-    return Job("servers", options, elements, first, run=str(run))
+    base = first if largest is not None and first + elements - 1 > largest else 0
+    return Job("servers", options, elements, first - base, base, run=str(run))
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:

@@ -7,7 +7,7 @@ ours=yes
 trap 'kill -TERM "$server" 2>/dev/null' USR2
 trap 'ours=no; kill -TERM "$server" 2>/dev/null' TERM
 
-"$MEGAFLOW_PYTHON" -m megaflow_hpc.model.server "$RUN" &
+"$MEGAFLOW_PYTHON" -m megaflow_hpc.model.server "$RUN" @INDEX@ &
 server=$!
 while :; do
     wait "$server"

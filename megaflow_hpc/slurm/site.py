@@ -87,7 +87,29 @@ def mpi_plugin() -> str:
 
 
 @functools.cache
+def configuration() -> dict[str, str]:
+    """``scontrol show config`` by name; asked once."""
+    pairs = (line.partition("=") for line in ask("scontrol", "show", "config").splitlines())
+    return {name.strip(): value.strip() for name, separator, value in pairs if separator}
+
+
 def max_array_size() -> int:
     """Largest array index + 1 that the site allows."""
-    match = re.search(r"MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"))
-    return int(match[1]) if match else 1001
+    size = configuration().get("MaxArraySize", "")
+    return int(size) if size.isdigit() else 1001
+
+
+def cluster_name() -> str:
+    return configuration().get("ClusterName", "")
+
+
+def partition_qos(names: str) -> set[str]:
+    """The QOS that partitions bring with them, whose limits hold beside the job's own; ``names`` as sbatch takes it."""
+    wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
+    return {known for name, known in _partition_qos().items() if name in wanted}
+
+
+@functools.cache
+def _partition_qos() -> dict[str, str]:
+    found = re.findall(r"PartitionName=(\S+).*?\bQoS=(\S+)", ask("scontrol", "-o", "show", "partition"))
+    return {name: qos for name, qos in found if qos != "N/A"}

@@ -24,12 +24,12 @@ Make = Callable[..., Path]
 
 PODS = """\
 slurm:
-  pods: {{partition: {partition}, count: {count}, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: {time}}}
+  pods: {{partition: {partition}, count: {count}, ranks_per_node: {ranks}, slots_per_rank: 2, mem_gb: 1, time: {time}}}
 """
 
 
-def pods(partition: str = "cpu", count: int = 2, time: int = 10) -> str:
-    return PODS.format(partition=partition, count=count, time=time)
+def pods(partition: str = "cpu", count: int = 2, time: int = 10, ranks: int = 2) -> str:
+    return PODS.format(partition=partition, count=count, time=time, ranks=ranks)
 
 
 def expected(tasks: int) -> dict[str, tuple[str, float]]:

@@ -1,0 +1,272 @@
+"""The jobs of one run on Slurm: engine arrays, pod arrays and the gather job, as one campaign.
+
+Slurm is asked with one batched ``squeue`` for all of them, at most twice a minute, and may be away: what runs needs
+neither slurmctld nor this process.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.blocks import numbers
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.slurm import accounting, limits, script, site
+from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, server_jobs
+
+ASK_SLURM_S = 30.0
+"""How often a following process asks squeue: one batched query, two a minute."""
+
+GONE_S = 120.0
+MAX_DEPENDENCIES = 16
+"""Engines whose start pods wait for: any one of them is enough."""
+
+LEAVE_S = 30.0
+"""What engines may take to leave once the campaign is finished."""
+
+
+class Fleet:
+    """
+    Args:
+        content: what ``run.json`` holds.
+    """
+
+    def __init__(self, run: RunDir, config: CampaignConfig, content: dict[str, Any], ledger: Ledger) -> None:
+        self._run, self._config, self._ledger = run, config, ledger
+        self._groups: Sequence[Sequence[int]] = content["server_groups"]
+        self.arrays = Arrays(run, content["jobs"])
+        self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
+        self.said: list[str] = []
+        """What a person should know of the last start."""
+        self._short = 0
+        self._topped = time.monotonic()
+
+    # --- start ---
+
+    def start(self, pods: int | None = None) -> None:
+        """Queues engine arrays, pod arrays and the gather job, as many as limits leave room for."""
+        allowed = limits.allowance(_options(self._config))
+        engines = sum(int(count) for _, count, _ in self._groups)
+        wanted = self._config.slurm.pods.total if pods is None else pods
+        count = self._fitting(allowed, wanted, engines + 1)
+        try:
+            servers: list[str] = []
+            for job in server_jobs(self._config, self._run, self._groups, allowed):
+                servers += self.arrays.queue(job)
+            # Pods wait in the queue, not on a node, until an engine starts.
+            dependency = "?".join(f"after:{engine}" for engine in servers[:MAX_DEPENDENCIES]) or None
+            for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines):
+                self.arrays.queue(job)
+            self._queue_gather(sorted({engine.split("_")[0] for engine in servers}))
+        except BaseException:
+            self.cancel()  # half a campaign would hold GPUs for nothing
+            raise
+        self.forget()
+
+    def _fitting(self, allowed: limits.Allowance, wanted: int, others: int) -> int:
+        """How many of ``wanted`` pods can be queued beside ``others`` jobs."""
+        self._short = 0
+        if allowed.room is None or wanted + others <= allowed.room:
+            return wanted
+        fitting = allowed.room - others
+        if fitting < 1:
+            raise SiteError(
+                f"{allowed.why} jobs at once and {allowed.queued} are queued: no room for {others} further jobs and a "
+                "pod; wait until some have ended, or name another account or QOS"
+            )
+        self._short = wanted
+        self.said.append(
+            f"{fitting} of {wanted} pods are queued: {allowed.why} jobs at once. The others follow while run or watch "
+            f"is open, or with: megaflow-hpc scale {self._run} --pods {wanted}"
+        )
+        return fitting
+
+    def _queue_gather(self, servers: Sequence[str]) -> None:
+        pods = ":".join(self.arrays.ids("pods"))
+        self.arrays.queue(script.gather_job(self._config, self._run, f"afterany:{pods}", servers))
+
+    # --- look ---
+
+    def ids(self, role: str | None = None) -> list[str]:
+        """Every array this run is known to have, those submitted by hand included once they have started."""
+        ids = set(self.arrays.ids(role))
+        if role in (None, "pods"):
+            ids |= {lease["job_id"].split("_")[0] for lease in self._ledger.leases().values() if lease.get("job_id")}
+        return sorted(ids)
+
+    def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
+        """Elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer."""
+        asked, live = self._live
+        if time.monotonic() - asked >= max_age_s:
+            live = None
+            if (ids := self.ids()) and site.has_slurm():
+                try:
+                    live = {job.id: job for job in accounting.live_jobs(ids).values() if job.live}
+                except SiteError:
+                    pass  # the controller is away for a while; the campaign goes on without it
+            self._live = (time.monotonic(), live)
+        return live
+
+    def forget(self) -> None:
+        """The next look asks Slurm anew."""
+        self._live = (-ASK_SLURM_S, None)
+
+    def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
+        """Pods that are queued or running; ``None`` if that cannot be told now."""
+        live = self.live(max_age_s)
+        if live is None:
+            return None
+        pods = set(self.ids("pods"))
+        return [state for element, state in live.items() if element.split("_")[0] in pods]
+
+    # --- act ---
+
+    def scale(self, pods: int) -> dict[str, list[str]]:
+        """Brings the pods that are queued or running to ``pods``; a repetition changes nothing.
+
+        More are added as a further array. Fewer: queued ones are cancelled first, then the youngest drain and give
+        their blocks back.
+
+        Returns:
+            ``added`` and ``leaving``: ids of elements.
+
+        Raises:
+            ConfigError: the campaign is cancelled.
+            SiteError: Slurm does not answer, refuses, or has no room.
+        """
+        if pods < 0:
+            raise ConfigError(f"--pods {pods}: at least 0")
+        if (self._run.ledger / "cancelled").exists():
+            raise ConfigError(f"{self._run}: is cancelled; continue it first: megaflow-hpc resume {self._run}")
+        with self.arrays.alone():
+            self.arrays.adopt(self._config.name)
+            live = self.live_pods(0)
+            if live is None:
+                raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
+            leaving = {path.name for path in (self._run.ledger / "leaving").glob("*")}
+            here = [state for state in live if state.id not in leaving]
+            if self._ledger.finished:
+                return {"added": [], "leaving": []}
+            if len(here) < pods:
+                return {"added": self._add(pods - len(here)), "leaving": []}
+            return {"added": [], "leaving": self._remove(here, len(here) - pods)}
+
+    def _add(self, count: int) -> list[str]:
+        allowed = limits.allowance(_options(self._config))
+        live = self.live(0) or {}
+        gathers = [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).state == "PENDING"]
+        added: list[str] = []
+        for job in pod_jobs(self._config, self._run, allowed, self._fitting(allowed, count, int(not gathers))):
+            added += self.arrays.queue(job)
+        if gathers:  # it shall wait for the new pods too
+            pods = ":".join(self.arrays.ids("pods"))
+            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency=afterany:{pods}")
+        else:
+            self._queue_gather(sorted({job.split("_")[0] for job in self.arrays.ids("servers")}))
+        self.forget()
+        return added
+
+    def _remove(self, pods: Sequence[JobState], count: int) -> list[str]:
+        queued = [pod.id for pod in pods if pod.state != "RUNNING"]
+        running = [pod.id for pod in pods if pod.state == "RUNNING"]
+        going = sorted(queued, key=_age, reverse=True)[:count]
+        if going:
+            site.ask("scancel", "--quiet", *going)
+        drained = sorted(running, key=_age, reverse=True)[: count - len(going)]
+        for pod in drained:
+            self.arrays.leave(pod)
+        self.forget()
+        return [*going, *drained]
+
+    def top_up(self) -> None:
+        """Adds pods that did not fit before, once there is room and blocks that nobody has claimed."""
+        if time.monotonic() - self._topped < ASK_SLURM_S:
+            return
+        self._topped = time.monotonic()
+        queued = [int(record["elements"] or 1) for record in self.arrays.records() if record["role"] == "pods"]
+        wanted = self._short or self._config.slurm.pods.total
+        if not queued or sum(queued) >= wanted:  # none: submitted by hand, or local
+            return
+        if not set(numbers(self._run)) - set(self._ledger.view().epochs):
+            return
+        try:
+            self.scale(wanted)
+        except SiteError:
+            pass  # no room yet, or nobody to ask
+
+    def cancel(self) -> list[str]:
+        """Asks Slurm to cancel every job of the run. Returns their ids."""
+        ids = self.ids()
+        if site.has_slurm():
+            try:
+                self.arrays.adopt(self._config.name)
+                ids = self.ids()
+            finally:
+                if ids:
+                    site.ask("scancel", "--quiet", *ids)  # jobs that have ended do not mind
+        self.forget()
+        return ids
+
+    def end_servers(self, ids: Sequence[str]) -> list[str]:
+        """Cancels those of these engine arrays that are there some time after the end; for the gather job."""
+        end = time.monotonic() + LEAVE_S
+        while live := {job.id.split("_")[0] for job in accounting.live_jobs(ids).values() if job.live}:
+            if time.monotonic() > end:
+                site.ask("scancel", *sorted(live))
+                break
+            time.sleep(LEAVE_S / 2)  # they look for the finished mark every few seconds and leave by themselves
+        return sorted(live)
+
+    def until_gone(self) -> None:
+        """Waits for jobs that were cancelled; Slurm gives their processes half a minute."""
+        end = time.monotonic() + GONE_S
+        while live := self.live(2.0):
+            if time.monotonic() > end:
+                raise SiteError(f"jobs {' '.join(sorted(live))} were cancelled and are still there; try again later")
+            time.sleep(1.0)
+
+
+def check_site(config: CampaignConfig, where: Any) -> None:
+    """Partitions that the campaign names must exist here. ``where``: dotted key → ``file:line``.
+
+    Raises:
+        ConfigError: names the partition and those there are.
+    """
+    known = site.partitions()
+    pods = config.slurm.pods
+    wanted = [("slurm.pods.partition", pods.partition)]
+    wanted += [(f"slurm.pods.pools.{n}.partition", pool.partition) for n, pool in enumerate(pods.pools)]
+    if any(policy.model for policy in config.policies().values()):
+        wanted.append(("slurm.servers.partition", config.slurm.servers.partition))
+    for key, names in wanted:
+        for name in names.split(",") if names else ():
+            if name not in known:
+                raise ConfigError(
+                    f"{where(key)}: {key}: no partition {name!r} here; there are: {', '.join(sorted(known))}"
+                )
+
+
+def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> list[script.Job]:
+    """The jobs that :meth:`Fleet.start` would queue without any other job in the way; the gather job comes last."""
+    allowed = limits.allowance(_options(config))
+    engines = sum(int(count) for _, count, _ in groups)
+    arrays = [*server_jobs(config, run, groups, allowed), *pod_jobs(config, run, allowed, engines=engines)]
+    return [*arrays, script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")]
+
+
+def _options(config: CampaignConfig) -> dict[str, Any]:
+    """The sbatch options of pods that decide which limits hold."""
+    slurm = config.slurm
+    given = {"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra}
+    return {re.sub("_", "-", name.strip("-")): value for name, value in given.items()}
+
+
+def _age(job_id: str) -> tuple[int, ...]:
+    """Sorts ids by array and element: later ones are younger."""
+    return tuple(int(part) for part in re.findall(r"\d+", job_id))

@@ -1,0 +1,240 @@
+"""One run directory: what happens there, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaflow_hpc import plan as plan_module
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.fleet import ASK_SLURM_S, Fleet
+from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.process import Identity
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.slurm import accounting, site
+
+if TYPE_CHECKING:
+    from megaflow_hpc.local import LocalPod
+    from megaflow_hpc.slurm.submission import ArrayJob
+    from megaflow_hpc.trajectories.reader import Row
+
+Launcher = Literal["auto", "local", "slurm"]
+
+
+def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
+    """``auto`` is Slurm where there is one."""
+    if launcher == "auto":
+        return "slurm" if site.has_slurm() else "local"
+    if launcher == "slurm" and not site.has_slurm():
+        raise SiteError("sbatch, squeue, srun: not found; load the site's Slurm module, or use --launcher local")
+    return launcher
+
+
+class Run:
+    """One run directory: what happens there, and what to do about it."""
+
+    def __init__(self, path: str | Path | RunDir) -> None:
+        self.dir = path if isinstance(path, RunDir) else RunDir(path)
+        self._content = self.dir.read_run()
+        self.config = CampaignConfig.model_validate(self._content["campaign"])
+        self.ledger = Ledger(self.dir)
+        self.monitor = Monitor(self.dir)
+        self.fleet = Fleet(self.dir, self.config, self._content, self.ledger)
+        self.local: LocalPod | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.dir.path
+
+    @property
+    def jobs(self) -> list[ArrayJob]:
+        """submitit's handles of what this process has submitted: state and cancel."""
+        return self.fleet.arrays.handles
+
+    # --- start ---
+
+    def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
+        """Queues the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: no MPI)."""
+        if resolve_launcher(launcher) == "slurm":
+            self.fleet.start()
+            return
+        from megaflow_hpc.local import LocalPod
+
+        self.local = LocalPod(self.dir, ranks, len(self._content["servers"]))
+
+    # --- look ---
+
+    def job_ids(self, role: str | None = None) -> list[str]:
+        """Ids of every array of this run (``pods``, ``servers``, ``gather``), those submitted by hand included."""
+        return self.fleet.ids(role)
+
+    def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
+        """Elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
+        live = self.fleet.live(max_age_s)
+        return None if live is None else set(live)
+
+    def status(self) -> dict[str, Any]:
+        """The contract of ``status --json``."""
+        return self.monitor.status(self.live_jobs())
+
+    def pods_live(self) -> bool | None:
+        """Whether any pod is queued or running; ``None`` if that cannot be told now."""
+        if self.local is not None:
+            return self.local.running
+        live = self.fleet.live_pods()
+        return None if live is None else bool(live)
+
+    # --- wait ---
+
+    def wait(
+        self, timeout_s: float | None = None, progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> dict[str, Any]:
+        """Follows until the campaign ends (or no pod is left), gathers, and returns :meth:`summary`.
+
+        Raises:
+            TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while True:
+                status = self.status()
+                if progress:
+                    progress(status)
+                self.fleet.top_up()
+                if status["state"] in ("finished", "cancelled") or self.pods_live() is False:
+                    break
+                if end is not None and time.monotonic() > end:
+                    raise TimeoutError(
+                        f"{self.dir}: not finished after {timeout_s:g} s; it goes on, see: megaflow-hpc status"
+                    )
+                time.sleep(1.0)
+        except TimeoutError:
+            raise
+        except BaseException:
+            if self.local is not None:
+                self.local.stop()
+            raise
+        if self.local is not None:
+            self.local.stop()
+        self.gather()
+        self._recount()
+        status = self.monitor.status(self.live_jobs(0))
+        if progress:
+            progress(status)
+        return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+
+    def gather(self, rebuild: bool = False) -> Path:
+        """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
+        from megaflow_hpc.trajectories import gather
+
+        return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
+
+    def _recount(self) -> None:
+        """Lets what is stored decide: the event files are flushed, not fsynced, and know nothing of seals."""
+        from megaflow_hpc.trajectories import open_trajectories
+
+        with open_trajectories(self.dir.path) as store:
+            self.monitor.settle(
+                {
+                    t.id: {
+                        "status": t.status,
+                        "kind": t.error_kind,
+                        "error": t.error[:300],
+                        "reward": None if t.reward != t.reward else t.reward,
+                        "seconds": round(t.finished_at - t.started_at, 2),
+                        "turns": len(t.turns),
+                    }
+                    for t in store
+                }
+            )
+
+    def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
+        """Trajectories as they become durable, each id once; ends with the campaign. ``after``: ids to leave out."""
+        from megaflow_hpc.trajectories import follow
+
+        def over() -> bool:
+            return self.status()["state"] in ("finished", "cancelled") or self.pods_live() is False
+
+        return follow(self.dir, over, after or ())
+
+    # --- act ---
+
+    def scale(self, pods: int) -> dict[str, list[str]]:
+        """Brings the pods that are queued or running to so many; see :meth:`Fleet.scale`."""
+        if resolve_launcher("auto") != "slurm":
+            raise SiteError("scale adds and removes jobs of Slurm, which is not here")
+        return self.fleet.scale(pods)
+
+    def cancel(self) -> list[str]:
+        """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""
+        self.dir.ledger.joinpath("cancelled").touch()
+        if self.local is not None:
+            self.local.stop()
+        return self.fleet.cancel()
+
+    def resume(
+        self, failed: bool = False, only: Sequence[str] = (), launcher: Launcher = "auto", ranks: int = 1
+    ) -> bool:
+        """Continues: what is not stored is run, with ``failed`` also what failed. False if there was nothing to do.
+
+        Raises:
+            SiteError: Slurm cannot say which pods are gone; nothing was changed.
+        """
+        chosen = resolve_launcher(launcher)
+        mark = self.dir.ledger / "cancelled"
+        if mark.exists() and chosen == "slurm":
+            self.fleet.until_gone()
+        self._mark_gone()
+        mark.unlink(missing_ok=True)
+        if failed or only:
+            self._repeat(only)
+        if self.ledger.finished:
+            return False
+        if self.pods_live():
+            return True  # pods are queued or running; they take what was added
+        if chosen == "slurm" and (left := self.job_ids()):
+            site.ask("scancel", "--quiet", *left)  # engines of an earlier start; ours get new ones
+            self.fleet.until_gone()
+        self.start(chosen, ranks)
+        return True
+
+    def _mark_gone(self) -> None:
+        """Frees the blocks of pods that are provably no more."""
+        leases, gone = self.ledger.leases(), self.ledger.gone()
+        jobs = sorted({lease["job_id"].split("_")[0] for lease in leases.values() if lease["job_id"]})
+        live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
+        here = os.uname().nodename
+        for name, lease in leases.items():
+            if name in gone:
+                continue
+            if lease["job_id"]:
+                dead = lease["job_id"] not in live
+            else:
+                dead = lease["host"] == here and not Identity(lease["pid"], lease["pid_start"]).alive()
+            if dead:
+                self.ledger.mark_gone(name)
+
+    def _repeat(self, only: Sequence[str]) -> None:
+        """Appends blocks with the rollouts that failed (of those, the ones that ``only`` names)."""
+        from megaflow_hpc.trajectories.winners import index
+
+        winners = index(self.dir, self.ledger.seals()).winners
+        again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
+        done = self.ledger.view().done
+        blocks = read_blocks(self.dir)
+        # A block that is not done yet will run its failures again by itself.
+        again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
+        rollouts = {
+            rollout.id: rollout
+            for block in blocks
+            for rollout in block.rollouts
+            if rollout.id in again and plan_module.wanted(rollout, only)
+        }
+        if rollouts:
+            write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total)
+            self.ledger.reopen()

@@ -1,0 +1,142 @@
+"""The Slurm jobs of one run: cut to what the site allows, queued, written down, and found again.
+
+::
+
+    RUN/ledger/jobs/<array>.json     one submission: its role, id and elements
+    RUN/ledger/leaving/<pod>         this element shall drain and not be requeued
+
+One campaign may be many arrays (MaxArraySize, several pools, ``scale``): they share name and comment, and pods need to
+know nothing of each other's array. A submission is written down at once by a file of its own, so two processes that
+submit do not overwrite each other's; what a killed process had queued and not written down is known by its comment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm.limits import Allowance, chunks
+from megaflow_hpc.slurm.script import Job, pod_job, server_job
+
+if TYPE_CHECKING:
+    from megaflow_hpc.slurm.submission import ArrayJob
+
+
+def server_jobs(
+    config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]], allowed: Allowance
+) -> Iterator[Job]:
+    """The engine arrays. ``groups``: (first server, servers, GPUs a server) as ``run.json`` has them."""
+    for first, count, gpus in groups:
+        for size in chunks(count, allowed.array_size):
+            yield server_job(config, run, size, gpus, first, largest=allowed.array_size - 1)
+            first += size
+
+
+def pod_jobs(
+    config: CampaignConfig,
+    run: RunDir,
+    allowed: Allowance,
+    count: int | None = None,
+    dependency: str | None = None,
+    engines: int = 0,
+) -> Iterator[Job]:
+    """The pod arrays of all pools, ``count`` elements in all (default: as many as the campaign asks for).
+
+    Where few jobs may run at once, the arrays are throttled so that ``engines`` can, of which a pod would otherwise
+    take the place when an engine is requeued.
+    """
+    pods = config.slurm.pods
+    left = pods.total if count is None else count
+    throttle = None if allowed.running is None else max(1, allowed.running - engines)
+    pools = [(None, pods.count + max(0, left - pods.total)), *((pool, pool.count) for pool in pods.pools)]
+    for pool, size in pools:
+        sizes = chunks(min(size, left), allowed.array_size)
+        left -= sum(sizes)
+        for elements in sizes:
+            share = None if throttle is None or throttle >= pods.total else max(1, throttle // len(sizes))
+            yield pod_job(config, run, elements, dependency, pool, share)
+
+
+class Arrays:
+    """
+    Args:
+        recorded: submissions that stand in ``run.json`` (of runs made by an earlier version).
+    """
+
+    def __init__(self, run: RunDir, recorded: Sequence[dict[str, Any]] = ()) -> None:
+        self.run = run
+        self._recorded = list(recorded)
+        self.handles: list[ArrayJob] = []
+        """submitit's, of what this process has submitted."""
+
+    def queue(self, job: Job) -> list[str]:
+        """Submits one array and returns its elements' ids.
+
+        Raises:
+            SiteError: sbatch refused.
+        """
+        from megaflow_hpc.slurm.submission import submit
+
+        handles = submit(self.run, job)
+        self.handles += handles
+        self._record(handles[0].job_id.split("_")[0], job.role, job.elements)
+        return [handle.job_id for handle in handles]
+
+    def _record(self, array: str, role: str, elements: int | None) -> None:
+        self.run.jobs.mkdir(mode=0o700, exist_ok=True)
+        write_json(self.run.jobs / f"{array}.json", {"role": role, "id": array, "elements": elements})
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every submission that was written down: ``role``, ``id``, ``elements``; in order of their ids."""
+        found = {str(record["id"]): record for record in self._recorded}
+        for path in self.run.jobs.glob("[0-9]*.json"):
+            with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
+                found[path.stem] = json.loads(path.read_text())
+        return sorted(found.values(), key=lambda record: int(record["id"]))
+
+    def ids(self, role: str | None = None) -> list[str]:
+        return [str(record["id"]) for record in self.records() if role in (None, record["role"])]
+
+    def adopt(self, name: str) -> None:
+        """Writes down what bears this run's comment and was queued by a process that was killed before it could.
+
+        Raises:
+            SiteError: the controller cannot be asked.
+        """
+        known = set(self.ids())
+        output = site.ask("squeue", "-h", "--me", f"--name={name}", "-o", "%F|%k")
+        for line in output.splitlines():
+            array, _, comment = line.partition("|")
+            if comment == self.run.path.name and array not in known:
+                known.add(array)
+                self._record(array, _role(self.run, array), None)
+
+    def leave(self, pod: str) -> None:
+        """Asks a running element to drain and not to come back."""
+        leaving = self.run.ledger / "leaving"
+        leaving.mkdir(mode=0o700, exist_ok=True)
+        (leaving / pod).touch()
+        site.ask("scancel", "--quiet", "--batch", "--signal=USR2", pod)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One process of this user changes the number of jobs at a time, as far as the file system can lock."""
+        with open(self.run.ledger / "jobs.lock", "w") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _role(run: RunDir, array: str) -> str:
+    """What a job is for, by the log that its script names."""
+    log = site.ask("scontrol", "-o", "show", "job", array)
+    for role, prefix in (("servers", "server-"), ("gather", "gather-")):
+        if f"StdOut={run.logs}/{prefix}" in log:
+            return role
+    return "pods"

@@ -1,0 +1,136 @@
+"""One campaign as many arrays: where arrays must be small, jobs few, pods more than before or of several pools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign import Run
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.slurm import limits, site
+from tests.lab.labs import Lab
+from tests.lab.test_slurm_campaign import expected, pods, until
+from tests.test_campaign import cli, rows
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def small_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab whose arrays have at most five elements."""
+    lab = Lab(tmp_path_factory.mktemp("small"))
+    lab.dir.joinpath("site.conf").write_text("MaxArraySize=5\n")
+    lab.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(lab.dir / "slurm.conf"))
+        site.configuration.cache_clear()
+        yield lab
+    site.configuration.cache_clear()
+    lab.call("stop")
+
+
+def names_and_comments(ids: list[str]) -> set[tuple[str, str]]:
+    """Of elements, from accounting."""
+    output = subprocess.check_output(["sacct", "-nXP", "-j", ",".join(ids), "-o", "JobName,Comment"], text=True)
+    return {(name, comment) for name, _, comment in (line.partition("|") for line in output.splitlines())}
+
+
+def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(small_site: Lab, make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(8, pods(count=7, ranks=1))).submit()
+    assert [record["elements"] for record in run.fleet.arrays.records() if record["role"] == "pods"] == [3, 4]
+    summary = run.wait(timeout_s=240)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == expected(8)
+    assert len({pod["pod"] for pod in summary["pods"]}) <= 7
+    nodes = [pod["node"] for pod in summary["pods"]]
+    assert len(set(nodes)) < len(nodes), "pods of less than a node share one"
+    until(lambda: names_and_comments(run.job_ids("pods")) == {("small", run.path.name)}, "accounting has them")
+
+
+def test_scale_adds_a_second_array_to_a_running_campaign_once(make_campaign: Make) -> None:
+    campaign = make_campaign(10, pods(count=1, ranks=1), agent="oracle", solution="sleep 5; echo 42 > answer")
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: run.status()["rollouts"]["running"], "a running rollout")
+    first = json.loads(cli("scale", run.path, "--pods", "3", "--json").stdout)
+    again = json.loads(cli("scale", run.path, "--pods", "3", "--json").stdout)
+    assert len(first["added"]) == 2
+    assert again["added"] == again["leaving"] == []
+    summary = run.wait(timeout_s=240)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(10)}
+    arrays = {pod["pod"].split("_")[0] for pod in summary["pods"]}
+    assert arrays == set(run.job_ids("pods")), "pods of both arrays took part"
+    assert len(run.job_ids("gather")) == 1
+    assert cli("scale", run.path, "--pods", "5").stdout.strip() == "the campaign is finished"
+
+
+def test_a_smaller_scale_drains_pods_and_their_rollouts_run_elsewhere(make_campaign: Make) -> None:
+    campaign = make_campaign(8, pods(count=2, ranks=1), agent="oracle", solution="sleep 4; echo 42 > answer")
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: len([pod for pod in run.status()["pods"] if pod["running"]]) == 2, "both pods run rollouts")
+    changed = run.scale(1)
+    assert len(changed["leaving"]) == 1
+    assert run.scale(1) == {"added": [], "leaving": []}
+    summary = run.wait(timeout_s=240)
+    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
+    left = [pod for pod in summary["pods"] if pod["job_id"] == changed["leaving"][0]]
+    assert [pod["state"] for pod in left] == ["drained"], "it drained and was not requeued"
+
+
+def test_pools_on_several_partitions_work_on_one_campaign(make_campaign: Make) -> None:
+    extra = pods(count=1, ranks=1).replace("time: 10", "time: 10, pools: [{partition: preempt, count: 1, time: 5}]")
+    campaign = make_campaign(6, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
+    dry = json.loads(cli("submit", campaign, "--dry-run", "--json").stdout)["scripts"]
+    assert ["--partition=preempt" in text for text in dry.values()] == [False, True, False]
+    run = Campaign.from_yaml(campaign).submit()
+    summary = run.wait(timeout_s=240)
+    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
+    assert {pod["pod"].split("_")[0] for pod in summary["pods"]} == set(run.job_ids("pods"))
+    assert len(run.job_ids("pods")) == 2
+
+
+def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: Make) -> None:
+    allowed = limits.allowance({"qos": "short"})
+    assert (allowed.submit, allowed.running) == (12, 4)
+    campaign = make_campaign(2, pods(count=20, ranks=1) + "  extra: {qos: short, hold: true}\n")
+    run = Campaign.from_yaml(campaign).submit()
+    try:
+        live = run.fleet.live(0)
+        assert live is not None
+        assert len(live) == 12  # with the gather job
+        assert "QOS short allows 12 jobs at once" in run.fleet.said[0]
+        text = subprocess.check_output(["scontrol", "show", "job", run.job_ids("pods")[0]], text=True)
+        assert "ArrayTaskThrottle=4" in text
+        other = Campaign.from_yaml(campaign)
+        with pytest.raises(SiteError, match="QOS short allows 12 jobs at once and 12 are queued"):
+            other.submit()
+    finally:
+        run.cancel()
+    until(lambda: run.live_jobs(0) == set(), "all jobs are gone")
+
+
+def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(1, pods(count=1, ranks=1) + "  extra: {hold: true}\n")).submit()
+    ids = run.job_ids()
+    for path in run.dir.jobs.iterdir():
+        path.unlink()  # as if the submitting process had been killed in between
+    again = Run(run.path)
+    assert again.job_ids() == []
+    assert again.cancel() == ids
+    assert {record["role"] for record in again.fleet.arrays.records()} == {"pods", "gather"}
+    until(lambda: again.live_jobs(0) == set(), "all jobs are gone")
+
+
+def test_chunks_are_whole_and_about_equal() -> None:
+    for count in range(1, 40):
+        for size in range(1, 12):
+            parts = limits.chunks(count, size)
+            assert sum(parts) == count
+            assert max(parts) <= size
+            assert max(parts) - min(parts) <= 1
