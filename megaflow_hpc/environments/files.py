@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -15,29 +16,35 @@ from megaflow_hpc.errors import SandboxError
 def remove_tree(path: str | os.PathLike[str]) -> None:
     """Removes a tree whatever modes its directories have (``work/work`` of an overlay has none). Follows no links.
 
+    Several may remove one tree at once: what another has removed is no error, and nothing is left for it.
     Raises :class:`OSError` if something cannot be removed, such as a file of another uid.
     """
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
             return
-        shutil.rmtree(path)
     except FileNotFoundError:
         return
+    try:
+        shutil.rmtree(path, onerror=_raise_unless_gone)
     except PermissionError:
         open_directories(os.fspath(path))
-        shutil.rmtree(path)
+        shutil.rmtree(path, onerror=_raise_unless_gone)
+
+
+def _raise_unless_gone(_function: object, _name: str, failure: tuple[object, BaseException, object]) -> None:
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
 
 
 def open_directories(path: str) -> None:
-    """Gives the owner every right on every directory of a tree."""
-    os.chmod(path, 0o700)
+    """Gives the owner every right on every directory of a tree; what goes away meanwhile is passed over."""
     waiting = [path]
     while waiting:
-        for entry in list(os.scandir(waiting.pop())):
-            if entry.is_dir(follow_symlinks=False):
-                os.chmod(entry.path, 0o700)
-                waiting.append(entry.path)
+        directory = waiting.pop()
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(directory, 0o700)
+            waiting += [entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
 
 
 def copy_tree(source: Path, target: Path) -> None:

@@ -34,8 +34,12 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
         owner = Identity.parse(entry.name)
         if owner is None or owner.alive():
             continue
+        try:
+            sandboxes = list(Path(entry.path).iterdir())
+        except FileNotFoundError:  # another janitor was here first
+            continue
         counts["owners"] += 1
-        for sandbox in Path(entry.path).iterdir():
+        for sandbox in sandboxes:
             counts["sandboxes"] += 1
             counts["processes"] += _end(sandbox)
         try:

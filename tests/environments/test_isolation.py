@@ -240,6 +240,23 @@ def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) ->
     assert left.wait(10) == -signal.SIGKILL
 
 
+def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path) -> None:
+    for owner in range(20):
+        for sandbox in range(3):
+            work = tmp_path / "owners" / f"{owner + 1}-1" / f"s{sandbox}" / "work"
+            work.mkdir(parents=True)
+            for name in range(10):
+                (work / str(name)).mkdir()
+            work.chmod(0)
+    sweeping = "import sys; from megaflow_hpc.environments.janitor import sweep; print(sweep(sys.argv[1])['left'])"
+    command = [sys.executable, "-c", sweeping, str(tmp_path)]
+    janitors = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    said = [janitor.communicate(timeout=60)[0] for janitor in janitors]
+    assert [janitor.returncode for janitor in janitors] == [0] * 6
+    assert said == ["0\n"] * 6
+    assert list((tmp_path / "owners").iterdir()) == []
+
+
 def test_an_image_without_a_shell_is_named_as_the_cause(scratch: Path, tmp_path: Path) -> None:
     image = tmp_path / "empty-image"
     for name in ("etc", "proc", "sys", "dev", "tmp", "bin"):
