@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
+from megaflow_hpc.environments.harborignore import TaskFiles
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
@@ -24,9 +26,16 @@ class OracleAgent:
             return _ended(await format_of(task).solve(task, sandbox), "the task's solution")
         harbor = task.metadata.get("harbor", {})
         solution = Path(harbor.get("solution") or Path(task.path) / "solution")
+        files = TaskFiles(task.path)
         if not (solution / "solve.sh").is_file():
             raise ConfigError(f"task {task.id}: no {solution / 'solve.sh'}; the oracle agent needs one")
-        await sandbox.upload(str(solution), "/solution")
+        files.require(solution / "solve.sh")
+        if files.any_rules(solution):
+            with tempfile.TemporaryDirectory() as scratch:
+                files.copy(solution, Path(scratch, "solution"))
+                await sandbox.upload(str(Path(scratch, "solution")), "/solution")
+        else:
+            await sandbox.upload(str(solution), "/solution")
         env = {"DEBIAN_FRONTEND": "noninteractive", **harbor.get("solution_env", {})}
         result = await sandbox.exec(["bash", "/solution/solve.sh"], cwd=task.workdir, env=env)
         return _ended(result, "solve.sh")

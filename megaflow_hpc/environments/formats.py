@@ -1,8 +1,8 @@
 """Task formats other than Harbor's: which module reads, prepares, solves and judges tasks of a kind.
 
 A format is a module with ``prepare(task, sandbox)``, ``solve(task, sandbox) -> ExecResult`` and
-``verify(task, sandbox) -> Verdict``; ``SUBMITS_A_PATCH`` says that the verdict brings the agent's patch. They are imported
-when a task of theirs is met.
+``verify(task, sandbox) -> Verdict``; ``SUBMITS_A_PATCH`` says that the verdict brings the agent's patch. They are
+imported when a task of theirs is met.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaflow_hpc.environments.harbor_environment import inside, read_environment, read_network
+from megaflow_hpc.environments.harborignore import TaskFiles
 from megaflow_hpc.environments.task_toml import Table
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Task
@@ -39,7 +40,10 @@ def read_ending(toml: Table, root: Path, environment: Task, step: Table | None =
     if separate is not None:
         verifier["environment"] = separate.to_dict()
         verifier["bundled"] = bool(separate.metadata["harbor"].pop("bundled", False))
-    if not verifier.get("bundled") and not any((directory / SCRIPT).is_file() for directory in tests):
+    script = next((directory / SCRIPT for directory in reversed(tests) if (directory / SCRIPT).is_file()), None)
+    if script is not None and not verifier.get("bundled"):
+        TaskFiles(root).require(script)
+    elif script is None and not verifier.get("bundled"):
         place = (root if step is None else root / "steps" / str(step.data["name"])) / "tests" / SCRIPT
         raise ConfigError(f"{place}: missing; a Harbor task without tests cannot be rewarded: add tests/test.sh")
     artifacts = [entry for table in (toml, step) if table is not None for entry in _read_artifacts(table)]

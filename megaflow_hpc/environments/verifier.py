@@ -25,6 +25,7 @@ from typing import Any
 from megaflow_hpc.environments import checkout, formats, layer
 from megaflow_hpc.environments.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.harborignore import TaskFiles
 from megaflow_hpc.environments.rewards import read_logs, read_rewards
 from megaflow_hpc.environments.sandbox import ApptainerSandbox, LayerPaths
 from megaflow_hpc.environments.spec import SandboxSpec
@@ -151,7 +152,7 @@ async def _judge(
     if fresh:
         check_fresh(task)
     try:
-        await asyncio.to_thread(_lay_out, home, sources)
+        await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
         await sandbox.restart(_spec(before, rules, court, binds), enter)
         if not fresh:
@@ -225,7 +226,7 @@ def _command(sources: Sequence[Path]) -> list[str]:
     return ["/bin/sh", "-c", _SHELL]
 
 
-def _lay_out(home: Path, sources: Sequence[Path]) -> None:
+def _lay_out(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
     """Fresh ``tests`` and ``logs`` below ``home``; of files with the same name the later source's is taken."""
     remove_tree(home)
     for directory in (home, home / "tests", home / "logs"):
@@ -233,7 +234,7 @@ def _lay_out(home: Path, sources: Sequence[Path]) -> None:
         directory.chmod(0o755)  # whatever the umask: the verifier's user may be another
     try:
         for source in sources:
-            shutil.copytree(source, home / "tests", symlinks=True, dirs_exist_ok=True)
+            files.copy(source, home / "tests")
     except (OSError, shutil.Error) as error:
         raise SandboxError(f"{source}: the tests cannot be copied ({error})") from error
     script = home / "tests" / "test.sh"

@@ -31,7 +31,7 @@ WANTED = {"a.txt": "one\ntwo\nthree\n", "c/d.txt": "d\n", "c/new.txt": "n\n"}
 COMMIT = "git add -A; git -c user.name=a -c user.email=a@b commit -qm done; "
 DRIVERS = """
 printf '#!/bin/sh\\ntouch /ran\\necho false\\n' > /evil; chmod 755 /evil; mkdir -p /hooks
-for hook in pre-commit post-index-change post-checkout fsmonitor-watchman reference-transaction; do cp /evil /hooks/$hook; done
+for hook in pre-commit post-index-change post-checkout reference-transaction; do cp /evil /hooks/$hook; done
 for scope in --local --global; do
   git config $scope filter.evil.clean /evil; git config $scope filter.evil.required true
   git config $scope diff.evil.textconv /evil; git config $scope diff.evil.command /evil

@@ -64,10 +64,14 @@ def write_files(root: Path, files: dict[str, str]) -> Path:
 def write_steps(tmp_path: Path, **more: str) -> Path:
     files = {
         "task.toml": STEPS,
-        "tests/common.sh": "n=$(grep -c $WORDS log 2>/dev/null || true)\n",
+        "tests/.harborignore": "*.draft\n",
+        "tests/notes.draft": "",
+        "steps/first/solution/.harborignore": "/large\n",
+        "steps/first/solution/large": "",
+        "tests/common.sh": "test -e /tests/notes.draft && exit 1; n=$(grep -c $WORDS log 2>/dev/null || true)\n",
         "steps/first/instruction.md": "<!-- a canary of the benchmark -->\n# another CANARY\n\nDo the first.\n",
         "steps/first/workdir/setup.sh": "touch ready; echo begun >> log\n",
-        "steps/first/solution/solve.sh": "echo $WORD one by $(id -u) >> log\n",
+        "steps/first/solution/solve.sh": "test ! -e /solution/large || exit 9; echo $WORD one by $(id -u) >> log\n",
         "steps/first/tests/test.sh": "WORDS=solved . /tests/common.sh; echo $n > /logs/verifier/reward.txt\n"
         "test $WHO = all; echo private > /tests/secret; cat log\n",
         "steps/second/instruction.md": "Do the second.\n",

@@ -156,6 +156,20 @@ def test_a_task_without_tests_or_with_services_is_refused(tmp_path: Path) -> Non
         read_harbor_task(task)
 
 
+def test_a_task_cannot_do_without_a_file_that_its_harborignore_leaves_out(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (task / "tests" / ".harborignore").write_text("*.sh\n")
+    with pytest.raises(
+        ConfigError, match=r"one/tests/test\.sh: needed, but left out by a \.harborignore; .*'!test\.sh'"
+    ):
+        read_harbor_task(task)
+    (task / "tests" / ".harborignore").write_text("*.sh\n!test.sh\n")
+    read_harbor_task(task)
+    (task / "tests" / ".harborignore").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"tests/\.harborignore: cannot be read as UTF-8"):
+        read_harbor_task(task)
+
+
 def test_sources_are_globbed_filtered_and_limited(tmp_path: Path) -> None:
     for name in ("c", "a", "b", "d-slow"):
         write_task(tmp_path / "tasks", name)

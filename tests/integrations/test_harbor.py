@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import megaflow_hpc
+from megaflow_hpc.environments.harborignore import TaskFiles
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = "megaflow_hpc.integrations.harbor:ApptainerEnvironment"
@@ -68,6 +69,44 @@ def test_harbor_runs_trials_in_these_sandboxes_and_leaves_nothing(
         rewards[result["task_name"].rpartition("/")[2]] = result["verifier_result"]["rewards"]["reward"]
     assert rewards == {"image": 1.0, "dockerfile": 1.0, "unsolved": 0.0}, done.stdout
     assert list((scratch / "owners").iterdir()) == []
+
+
+LEFT_OUT = """
+import json, pathlib, sys
+from harbor.models.task.file_filter import TaskFileFilter
+root = pathlib.Path(sys.argv[1])
+rules = TaskFileFilter(root)
+print(json.dumps(sorted(str(p.relative_to(root)) for p in root.rglob("*") if rules.is_excluded(p))))
+"""
+
+
+def test_harborignore_leaves_out_what_it_does_in_harbor(tmp_path: Path, harbor_python: Path) -> None:
+    """A tree of every kind of line and place, read by Harbor's own code and by ours."""
+    names = ["a.log", "keep.log", "b.py", "data/c.log", "data/deep/d.py", "data/deep/keep.log", "cache/e", "cache/keep"]
+    for home in ("tests", "solution", "steps/one/tests", "steps/one/solution", "steps/one/workdir", "environment"):
+        for name in names:
+            (tmp_path / home / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / home / name).write_text(name)
+        (tmp_path / home / "link").symlink_to("a.log")
+    rules = {
+        "": "*.py\n",
+        "tests": "*.log\n!keep.log\n/cache/\n!cache/keep\n# a comment\n\\#\n",
+        "tests/data": "!c.log\n/deep/*.py\n",
+        "tests/data/deep": "keep.log\n!d.py\n",
+        "solution": "**/deep\ncach[e]\n",
+        "steps/one/tests": "data/*\n!data/deep\n",
+        "steps/one/workdir": "*\n",
+        "environment": "*\n",
+    }
+    for place, text in rules.items():
+        (tmp_path / place / ".harborignore").write_text(text)
+    asked = [str(harbor_python), "-c", LEFT_OUT, str(tmp_path)]
+    theirs = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    files = TaskFiles(tmp_path)
+    ours = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if files.excludes(path))
+    assert ours == theirs
+    assert {"tests/a.log", "tests/link", "tests/cache/keep", "solution/data/deep/d.py"} < set(ours)
+    assert not {"tests/keep.log", "tests/data/c.log", "tests/data/deep/d.py", "environment/a.log"} & set(ours)
 
 
 def test_an_image_that_is_not_there_is_named(
