@@ -21,7 +21,7 @@ from megaflow_hpc.slurm import accounting, site
 if TYPE_CHECKING:
     from megaflow_hpc.local import LocalPod
     from megaflow_hpc.slurm.submission import ArrayJob
-    from megaflow_hpc.trajectories.reader import Row
+    from megaflow_hpc.trajectories.row import Row
 
 Launcher = Literal["auto", "local", "slurm"]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import add_json, print_json
-from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find, printable
+from megaflow_hpc.cli.output import add_json, print_json, printable
+from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reader import Row
+    from megaflow_hpc.trajectories.row import Row
 
 FIELDS = (
     *("task_id", "policy", "agent", "status", "error_kind", "error", "reward", "rewards", "sample_index", "seed"),

@@ -119,3 +119,15 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def printable(text: str) -> str:
+    """``text`` without what could steer a terminal: control characters and lone surrogates become escapes."""
+
+    def shown(character: str) -> str:
+        code = ord(character)
+        if character in "\n\t" or 32 <= code < 127 or 160 <= code < 0xD800 or code > 0xDFFF:
+            return character
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return "".join(map(shown, text))

@@ -8,14 +8,17 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import add_json, print_json
+from megaflow_hpc.cli import tokens
+from megaflow_hpc.cli.output import add_json, print_json, printable
 from megaflow_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reader import Row, TrajectoryStore
+    from rich.text import Text
+
+    from megaflow_hpc.trajectories.reader import TrajectoryStore
+    from megaflow_hpc.trajectories.row import Row
 
 HEAD_LINES, TAIL_LINES = 20, 10
 """What is left of a long message unless ``--full``."""
@@ -41,7 +44,8 @@ def register(subparsers: Any) -> None:
     )
     show.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
     show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
-    show.add_argument("--tokens", action="store_true", help="also print token ids, log-probabilities and masks")
+    show.add_argument("--tokens", action="store_true", help="also every token: id, text, log-probability, mask")
+    show.add_argument("--tokenizer", metavar="PATH", help="what ids mean: a tokenizer.json, or a model's directory")
     show.add_argument("--full", action="store_true", help="fold nothing")
     add_json(show)
     show.set_defaults(run=_show)
@@ -78,9 +82,10 @@ def _show(arguments: argparse.Namespace) -> int:
     with open_trajectories(arguments.run_dir) as store:
         row = find(store, arguments.id)
         if arguments.json:
-            print_json(as_json(row, tokens=arguments.tokens))
+            print_json(as_json(row, arguments.tokens))
         else:
-            _print(row, arguments.tokens, arguments.full)
+            shown = list(tokens.view(store, row, arguments.full, arguments.tokenizer)) if arguments.tokens else []
+            _print(row, shown, arguments.full)
     return 0
 
 
@@ -101,7 +106,7 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def as_json(row: Row, tokens: bool) -> dict[str, Any]:
+def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
     """The trajectory as plain JSON: null for NaN; artifacts by name and size; token columns on demand."""
     trajectory = row.trajectory()
     found = {name: value for name, value in vars(trajectory).items() if name not in ("sequences", "artifacts")}
@@ -111,7 +116,7 @@ def as_json(row: Row, tokens: bool) -> dict[str, Any]:
     found["sequences"] = []
     for sequence in trajectory.sequences:
         entry: dict[str, Any] = {"policy": sequence.policy, "length": len(sequence.tokens)}
-        if tokens:
+        if with_tokens:
             entry["tokens"] = sequence.tokens.tolist()
             entry["logprobs"] = [_number(value) for value in sequence.logprobs]
             entry["loss_mask"] = sequence.loss_mask.tolist()
@@ -127,7 +132,7 @@ def _number(value: float) -> float | None:
 # --- for a person ----------------------------------------------------------------------------------------------------
 
 
-def _print(row: Row, tokens: bool, full: bool) -> None:
+def _print(row: Row, shown: list[Text], full: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -147,9 +152,8 @@ def _print(row: Row, tokens: bool, full: bool) -> None:
             say(line)
     for text, style in _calls(row):
         say(text, style)
-    if tokens:
-        for text, style in _tokens(row):
-            say(text, style)
+    for token_line in shown:
+        console.print(token_line)
 
 
 def _head(row: Row) -> Iterator[tuple[str, str]]:
@@ -187,27 +191,6 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
             yield f"  {attempt.attempt}  {attempt.status}  node {printable(attempt.node) or '-'}{cause}", ""
 
 
-def _tokens(row: Row) -> Iterator[tuple[str, str]]:
-    """Runs of prompt tokens as ids, of sampled tokens as id:log-probability."""
-    for number, sequence in enumerate(row.sequences):
-        yield f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold"
-        columns = (sequence.loss_mask.tolist(), sequence.weight_versions.tolist())
-        start = 0
-        for (mask, version), run in groupby(zip(*columns, strict=True)):
-            end = start + sum(1 for _ in run)
-            ids, logprobs = sequence.tokens[start:end].tolist(), sequence.logprobs[start:end].tolist()
-            if mask:
-                yield f"  [{start}, {end}) sampled, loss mask 1, weights {version}, id:logprob", "green"
-                cells = [f"{token}:{logprob:.4f}" for token, logprob in zip(ids, logprobs, strict=True)]
-            else:
-                yield f"  [{start}, {end}) not sampled, loss mask 0", "dim"
-                cells = [str(token) for token in ids]
-            width = 8 if mask else 16
-            for first in range(0, len(cells), width):
-                yield "    " + " ".join(cells[first : first + width]), "" if mask else "dim"
-            start = end
-
-
 def content_of(message: dict[str, Any]) -> str:
     """The words of a message: its text, then its tool calls."""
     content = message.get("content")
@@ -232,18 +215,6 @@ def _fold(text: str, full: bool) -> list[str]:
         folded = len(lines) - HEAD_LINES - TAIL_LINES
         lines = [*lines[:HEAD_LINES], f"… {folded} lines folded (--full)", *lines[-TAIL_LINES:]]
     return [line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]} … cut (--full)" for line in lines]
-
-
-def printable(text: str) -> str:
-    """``text`` without what could steer a terminal: control characters and lone surrogates become escapes."""
-
-    def shown(character: str) -> str:
-        code = ord(character)
-        if character in "\n\t" or 32 <= code < 127 or 160 <= code < 0xD800 or code > 0xDFFF:
-            return character
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-
-    return "".join(map(shown, text))
 
 
 def _utc(seconds: float) -> str:

@@ -70,9 +70,7 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
 def _write(run: RunDir, seals: Seals, sources: dict[str, Any], rebuild: bool) -> None:
     found = index(run, seals, shards=not rebuild)
     with published(run.trajectories) as temporary:
-        writer = TrajectoryWriter(
-            temporary, campaign_name(run), f"megaflow-hpc {__version__}", sources, _attributes(run)
-        )
+        writer = TrajectoryWriter(temporary, campaign_name(run), f"megaflow-hpc {__version__}", sources, described(run))
         try:
             _copy(run, found, writer)
         except BaseException:
@@ -120,11 +118,13 @@ def _follows(one: Entry, other: Entry, found: Index) -> bool:
     return side_by_side and other.id not in found.losers
 
 
-def _attributes(run: RunDir) -> dict[str, str]:
+def described(run: RunDir) -> dict[str, str]:
     """The campaign as resolved and the versions of what ran, so that a file says by itself how it came about."""
     content = run.read_run() if run.run_json.exists() else {}
     campaign = content.get("campaign")
-    versions: dict[str, Any] = {
+    planned = content.get("versions")
+    versions: dict[str, Any] = dict(planned) if isinstance(planned, dict) else {}
+    versions |= {
         "megaflow-hpc": __version__,
         "python": platform.python_version(),
         "hdf5": h5py.version.hdf5_version,
@@ -134,8 +134,10 @@ def _attributes(run: RunDir) -> dict[str, str]:
     if content.get("version"):
         versions["planned by megaflow-hpc"] = str(content["version"])
     policies = content.get("policies")
-    if isinstance(policies, dict):
+    if "models" not in versions and isinstance(policies, dict):
         versions["models"] = {name: _model(policy) for name, policy in policies.items()}
+    if content.get("images"):
+        versions["images"] = content["images"]
     return {
         "config": json.dumps(campaign if isinstance(campaign, dict) else {}, sort_keys=True, default=str),
         "versions": json.dumps(versions, sort_keys=True, default=str),

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.trajectories.reader import Row, open_trajectories
+from megaflow_hpc.trajectories.reader import open_trajectories
+from megaflow_hpc.trajectories.row import Row
 from megaflow_hpc.trajectories.sources import JournalSource
 from megaflow_hpc.trajectories.winners import Entry, Index, Seals, entries, journals, seals_of
 

@@ -13,8 +13,8 @@ columns are read when they are first used: opening costs the same for ten trajec
 
 from __future__ import annotations
 
+import json
 import os
-from array import array
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -26,103 +26,16 @@ from numpy.typing import NDArray
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.advantages import Kind, advantages
 from megaflow_hpc.trajectories.batch import Oversize, make_batch, plan_batches, table_of
-from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, Flat, Hdf5Source, SequenceView, Source, text
-from megaflow_hpc.trajectories.gathering import campaign_name
+from megaflow_hpc.trajectories.columns import Flat, Hdf5Source, Source, text
+from megaflow_hpc.trajectories.gathering import campaign_name, described
 from megaflow_hpc.trajectories.hdf5 import recorded_sources
-from megaflow_hpc.trajectories.schema import COLUMNS
+from megaflow_hpc.trajectories.row import Row
 from megaflow_hpc.trajectories.selection import Table, select
 from megaflow_hpc.trajectories.sources import source_of
 from megaflow_hpc.trajectories.winners import Seals, fingerprint, index, seals_of
-from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
-
-_SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
-
 
 LOOK_UPS = 16
 """Ids that are looked for one by one before all are put into a dictionary."""
-
-
-class Row:
-    """One trajectory; every attribute is read when it is used. Holds while its store is open."""
-
-    __slots__ = ("_source", "index")
-
-    id: str
-    task_id: str
-    group_id: str
-    policy: str
-    agent: str
-    status: str
-    error_kind: str
-    error: str
-    node: str
-    job_id: str
-    sample_index: int
-    attempt: int
-    epoch: int
-    reward: float
-    """NaN unless verified."""
-    started_at: float
-    """Seconds UTC."""
-    finished_at: float
-
-    def __init__(self, source: Source, index: int) -> None:
-        self._source = source
-        self.index = index
-        """Row number in the store."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _SCALARS:
-            return self._source.scalar(name, self.index)
-        raise AttributeError(f"a trajectory has no attribute {name!r}")
-
-    @property
-    def rewards(self) -> dict[str, float]:
-        """By name, those that the rollout has."""
-        return self._source.rewards(self.index)
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """OpenAI message form."""
-        return self._source.messages(self.index)
-
-    @property
-    def sequences(self) -> list[SequenceView]:
-        return self._source.sequences(self.index)
-
-    @property
-    def turns(self) -> list[Turn]:
-        """Sequence numbers and token spans count within this trajectory, unlike in the file."""
-        return self._source.turns(self.index)
-
-    @property
-    def attempts(self) -> list[Attempt]:
-        return self._source.attempts(self.index)
-
-    @property
-    def artifacts(self) -> list[Artifact]:
-        return self._source.artifacts(self.index)
-
-    def trajectory(self) -> Trajectory:
-        """All of it, independent of the store."""
-        scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
-        for name in UNKNOWN_AS_NAN:
-            scalars[name] = None if np.isnan(scalars[name]) else scalars[name]
-        sequences = [
-            TokenSequence(
-                s.policy,
-                array("i", s.tokens.tobytes()),
-                array("f", s.logprobs.tobytes()),
-                array("B", s.loss_mask.tobytes()),
-                array("i", s.weight_versions.tobytes()),
-            )
-            for s in self.sequences
-        ]
-        ragged = {name: getattr(self, name) for name in ("rewards", "messages", "turns", "attempts", "artifacts")}
-        return Trajectory(**scalars, sequences=sequences, **ragged)
-
-    def __repr__(self) -> str:
-        return f"<trajectory {self.id} {self.status} reward={self.reward:g}>"
 
 
 class TrajectoryStore:
@@ -232,6 +145,15 @@ class TrajectoryStore:
         if isinstance(self._source, Hdf5Source):
             return str(self._source.file.attrs["campaign"])
         return campaign_name(RunDir(self.path))
+
+    @cached_property
+    def versions(self) -> dict[str, Any]:
+        """Of the software and models that it came from, as the file's attribute says; empty where it has none."""
+        if isinstance(self._source, Hdf5Source):
+            found = json.loads(self._source.file.attrs.get("versions", "{}"))
+        else:
+            found = json.loads(described(RunDir(self.path))["versions"])
+        return found if isinstance(found, dict) else {}
 
     def flat(self, ids: Iterable[int | str]) -> Flat:
         """The token sequences of some trajectories end to end, as they lie in the file."""

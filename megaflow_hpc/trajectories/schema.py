@@ -175,7 +175,11 @@ ROOT_ATTRIBUTES = (
     ("software", "name and version of what wrote the file"),
     ("sources", "JSON: sizes of the journals and checksum of the seals it was gathered from"),
     ("config", "JSON: the campaign as resolved; `{}` where unknown (optional)"),
-    ("versions", "JSON: versions of the software that wrote the file and of the models (optional)"),
+    (
+        "versions",
+        "JSON: versions of the software that planned the campaign and wrote the file; by policy engine, versions and "
+        "SHA-256 of the model; image files (optional)",
+    ),
 )
 
 

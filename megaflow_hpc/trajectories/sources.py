@@ -13,8 +13,8 @@ from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, Hdf5Source, SequenceView, Source
 from megaflow_hpc.trajectories.rowwise import Joined, Rowwise
 from megaflow_hpc.trajectories.shards import open_shard, shard_path
+from megaflow_hpc.trajectories.texts import clean, message_json, reward_name
 from megaflow_hpc.trajectories.winners import Entry, Index
-from megaflow_hpc.trajectories.writer import clean, message_json, reward_name
 from megaflow_hpc.types import Artifact, Attempt, Trajectory, Turn
 
 _CACHED = 8

@@ -3,10 +3,6 @@
 Values are collected per column and handed to :mod:`~megaflow_hpc.trajectories.appending` some hundred trajectories at a
 time. The file is meant to be written under a temporary name and published by its caller: it is whole only after
 ``close``.
-
-Text. HDF5 strings hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). In string columns they
-are written as the escapes ``\\x00`` and ``\\udc80``. Messages lose nothing: there the same escapes are JSON's own, and
-parsing the JSON gives the original string back.
 """
 
 from __future__ import annotations
@@ -21,11 +17,11 @@ from typing import Any
 
 import h5py
 import numpy as np
-import orjson
 
 from megaflow_hpc.trajectories import appending
 from megaflow_hpc.trajectories.guarded import GuardedFile
 from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
+from megaflow_hpc.trajectories.texts import clean, message_json, reward_name
 from megaflow_hpc.types import Trajectory
 
 _FLUSH_ROWS = 256
@@ -63,26 +59,6 @@ _NUMBERED = {
     "artifacts/offset": "fb",
 }
 """Columns that number items of the file: they are rebased when rows move."""
-
-
-def clean(text: str) -> str:
-    """``text`` as an HDF5 string can hold it."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
-
-
-def message_json(message: Mapping[str, Any]) -> bytes:
-    """A message as strict JSON in UTF-8. Numbers JSON does not have become null, objects it does not have strings."""
-    try:
-        return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
-    except TypeError:
-        text = json.dumps(_finite(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
-        return text.encode("utf-8", "backslashreplace")
-
-
-def reward_name(name: str) -> str:
-    """A verifier's name for a reward as the name of a dataset: no path, never empty."""
-    plain = clean(name).replace("/", "_")
-    return plain if plain.strip(".") else f"_{plain}"
 
 
 class TrajectoryWriter:
@@ -352,17 +328,3 @@ def _array(dtype: str, values: list[Any]) -> np.ndarray[Any, Any]:
 
 def _view(values: array[Any], dtype: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(values, dtype) if len(values) else np.empty(0, dtype)
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

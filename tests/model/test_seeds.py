@@ -49,7 +49,7 @@ async def test_every_call_is_asked_for_with_the_rollouts_seed_and_its_number(pro
             assert (await call(await gateway.open("b", "default"), body))[0] == 200
     finally:
         await runner.cleanup()
-    # One below the end of the range, its end, the agent's own wish, and on from the range's start; none where none is set.
+    # At the range's end, the agent's own wish, on from the range's start; then a rollout without a seed.
     assert engine.seeds == [2**31 - 2, 2**31 - 1, 5, 1, None]
 
 

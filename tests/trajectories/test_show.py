@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from array import array
 
 import h5py
 import pytest
 
-from megaflow_hpc.trajectories import gather
+from megaflow_hpc.cli.tokens import view
+from megaflow_hpc.trajectories import gather, open_trajectories
+from megaflow_hpc.types import TokenSequence
 from tests.trajectories.samples import commit, run_dir, trajectory
 
 
@@ -64,6 +68,63 @@ def test_show_tokens_prints_every_id_with_its_logprob(run):
     for sequence in trajectory(5).sequences:
         for token, logprob, mask in zip(sequence.tokens, sequence.logprobs, sequence.loss_mask, strict=True):
             assert f" {token}:{logprob:.4f}" in result.stdout if mask else f" {token}" in result.stdout
+
+
+def tokenizer(path, byte_level=True):
+    """A tokenizer.json in which the ids of ``sampled_and_prompt`` mean something."""
+    pieces = ["Ġthe", "Ċ", "Ã", "¼"] if byte_level else ["▁the", "<0x0A>", "<0xC3>", "<0xBC>"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    decoder = {"type": "ByteLevel"} if byte_level else {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
+    added = [{"id": 9, "content": "<|im_end|>", "special": True}]
+    model = {"type": "BPE", "vocab": {piece: number for number, piece in enumerate(pieces)}}
+    path.write_text(json.dumps({"model": model, "decoder": decoder, "added_tokens": added}))
+    return path
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(tmp_path, byte_level):
+    run = run_dir(tmp_path / "run")
+    ids = [0, 1, *[0] * 200, 2, 3, 9, 77]
+    mask = [0] * 202 + [1] * 4
+    logprobs = [math.nan] * 202 + [-0.01, -1.5, -3.0, -9.0]
+    columns = array("i", ids), array("f", logprobs), array("B", mask), array("i", [4 if m else -1 for m in mask])
+    commit(run, "a", (0, 0, trajectory(5, sequences=[TokenSequence("default", *columns)], turns=[])))
+    gather(run)
+    alone = megaflow("show", run, "0", "--tokens")
+    assert "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH" in alone.stdout
+    assert " 3:-1.5000 9:-3.0000 77:-9.0000\n" in alone.stdout
+    assert "‹" not in alone.stdout
+    given = megaflow("show", run, "0", "--tokens", "--tokenizer", tokenizer(tmp_path / "tokenizer.json", byte_level))
+    model = tokenizer(tmp_path / "model" / "tokenizer.json", byte_level).parent
+    content = run.read_run() | {"versions": {"models": {"default": {"engine": "vllm", "path": str(model)}}}}
+    run.write_run(content)
+    gather(run, rebuild=True)
+    for shown in (given, megaflow("show", run, "0", "--tokens"), megaflow("show", run.trajectories, "0", "--tokens")):
+        assert "[202, 206) sampled, loss mask 1, weights 4\n" in shown.stdout
+        assert " 2:-0.0100 ‹\\udcc3›  3:-1.5000 ‹\\udcbc›  9:-3.0000 ‹<|im_end|>›  77:-9.0000 ‹?›" in shown.stdout
+        assert " 0 ‹ the›  1 ‹\\n›  0 ‹ the›" in shown.stdout
+        assert "… 74 tokens folded (--full)" in shown.stdout
+    assert megaflow("show", run, "0", "--tokens", "--full").stdout.count("0 ‹ the›") == 201
+    bad = megaflow("show", run, "0", "--tokens", "--tokenizer", tmp_path / "nowhere")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "nowhere: no tokenizer.json to read token ids with" in bad.stderr
+
+
+def test_sampled_tokens_are_coloured_by_their_probability(tmp_path):
+    run = run_dir(tmp_path / "run")
+    logprobs = [math.nan, math.log(0.6), math.log(0.2), math.log(0.02), math.log(0.002)]
+    columns = array("i", range(5)), array("f", logprobs), array("B", [0, 1, 1, 1, 1]), array("i", [-1, 3, 3, 3, 3])
+    commit(run, "a", (0, 0, trajectory(5, sequences=[TokenSequence("default", *columns)], turns=[])))
+    with open_trajectories(run.path) as store:
+        lines = [line for line in view(store, store[0], False, None) if line.plain.startswith("    ")]
+    styles = [(line.plain[s.start : s.end].strip(), str(s.style)) for line in lines for s in line.spans]
+    assert [(cell.partition(":")[0], style) for cell, style in styles] == [
+        ("0", "dim"),
+        ("1", "green"),
+        ("2", "yellow"),
+        ("3", "dark_orange"),
+        ("4", "red"),
+    ]
 
 
 def test_show_json_is_strict_and_whole(run):

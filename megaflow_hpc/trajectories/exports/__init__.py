@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.columns import Flat
-from megaflow_hpc.trajectories.reader import Row, TrajectoryStore
+from megaflow_hpc.trajectories.reader import TrajectoryStore
+from megaflow_hpc.trajectories.row import Row
 
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 

@@ -23,7 +23,7 @@ from megaflow_hpc.types import Turn
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.reader import Row
+    from megaflow_hpc.trajectories.row import Row
 
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 

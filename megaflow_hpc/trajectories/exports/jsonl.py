@@ -24,7 +24,7 @@ from megaflow_hpc.types import Trajectory
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.reader import Row
+    from megaflow_hpc.trajectories.row import Row
 
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
 

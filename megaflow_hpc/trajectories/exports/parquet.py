@@ -21,7 +21,7 @@ from megaflow_hpc.trajectories.schema import COLUMNS, STRING, TEXT
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.reader import Row
+    from megaflow_hpc.trajectories.row import Row
 
 HELP = "Parquet, one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets"
 

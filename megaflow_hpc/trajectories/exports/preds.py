@@ -18,7 +18,7 @@ from megaflow_hpc.trajectories.publishing import published
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.reader import Row
+    from megaflow_hpc.trajectories.row import Row
 
 HELP = "SWE-bench's preds.json, from the patch that each rollout left"
 

@@ -1,0 +1,118 @@
+"""The tokens of a trajectory for a person: id, text and log-probability, coloured by how surprising each one was.
+
+Tokens come in runs of one loss mask and one weight version. What ids mean is read from the run's copy of the model's
+``tokenizer.json``, from the model's directory, or from what ``--tokenizer`` names; without one, ids stand alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.cli.output import printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from megaflow_hpc.trajectories.columns import SequenceView
+    from megaflow_hpc.trajectories.reader import TrajectoryStore
+    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.vocabulary import Vocabulary
+
+HEAD, TAIL = 96, 32
+"""Tokens left of a longer run unless ``--full``."""
+WIDTH = 110
+"""Characters of a line, about."""
+SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
+"""Probability from which on a sampled token has a colour."""
+
+
+def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) -> Iterator[Text]:
+    """Lines to print.
+
+    Args:
+        tokenizer: a ``tokenizer.json`` or a model's directory, instead of what is found.
+
+    Raises:
+        ConfigError: ``tokenizer`` is none.
+    """
+    from rich.text import Text
+
+    known: dict[str, Vocabulary | None] = {}
+    sequences = row.sequences
+    for number, sequence in enumerate(sequences):
+        if sequence.policy not in known:
+            known[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
+            yield Text(f"\npolicy {printable(sequence.policy)}: {source}", style="dim")
+        yield Text(f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold")
+        yield from _runs(sequence, known[sequence.policy], full)
+    if sequences:
+        scale = Text("\nid:log-probability of what was sampled, coloured by probability: ", style="dim")
+        for bound, colour in SCALE:
+            scale.append(f"≥ {bound:g} " if bound else "less", style=colour)
+        yield scale
+
+
+def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
+    """The pieces of a policy's ids, and a word on where they are from."""
+    from megaflow_hpc.errors import ConfigError
+    from megaflow_hpc.trajectories.vocabulary import find, load
+
+    if tokenizer is not None:
+        return load(Path(tokenizer)), f"ids read with {tokenizer}"
+    path = find(store.path, store.versions.get("models") or {}, policy)
+    if path is None:
+        return None, "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH"
+    try:
+        return load(path), f"ids read with {path}"
+    except ConfigError as error:
+        return None, f"ids only: {error}"
+
+
+def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> Iterator[Text]:
+    from rich.text import Text
+
+    columns = (sequence.loss_mask.tolist(), sequence.weight_versions.tolist())
+    start = 0
+    for (mask, version), run in groupby(zip(*columns, strict=True)):
+        end = start + sum(1 for _ in run)
+        said = f"sampled, loss mask 1, weights {version}" if mask else "not sampled, loss mask 0"
+        yield Text(f"  [{start}, {end}) {said}", style="green" if mask else "dim")
+        places = list(range(start, end))
+        if full or len(places) <= HEAD + TAIL + 1:
+            yield from _lines(sequence, places, bool(mask), vocabulary)
+        else:
+            yield from _lines(sequence, places[:HEAD], bool(mask), vocabulary)
+            yield Text(f"    … {len(places) - HEAD - TAIL} tokens folded (--full)", style="dim")
+            yield from _lines(sequence, places[-TAIL:], bool(mask), vocabulary)
+        start = end
+
+
+def _lines(sequence: SequenceView, places: list[int], mask: bool, vocabulary: Vocabulary | None) -> Iterator[Text]:
+    from rich.text import Text
+
+    line = Text("   ")
+    for place in places:
+        token, logprob = int(sequence.tokens[place]), float(sequence.logprobs[place])
+        cell = f" {token}:{logprob:.4f}" if mask else f" {token}"
+        if vocabulary is not None:
+            cell += f" {_quoted(vocabulary.piece(token))} "
+        if len(line) + len(cell) > WIDTH and len(line) > 3:
+            yield line
+            line = Text("   ")
+        line.append(cell, style=_colour(logprob) if mask else "dim")
+    yield line
+
+
+def _quoted(piece: str) -> str:
+    """A piece between quotation marks, on one line."""
+    plain = piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    return f"‹{printable(plain)}›" if piece else "‹?›"
+
+
+def _colour(logprob: float) -> str:
+    probability = math.exp(min(logprob, 0.0)) if logprob == logprob else 0.0
+    return next(colour for bound, colour in SCALE if probability >= bound)

@@ -1,0 +1,49 @@
+"""Text as a campaign file can hold it.
+
+HDF5 strings hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). In string columns they are
+written as the escapes ``\\x00`` and ``\\udc80``. Messages lose nothing: there the same escapes are JSON's own, and
+parsing the JSON gives the original string back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+
+def clean(text: str) -> str:
+    """``text`` as an HDF5 string can hold it."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def message_json(message: Mapping[str, Any]) -> bytes:
+    """A message as strict JSON in UTF-8. Numbers JSON does not have become null, objects it does not have strings."""
+    try:
+        return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
+    except TypeError:
+        text = json.dumps(_finite(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
+        return text.encode("utf-8", "backslashreplace")
+
+
+def reward_name(name: str) -> str:
+    """A verifier's name for a reward as the name of a dataset: no path, never empty."""
+    plain = clean(name).replace("/", "_")
+    return plain if plain.strip(".") else f"_{plain}"
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
