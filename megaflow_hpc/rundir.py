@@ -50,8 +50,12 @@ def write_atomic(path: Path, data: bytes | str, mode: int = 0o600) -> None:
         raise
 
 
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
+
+
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
-    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, default=str) + "\n", mode)
+    write_atomic(path, to_json(value), mode)
 
 
 class RunDir:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.ledger.calls import Link
+from megaflow_hpc.ledger.files import Files
+from megaflow_hpc.ledger.rules import GIVEN, task_path
+from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 256
@@ -100,11 +104,15 @@ def write_blocks(
     expected_s: Callable[[Rollout], float] | None = None,
 ) -> list[int]:
     """Appends blocks, cut as :func:`split` does, and returns their numbers."""
-    first = max(numbers(run), default=-1) + 1
+    files = Files(run)
+    number = max((number for number in numbers(run) if number < GIVEN), default=-1) + 1
     written = []
-    for offset, block in enumerate(split(rollouts, pods, size, expected_s)):
-        write_json(run.block(first + offset), {"rollouts": [asdict(rollout) for rollout in block]})
-        written.append(first + offset)
+    for block in split(rollouts, pods, size, expected_s):
+        content = {"rollouts": [asdict(rollout) for rollout in block]}
+        while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
+            number += 1  # somebody else is adding blocks as well
+        written.append(number)
+        number += 1
     return written
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.pod.events import Events
@@ -20,8 +21,8 @@ class _Held:
 class Holdings:
     """
     Args:
-        journal_length: of the journal of a pod (``<pod>.<start>``) whose block is taken over.
-        stored: ids of the rollouts that are stored and did not fail; asked once, when a block is first taken over.
+        journal_length: of the journal of a pod (``<pod>.<start>``) whose block is taken over, or of this one's own.
+        stored: ids of the rollouts that are stored and did not fail; asked once, when a dead pod's block is taken over.
     """
 
     def __init__(
@@ -36,20 +37,29 @@ class Holdings:
         self._journal_length, self._stored = journal_length, stored
         self._held: dict[int, _Held] = {}
         self._stored_ids: set[str] | None = None
+        self._unread: Claim | None = None
+        self._gifts: list[tuple[int, list[Rollout], str]] = []
+        """Block, rollouts and token of what is to be given: kept until that is known to be done."""
+        self._gift = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
     def claim(self) -> tuple[Claim, list[Rollout]] | None:
         """Claims the next block; with what of it has to run. ``None`` while there is none to be had."""
-        claim = self._ledger.claim(self._journal_length)
+        claim = self._unread or self._ledger.claim(self._journal_length)
         if claim is None:
             return None
+        self._unread = claim  # until it has been read: an error in between must not lose it
+        rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
-        if claim.epoch:
+        if claim.left is not None:
+            rollouts = tuple(rollout for rollout in rollouts if rollout.id in claim.left)
+        elif claim.epoch:
             # Asked once: what is stored meanwhile is run again at worst, and counts once all the same.
             self._stored_ids = stored = self._stored() if self._stored_ids is None else self._stored_ids
-        todo = [rollout for rollout in read_block(self._run, claim.block).rollouts if rollout.id not in stored]
+        todo = [rollout for rollout in rollouts if rollout.id not in stored and rollout.id not in claim.without]
+        self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
         self._say(claim, "claimed", rollouts=len(todo))
         if not todo:
@@ -64,16 +74,54 @@ class Holdings:
             if not held.missing:
                 self._finish(block)
 
+    def give(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
+        """Hands rollouts that were not started, with the blocks they are of, to other pods.
+
+        Args:
+            each: rollouts a new block at most; those of a group stay together.
+        """
+        for block, of_block in groupby(sorted(rollouts, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+            part: list[Rollout] = []
+            for _, samples in groupby((rollout for _, rollout in of_block), key=lambda rollout: rollout.group_id):
+                group = list(samples)
+                if part and len(part) + len(group) > each:
+                    self._keep_to_give(block, part)
+                    part = []
+                part += group
+            self._keep_to_give(block, part)
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Gives what could not be given yet."""
+        while self._gifts:
+            block, rollouts, token = self._gifts[0]
+            held = self._held[block]
+            if not self._ledger.give(held.claim, rollouts, token):
+                return  # fenced: whoever takes over runs them
+            self._gifts.pop(0)
+            self._say(held.claim, "gave", rollouts=len(rollouts))
+            for rollout in rollouts:
+                self.settled(block, rollout.id)
+
     def release(self) -> None:
         """Gives back every block that is not done."""
+        self.hand_over()
+        if not self._held:
+            return
+        sealed = self._journal_length(self._ledger.identity.name) if self._ledger.identity else 0
         for held in self._held.values():
-            self._ledger.release(held.claim)
-            self._say(held.claim, "released")
+            self._ledger.release(held.claim, sealed, held.missing)
+            self._say(held.claim, "released", rollouts=len(held.missing))
         self._held.clear()
 
+    def _keep_to_give(self, block: int, rollouts: list[Rollout]) -> None:
+        self._gift += 1
+        self._gifts.append((block, rollouts, f"gift.{self._gift}"))
+
     def _finish(self, block: int) -> None:
-        claim = self._held.pop(block).claim
+        claim = self._held[block].claim
         self._ledger.mark_done(claim)
+        del self._held[block]
         self._say(claim, "done")
 
     def _say(self, claim: Claim, state: str, **more: int) -> None:

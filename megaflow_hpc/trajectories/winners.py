@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,20 +167,26 @@ def index(run: RunDir, seals: Seals, shards: bool = True) -> Index:
     """
     from megaflow_hpc.trajectories.shards import shard_entries  # reads HDF5, which following a journal does not need
 
-    best: dict[str, Entry] = {}
-    losers: dict[str, list[Entry]] = {}
-    for path in journals(run):
-        found = shard_entries(run, path, seals) if shards else None
-        for entry in entries(path, seals)[0] if found is None else found:
-            other = best.get(entry.id)
-            if other is None:
-                best[entry.id] = entry
-                continue
-            winner, loser = sorted((entry, other), key=lambda e: e.rank)
-            best[entry.id] = winner
-            losers.setdefault(entry.id, []).append(loser)
+    def valid() -> Iterator[Entry]:
+        for path in journals(run):
+            found = shard_entries(run, path, seals) if shards else None
+            yield from entries(path, seals)[0] if found is None else found
+
+    best, losers = decide(valid())
     winners = sorted(best.values(), key=lambda e: (e.time_ns, e.journal, e.start))
     return Index(run.journal, winners, losers)
+
+
+def decide(valid: Iterable[Entry]) -> tuple[dict[str, Entry], dict[str, list[Entry]]]:
+    """The winner of each rollout, and those it won over where there are any."""
+    best: dict[str, Entry] = {}
+    losers: dict[str, list[Entry]] = {}
+    for entry in valid:
+        other = best.setdefault(entry.id, entry)
+        if other is not entry:
+            best[entry.id], loser = sorted((entry, other), key=lambda e: e.rank)
+            losers.setdefault(entry.id, []).append(loser)
+    return best, losers
 
 
 def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[Entry], int]:

@@ -10,9 +10,11 @@ import pytest
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
 from megaflow_hpc.ledger.blocks import deal, split
-from megaflow_hpc.ledger.claims import COMMIT_S, LEASE_S
+from megaflow_hpc.ledger.rules import TIMES
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
+
+COMMIT_S, LEASE_S = TIMES.commit_s, TIMES.lease_s
 
 
 class Clock:
@@ -106,8 +108,10 @@ def test_a_released_block_is_claimed_again_with_the_predecessor_sealed(run: RunD
     claim = first.claim(nothing)
     assert claim == Claim(0, 0)
     assert second.claim(nothing) is None
-    first.release(claim)
-    assert second.claim({"a.0": 123}.__getitem__) == Claim(0, 1)
+    first.release(claim, 123, ["t000/oracle/0"])
+    taken = second.claim({}.__getitem__)  # what the predecessor says needs no look at its journal
+    assert taken == Claim(0, 1)
+    assert taken.left == ("t000/oracle/0",)
     assert Ledger(run).seals() == {(0, 0): ("a.0", 123)}
 
 
@@ -126,10 +130,12 @@ def test_a_silent_pod_loses_its_block_after_the_lease_and_a_renewing_one_does_no
     clock = Clock()
     observer = pod(run, "observer", clock=clock)
     assert observer.claim(nothing) is None
-    clock.now += LEASE_S / 2
-    lively.renew(force=True)
-    assert observer.claim(nothing) is None
-    clock.now += LEASE_S / 2 + 1
+    for _ in range(3):
+        clock.now += LEASE_S / 3
+        observer.renew()
+        lively.renew(force=True)
+        assert observer.claim(nothing) is None
+    clock.now += 1
     assert observer.claim(nothing) == Claim(0, 1)
     assert observer.claim(nothing) is None
 

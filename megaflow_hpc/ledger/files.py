@@ -1,0 +1,185 @@
+"""The ledger's calls carried out on a file system that is shared, caches, repeats requests and goes away for a while.
+
+*Link.* A private file is linked to its public name. A refusal is not believed: where a network file system repeated the
+request it says only that the name is taken, and the private file's link count says by whom. *Stale handles* are opened
+afresh. *An outage* (an error that says nothing about the file) is waited out here, call by call, so that no operation
+is left half known: it is said once when it begins and once when it is over. A *full* file system or quota is the
+caller's business: the pod keeps its lease, which needs no room, and tries again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.ledger.calls import Call, Clock, Length, Link, Names, Publish, Read, Remove, Rewrite, Steps, T, There
+from megaflow_hpc.ledger.calls import Touch as TouchCall
+from megaflow_hpc.rundir import RunDir, to_json, write_json
+
+STALE_TRIES = 5
+RETRY_S = 1.0
+"""Between two tries while the file system is away."""
+GIVE_UP_S = 600.0
+AWAY = frozenset(
+    (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+)
+"""Errors of a file system that does not answer."""
+MOST_LINKS = 1000
+"""Links to one private file; file systems have a limit."""
+
+
+def boot_clock() -> float:
+    """Seconds since the machine started, those that it slept included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Files:
+    """
+    Args:
+        say: is told in words when the file system goes away, and when it is back.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        clock: Callable[[], float] = boot_clock,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._root, self.clock, self.say = run.path, clock, say
+        self.journal_length: Callable[[str], int] = lambda owner: 0
+        """Bytes of whole records in the journal of a ``<pod>.<start>``."""
+        self._private: dict[str, tuple[Path, int]] = {}
+        """Token → a private file that is used again, and its links."""
+
+    def carry_out(self, steps: Steps[T]) -> T:
+        """Runs an operation to its end."""
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    answer = self.answer(call)
+                except (ValueError, OSError) as error:
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(answer)
+        except StopIteration as stop:
+            return stop.value
+
+    def answer(self, call: Call) -> Any:
+        """Carries one call out, waiting while the file system is away.
+
+        Raises:
+            OSError: no room, no permission, or away for longer than :data:`GIVE_UP_S`.
+        """
+        stale, away = 0, 0.0
+        while True:
+            try:
+                found = getattr(self, f"_{type(call).__name__.lower()}")(call)
+            except OSError as error:
+                now = time.monotonic()
+                if error.errno == errno.ESTALE and stale < STALE_TRIES:
+                    stale += 1
+                    continue
+                if error.errno not in AWAY | {errno.ESTALE} or (away and now - away > GIVE_UP_S):
+                    raise
+                if not away:
+                    away = now
+                    self.say(f"the run directory does not answer ({error}); waiting for it")
+                time.sleep(RETRY_S)
+            else:
+                if away:
+                    self.say(f"the run directory is back after {time.monotonic() - away:.0f} s")
+                return found
+
+    # --- one method per call ---
+
+    def _clock(self, call: Clock) -> float:
+        return self.clock()
+
+    def _length(self, call: Length) -> int:
+        return self.journal_length(call.owner)
+
+    def _names(self, call: Names) -> tuple[str, ...]:
+        try:
+            return tuple(name for name in os.listdir(self._root / call.room) if not name.startswith("."))
+        except FileNotFoundError:
+            return ()
+
+    def _read(self, call: Read) -> dict[str, Any] | None:
+        try:
+            content = json.loads((self._root / call.path).read_bytes())
+        except FileNotFoundError:
+            return None
+        if not isinstance(content, dict):
+            raise ValueError(f"{self._root / call.path}: not a JSON object")
+        return content
+
+    def _there(self, call: There) -> bool:
+        try:
+            os.stat(self._root / call.path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _publish(self, call: Publish) -> None:
+        write_json(self._root / call.path, call.content)
+
+    def _rewrite(self, call: Rewrite) -> None:
+        # One open, no directory change. Contents never shrink, if written as they were first, and a torn one is read
+        # again.
+        with open(self._root / call.path, "r+b") as file:
+            file.write(to_json(call.content).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _touch(self, call: TouchCall) -> None:
+        path = self._root / call.path
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except FileNotFoundError:  # a room that runs made earlier lack
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def _remove(self, call: Remove) -> None:
+        (self._root / call.path).unlink(missing_ok=True)
+
+    def _link(self, call: Link) -> bool:
+        target = self._root / call.path
+        private, links = self._private.get(call.token) or (self._own(target.parent / f".{call.token}", call), 1)
+        refused = False
+        won = not call.keep and _links(private) > links  # by an earlier try of this very call, whatever it was answered
+        if not won:
+            try:
+                os.link(private, target)
+                won = True
+            except FileExistsError:
+                refused = True
+                won = _links(private) > links
+        if call.keep and won and not refused and links < MOST_LINKS:
+            self._private[call.token] = private, links + 1
+        else:  # after a refusal as well: a count that is not sure is not counted on
+            self._private.pop(call.token, None)
+            private.unlink(missing_ok=True)
+        return won
+
+    def _own(self, private: Path, call: Link) -> Path:
+        """The private file of a call; where the call is a repeated one it may be there, and is whole."""
+        if call.keep or not private.exists():
+            private.unlink(missing_ok=True)
+            write_json(private, call.content)
+        self._private[call.token] = private, 1
+        return private
+
+
+def _links(path: Path) -> int:
+    """Links to a file, asked of the server: opening is what makes a client look again."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_nlink
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,423 @@
+"""The rules by which pods share blocks: claims, leases, seals, takeovers, giving back. Pure: no file is touched here.
+
+*Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. *Lease.* A pod counts up one file for all its blocks;
+an observer declares it gone when the count, read twice, was the same for longer than ``lease_s`` of the observer's own
+clock, counted from the *end* of the first reading to the *beginning* of the last one. *Fence.* A pod commits nothing
+once its lease is ``commit_s`` old, counted from *before* it was written; a result counts if the fence is still open
+*after* it became durable. What is between the two times may be lost to caches of the file system.
+
+*Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
+of the predecessor's journal counts, its *seal*: what the predecessor said when it released, else what there is after it
+was found to be gone. *Giving back.* A pod hands rollouts that it has not started to others by a new block, numbered
+from :data:`GIVEN` on, that names the block they come from. Who takes that one over leaves them out, and lists the given
+blocks it knows; one that appears later than that belongs to nobody and is put away unrun.
+
+*The end.* A mark ``done/<block>.<n>`` says that a block is finished and gave n others; the campaign is finished when
+all blocks that can be seen are done and as many given ones can be seen as the marks speak of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.ledger.calls import Clock, Length, Link, Names, Publish, Read, Remove, Rewrite, Steps, There, Touch
+from megaflow_hpc.types import Rollout
+
+CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
+GONE, HUNGRY, FINISHED, TASKS = "ledger/gone", "ledger/hungry", "ledger/finished", "tasks"
+
+GIVEN = 1_000_000
+"""Number of the first block that pods give back; planned ones lie below."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """In seconds."""
+
+    renew_s: float = 30.0
+    commit_s: float = 90.0
+    lease_s: float = 180.0
+
+
+TIMES = Times()
+
+
+@dataclass(frozen=True)
+class PodIdentity:
+    """One start of one pod. ``start`` differs between starts of the same element; together they are unique in a run."""
+
+    pod: str
+    start: str
+    job_id: str = ""
+    """``<array job>_<element>`` under Slurm, empty elsewhere."""
+    host: str = ""
+    pid: int = 0
+    pid_start: int = 0
+    """Field 22 of /proc/PID/stat of rank 0: with host and pid it names one process for ever."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.pod}.{self.start}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right of one pod to commit the rollouts of one block."""
+
+    block: int
+    epoch: int
+    left: tuple[str, ...] | None = field(default=None, compare=False)
+    """Ids of the rollouts that are to be run, where the predecessor said so; ``None``: those not stored."""
+    without: frozenset[str] = field(default=frozenset(), compare=False)
+    """Ids that lie in blocks given back."""
+
+
+def claim_path(block: int, epoch: int) -> str:
+    return f"{CLAIMS}/{block:06d}.{epoch}"
+
+
+def task_path(block: int) -> str:
+    return f"{TASKS}/{block:06d}.json"
+
+
+def earlier(start: str, than: str) -> bool:
+    """Whether one start of an element came before another; Slurm counts them."""
+    return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
+
+
+def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
+    """(block, epoch) of names like ``000012.3``."""
+    return {(int(block), int(epoch)) for block, _, epoch in (name.partition(".") for name in names)}
+
+
+def latest(names: Iterable[str]) -> dict[int, int]:
+    """Block → its highest epoch."""
+    found: dict[int, int] = {}
+    for block, epoch in pairs(names):
+        found[block] = max(epoch, found.get(block, -1))
+    return found
+
+
+def done_blocks(names: Iterable[str]) -> dict[int, int]:
+    """Block → how many blocks it gave."""
+    return {int(block): int(given or 0) for block, _, given in (name.partition(".") for name in names)}
+
+
+def block_numbers(names: Iterable[str]) -> list[int]:
+    stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
+    """``blocks`` must have been listed after ``done``."""
+    given = sum(block >= GIVEN for block in blocks)
+    return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
+
+
+class _NotYet(Exception):
+    """Listed and not to be opened: a cache will let it through at a later look."""
+
+
+class Rules:
+    """What one start of a pod knows, and the operations of the ledger as steps. One operation at a time."""
+
+    def __init__(self, identity: PodIdentity, times: Times = TIMES) -> None:
+        self.identity, self.times = identity, times
+        self.counter = 0
+        self.renewed = 0.0
+        """This machine's clock before the lease was last counted up."""
+        self.held: set[Claim] = set()
+        self._let_go: set[Claim] = set()
+        """Held once: what a cache still shows of them is not to be believed."""
+        self.unsettled = False
+        """After :meth:`claim`: some block is held by a pod that was neither seen to renew nor is known to be gone."""
+        self.unclaimed = 0
+        """After :meth:`claim`: free blocks that it saw and left."""
+        self.unfinished = True
+        """After :meth:`claim`: some block that it saw is not done."""
+        self._free: list[int] = []
+        self._done: dict[int, int] = {}
+        self._blocks: list[int] = []
+        self._owners: dict[tuple[int, int], str] = {}
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._alive: set[str] = set()
+        self._parents: dict[int, tuple[int, int, frozenset[str]]] = {}
+        """Given block → block and epoch that gave it, ids of its rollouts."""
+        self._given: dict[int, int] = {}
+        """Block → blocks that it gave, as far as its holder must know."""
+        self._want = ""
+        self._wants = 0
+
+    # --- the lease ---
+
+    def open_at(self, now: float) -> bool:
+        """Whether the fence is open: what became durable until ``now`` counts."""
+        return self.counter > 0 and now - self.renewed < self.times.commit_s
+
+    def may_commit(self) -> Steps[bool]:
+        return self.open_at((yield Clock()))
+
+    def renew(self, force: bool = False) -> Steps[None]:
+        """Counts the lease up when it is due. One that is too old stays so: somebody may be taking over."""
+        now: float = yield Clock()
+        if self.counter and (not self.open_at(now) or (not force and now - self.renewed < self.times.renew_s)):
+            return
+        content = {**asdict(self.identity), "counter": self.counter + 1}
+        path = f"{LEASES}/{self.identity.name}"
+        yield (Rewrite(path, content) if self.counter else Publish(path, content))
+        self.counter += 1
+        self.renewed = now
+
+    def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
+        """Those of ``owners`` that are gone."""
+        gone = set((yield Names(GONE))) if owners else set()
+        found = set()
+        for owner in sorted(owners):
+            pod, _, start = owner.rpartition(".")
+            if owner in gone or (pod == self.identity.pod and earlier(start, self.identity.start)):
+                found.add(owner)
+                continue
+            looked_at: float = yield Clock()
+            try:
+                lease = yield Read(f"{LEASES}/{owner}")
+            except ValueError:
+                continue  # half written: it tells nothing
+            counter = int(lease["counter"]) if lease else -1
+            seen = self._seen.get(owner)
+            if seen is None or seen[0] != counter:
+                self._seen[owner] = counter, (yield Clock())
+                if seen is not None:
+                    self._alive.add(owner)
+            elif looked_at - seen[1] > self.times.lease_s:
+                found.add(owner)
+        return found
+
+    # --- claims ---
+
+    def claim(self) -> Steps[Claim | None]:
+        """One block that is free or whose holder is no more; ``None`` if there is none now."""
+        if not (yield from self.may_commit()):
+            return None
+        try:
+            return (yield from self._claim())
+        except _NotYet:
+            self.unsettled = True
+            return None
+
+    def _claim(self) -> Steps[Claim | None]:
+        free, self._free = self._free, []
+        if free and (claim := (yield from self._first(free[:1]))):  # seen at the last look: the link decides
+            self._free, self.unclaimed = free[1:], len(free) - 1
+            return claim
+        claimed = latest((yield Names(CLAIMS)))
+        free = [block for block in self._blocks if block not in claimed and block not in self._done]
+        if free and (claim := (yield from self._first(free))):
+            return claim
+        self._done = done_blocks((yield Names(DONE)))
+        self._blocks = block_numbers((yield Names(TASKS)))  # after the marks: whoever is done has given before
+        self.unsettled, self.unclaimed = False, 0
+        self.unfinished = not all_done(self._done, self._blocks)
+        if not self.unfinished:
+            yield from self._finish()
+            return None
+        claimed = latest((yield Names(CLAIMS)))
+        open_blocks = [block for block in self._blocks if block not in self._done]
+        taken = yield from self._take_over({block: claimed[block] for block in open_blocks if block in claimed})
+        return taken or (yield from self._first([block for block in open_blocks if block not in claimed]))
+
+    def _first(self, free: Sequence[int]) -> Steps[Claim | None]:
+        """The first of these that nobody was faster to claim."""
+        for place, block in enumerate(free):
+            if block >= GIVEN and not (yield from self._belongs(block)):
+                continue
+            if (yield from self._take(block, 0, {"owner": self.identity.name}, keep=True)):
+                self._free = list(free[place + 1 :])
+                self.unclaimed = len(self._free)
+                return self._hold(Claim(block, 0))
+        return None
+
+    def _take(self, block: int, epoch: int, content: Mapping[str, Any], keep: bool = False) -> Steps[bool]:
+        token = "" if keep else f"{block}.{epoch}"
+        won: bool = yield Link(claim_path(block, epoch), content, f"{self.identity.name}.{token}", keep)
+        if won:
+            self._owners[block, epoch] = self.identity.name
+        return won
+
+    def _hold(self, claim: Claim) -> Claim:
+        self.held.add(claim)
+        return claim
+
+    def _take_over(self, claimed: Mapping[int, int]) -> Steps[Claim | None]:
+        me = self.identity.name
+        released = pairs((yield Names(RELEASED)))
+        owners = {}
+        for block, epoch in claimed.items():
+            owner = yield from self.owner(block, epoch)
+            claim = Claim(block, epoch)
+            if owner == me and (block, epoch) not in released and claim not in self.held | self._let_go:
+                return self._hold((yield from self._again(block, epoch)))  # the answer to our claim had been lost
+            owners[block] = owner
+        waiting = {block for block, epoch in claimed.items() if (block, epoch) not in released}
+        gone = yield from self._look_after({owners[block] for block in waiting} - {me})
+        for block, epoch in claimed.items():
+            owner, content = owners[block], {"owner": me, "predecessor": owners[block]}
+            if block not in waiting:
+                said = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
+                if said is None:
+                    continue  # listed and not yet to be seen: a cache will let it through
+                content |= {"sealed": said["sealed"], "left": said["left"], "given": said["given"]}
+            elif owner in gone:
+                content |= yield from self._what_counts(block, owner)
+            else:
+                self.unsettled |= owner not in (me, *self._alive)
+                continue
+            if (yield from self._take(block, epoch + 1, content)):
+                return self._hold(self._taken(block, epoch + 1, content))
+        return None
+
+    def _what_counts(self, block: int, owner: str) -> Steps[dict[str, Any]]:
+        """Of a block whose holder is no more: the seal of its journal, and the blocks it gave."""
+        self._blocks = block_numbers((yield Names(TASKS)))
+        given = yield from self._given_by(block)
+        return {"sealed": (yield Length(owner)), "left": None, "given": given}
+
+    def _given_by(self, block: int) -> Steps[list[int]]:
+        found = []
+        for number in self._blocks:
+            if number >= GIVEN and (yield from self._parent(number))[0] == block:
+                found.append(number)
+        return found
+
+    def _taken(self, block: int, epoch: int, content: Mapping[str, Any]) -> Claim:
+        left, given = content["left"], content["given"]
+        self._given[block] = given if isinstance(given, int) else len(given)
+        without = [] if isinstance(given, int) else [self._parents[number][2] for number in given]
+        return Claim(block, epoch, None if left is None else tuple(left), frozenset().union(*without))
+
+    def _again(self, block: int, epoch: int) -> Steps[Claim]:
+        if not epoch:
+            return Claim(block, epoch)
+        content = yield Read(claim_path(block, epoch))
+        if content is None:
+            raise _NotYet
+        if not isinstance(content["given"], int):
+            for number in content["given"]:
+                yield from self._parent(number)
+        return self._taken(block, epoch, content)
+
+    def _parent(self, number: int) -> Steps[tuple[int, int, frozenset[str]]]:
+        if number not in self._parents:
+            content = yield Read(task_path(number))
+            if content is None:
+                raise _NotYet
+            ids = frozenset(Rollout(**rollout).id for rollout in content["rollouts"])
+            self._parents[number] = int(content["from"][0]), int(content["from"][1]), ids
+        return self._parents[number]
+
+    def _belongs(self, number: int) -> Steps[bool]:
+        """Whether a given block counts; one that its giver's successor did not know is put away."""
+        block, epoch, _ = yield from self._parent(number)
+        successor = yield Read(claim_path(block, epoch + 1))
+        if successor is None or isinstance(successor["given"], int) or number in successor["given"]:
+            return True
+        yield Touch(f"{DONE}/{number:06d}.0")
+        return False
+
+    def owner(self, block: int, epoch: int) -> Steps[str]:
+        """``<pod>.<start>`` of a claim."""
+        if (block, epoch) not in self._owners:
+            content = yield Read(claim_path(block, epoch))
+            if content is None:
+                raise _NotYet
+            self._owners[block, epoch] = str(content["owner"])
+        return self._owners[block, epoch]
+
+    # --- letting go ---
+
+    def _drop(self, claim: Claim) -> None:
+        self.held.discard(claim)
+        self._let_go.add(claim)
+
+    def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> Steps[None]:
+        """Gives a whole block back. Everything committed for it is durable within ``sealed`` bytes of the journal."""
+        self._drop(claim)
+        if not (yield from self.may_commit()):
+            return
+        content = {"sealed": sealed, "left": sorted(left), "given": self._given.get(claim.block, 0)}
+        yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
+
+    def give(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
+        """Hands rollouts of a held block, none of them started, to others. They must not be started hereafter.
+
+        Args:
+            token: of this gift; a repeated call, after an error, is the same gift.
+        """
+        if not (yield from self.may_commit()):
+            return False
+        numbers = block_numbers((yield Names(TASKS)))
+        number = max([GIVEN - 1, *numbers]) + 1
+        content = {"from": [claim.block, claim.epoch], "rollouts": [asdict(rollout) for rollout in rollouts]}
+        while not (yield Link(task_path(number), content, f"{self.identity.name}.{token}")):
+            number += 1
+        self._given[claim.block] = self._given.get(claim.block, 0) + 1
+        return True
+
+    def mark_done(self, claim: Claim) -> Steps[None]:
+        """Every rollout of the block is durable. Writes the finished mark after the last block.
+
+        Raises:
+            LedgerError: the block was taken over; what this pod stored late does not count.
+        """
+        if (yield There(claim_path(claim.block, claim.epoch + 1))):
+            raise LedgerError(
+                f"block {claim.block} was taken over from epoch {claim.epoch}; this pod was too slow to renew"
+            )
+        if not (yield from self.may_commit()):
+            return
+        yield Touch(f"{DONE}/{claim.block:06d}.{self._given.get(claim.block, 0)}")
+        self._drop(claim)
+        if not self.held:
+            done = done_blocks((yield Names(DONE)))
+            if all_done(done, block_numbers((yield Names(TASKS)))):
+                yield from self._finish()
+
+    def _finish(self) -> Steps[None]:
+        if not (yield There(FINISHED)):
+            yield Publish(FINISHED, {"by": self.identity.name})
+
+    # --- hunger ---
+
+    def hunger(self, slots: int) -> Steps[None]:
+        """Says that this pod has free slots and found nothing to claim; 0 takes it back."""
+        before, self._want = self._want, ""
+        if slots:
+            self._wants += 1
+            self._want = f"{HUNGRY}/{self.identity.name}.{self._wants}.{slots}"
+            yield Touch(self._want)
+        if before:
+            yield Remove(before)
+
+    def hungry(self) -> Steps[dict[str, int]]:
+        """What other pods ask for: slots by request."""
+        found = {}
+        for name in (yield Names(HUNGRY)):
+            owner, number, slots = name.rsplit(".", 2)
+            if owner != self.identity.name:
+                found[f"{owner}.{number}"] = int(slots)
+        return found
+
+
+def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
+    """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
+
+    Args:
+        read: block, epoch and content of claims.
+    """
+    return {
+        (block, epoch - 1): (str(content["predecessor"]), int(content["sealed"]))
+        for block, epoch, content in read
+        if epoch
+    }
