@@ -1,0 +1,169 @@
+"""Reading the store: a generated campaign file is opened, and random batches are drawn from it, in new processes.
+
+The file is written as the store writes any: real token columns, stretches of drawn transcripts under ids of their own.
+Parquet and JSONL hold its first rows, at most 2,048; fewer rows are to their advantage. Parquet is read by the row
+groups that hold what is asked for, JSONL by seeking to its lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.bench.figures import Figure, median
+
+Note = Callable[[str], None]
+
+BATCH = 1024
+PEER_ROWS = 2048
+
+
+def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
+    from megaflow_hpc.trajectories.schema import COLUMNS, TOKEN_CHUNK, chunk
+
+    count, each = arguments.generated, arguments.generated_tokens
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+        room = arguments.keep
+    path = room / "generated.h5"
+    path.unlink(missing_ok=True)
+    note(f"generating {count} rows of {each} tokens")
+    began = time.perf_counter()
+    generate(path, transcripts, count, each)
+    seconds = time.perf_counter() - began
+    size = path.stat().st_size
+    note(f"{size / 1e9:.2f} GB in {seconds:.0f} s; reading in new processes")
+    opened = [_in_new_process(_READER, path, "open")[0] for _ in range(5)]
+    batches = [pair for _ in range(2) for pair in _in_new_process(_READER, path, "batch")]
+    whole = count >= 1_000_000
+    rows = min(BATCH, count)
+    figures = [
+        Figure(f"generated file, {count} rows of {each} tokens", "GB", size / 1e9, count),
+        median(f"open {count} trajectories, in a new process", "s", [s for s, _ in opened], 1.0 if whole else None),
+        median(
+            f"random batch of {rows} trajectories of {each} tokens, warm",
+            "ms",
+            [1000 * wall for wall, _ in batches],
+            150.0 if each == 4096 and rows == BATCH else None,
+        ),
+        median(
+            f"its CPU time; chunks of {chunk(COLUMNS['tokens/id'])} ids, of {TOKEN_CHUNK} in other columns",
+            "ms",
+            [1000 * cpu for _, cpu in batches],
+        ),
+    ]
+    return _beside_peers(figures, path, room, note) if arguments.peers else figures
+
+
+def _beside_peers(figures: list[Figure], path: Path, room: Path, note: Note) -> list[Figure]:
+    """Adds random batches from Parquet and JSONL."""
+    from megaflow_hpc.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
+    from megaflow_hpc.trajectories import open_trajectories
+
+    with open_trajectories(path) as store:
+        rows = min(PEER_ROWS, len(store))
+        for name, package, write, read in (
+            ("Parquet, zstd", "pyarrow", rows_as_parquet, READ_PARQUET),
+            ("JSONL, orjson", "orjson", rows_as_jsonl, READ_JSONL),
+        ):
+            try:
+                release = version(package)
+            except PackageNotFoundError:
+                note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
+                continue
+            note(f"{name}: batches from {rows} rows")
+            target = room / "peer"
+            write(store, rows, target)
+            found = _in_new_process(read, target, str(min(BATCH, rows)))
+            label = f"{name}, of {rows} rows"
+            for place, column in ((2, 0), (3, 1)):
+                milliseconds = 1000 * statistics.median(pair[column] for pair in found)
+                figures[place] = figures[place].beside(label, release, milliseconds)
+            target.unlink()
+    return figures
+
+
+def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
+    """A campaign file of ``count`` rows of ``each`` tokens: stretches of drawn transcripts, ids of their own."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from megaflow_hpc import __version__
+    from megaflow_hpc.trajectories.writer import TrajectoryWriter
+    from megaflow_hpc.types import TokenSequence
+
+    drawn = [transcripts.draw(n, max(30_000, 2 * each), 40) for n in range(24)]
+    columns = ("tokens", "logprobs", "loss_mask", "weight_versions")
+    draw = np.random.default_rng(0)
+    writer = TrajectoryWriter(path, "generated", f"megaflow-hpc {__version__}")
+    for number in range(count):
+        source = drawn[int(draw.integers(len(drawn)))]
+        whole = source.sequences[0]
+        first = int(draw.integers(0, len(whole.tokens) - each + 1))
+        parts = [getattr(whole, name)[first : first + each] for name in columns]
+        task = f"repository__project-{number // 8:06d}"
+        writer.append(
+            replace(
+                source,
+                id=f"{task}/default/{number % 8}",
+                task_id=task,
+                group_id=f"{task}/default",
+                sample_index=number % 8,
+                reward=float(draw.integers(2)),
+                sequences=[TokenSequence("default", *parts)],
+                messages=_cut(source.messages[1:4], 4 * each),
+                turns=[],
+                artifacts=[],
+            )
+        )
+    writer.close()
+
+
+def _cut(messages: list[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+    """Messages of about as much text as the tokens stand for."""
+    each = characters // len(messages)
+    return [{**message, "content": message["content"][:each]} for message in messages]
+
+
+_READER = """
+import json, sys, time
+began, cpu = time.perf_counter(), time.process_time()
+from megaflow_hpc import open_trajectories
+import numpy, h5py
+loaded, its_cpu = time.perf_counter(), time.process_time()
+with open_trajectories(sys.argv[1]) as store:
+    count = len(store)
+    store[count - 1].reward
+    opened = time.perf_counter()
+    if sys.argv[2] == "open":
+        print(json.dumps([[opened - loaded, time.process_time() - its_cpu]]))
+        sys.exit()
+    draw = numpy.random.default_rng(int(sys.argv[3]))
+    seconds = []
+    for _ in range(6):
+        rows = draw.choice(count, min(1024, count), replace=False)
+        began, cpu = time.perf_counter(), time.process_time()
+        batch = store.batch(rows.tolist())
+        seconds.append([time.perf_counter() - began, time.process_time() - cpu])
+        assert batch["tokens"].size
+    print(json.dumps(seconds[1:]))
+"""
+
+
+def _in_new_process(program: str, path: Path, what: str) -> list[list[float]]:
+    """Seconds, measured inside a new process: on the clock and of CPU, all threads together.
+
+    Of batches the first one, which warms up, is left out.
+    """
+    command = [sys.executable, "-c", program, str(path), what, str(time.monotonic_ns() % 2**31)]
+    found: list[list[float]] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
