@@ -7,10 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.process import make_pod_directory
 from megaflow_hpc.rundir import RunDir
 
 STOP_S = 60.0
@@ -24,7 +24,7 @@ class LocalPod:
         if ranks > 1:
             command = [_mpiexec(), "-n", str(ranks), *command]
         self._run = run
-        self._directory = Path(tempfile.mkdtemp(prefix="megaflow-pod."))
+        self._directory = make_pod_directory()
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
             "MEGAFLOW_POD_DIR": str(self._directory),

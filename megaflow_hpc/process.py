@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+
+POD_DIRECTORY = "megaflow-pod"
+"""``<this>.<host>.<pid>-<start>.<random>``: a pod's private directory, named by the process that owns it."""
 
 
 def node_name() -> str:
@@ -64,3 +70,20 @@ def stat_fields(pid: int) -> list[str]:
             return file.read().rpartition(b")")[2].decode().split()
     except OSError:
         return []
+
+
+def make_pod_directory() -> Path:
+    """A private directory of this process, as ``pods.sh`` makes one for its own."""
+    me = Identity.of(os.getpid())
+    return Path(tempfile.mkdtemp(prefix=f"{POD_DIRECTORY}.{os.uname().nodename}.{me}."))
+
+
+def sweep_pod_directories(base: str | os.PathLike[str]) -> int:
+    """Removes those under ``base`` whose process on this host is gone, and returns how many."""
+    prefix, removed = f"{POD_DIRECTORY}.{os.uname().nodename}.", 0
+    for entry in os.scandir(base):
+        owner = Identity.parse(entry.name.removeprefix(prefix).rpartition(".")[0])
+        if entry.name.startswith(prefix) and owner and not owner.alive() and entry.stat().st_uid == os.getuid():
+            shutil.rmtree(entry.path, ignore_errors=True)
+            removed += 1
+    return removed

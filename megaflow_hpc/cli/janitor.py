@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from typing import Any
 
 from megaflow_hpc.cli.output import add_json, print_json
@@ -27,14 +29,17 @@ def register(subparsers: Any) -> None:
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.janitor import sweep
     from megaflow_hpc.environments.provider import default_scratch
+    from megaflow_hpc.process import sweep_pod_directories
 
     scratch = arguments.scratch or default_scratch()
     counts = sweep(scratch)
+    counts["pods"] = sweep_pod_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     if arguments.json:
         print_json({"scratch": str(scratch), **counts})
     else:
         print(
             f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
-            f"{counts['processes']} processes and {counts['mounts']} mounts removed, {counts['left']} could not be"
+            f"{counts['processes']} processes, {counts['mounts']} mounts and {counts['pods']} pods' directories "
+            f"removed, {counts['left']} could not be"
         )
     return 1 if counts["left"] else 0

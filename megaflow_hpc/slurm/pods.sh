@@ -4,20 +4,33 @@ RUN=@RUN@
 . "$RUN/env.sh"
 set -u
 
-MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.XXXXXXXX") || exit 1
+# A private directory, named by this very process: what a killed shell left of its own goes now.
+born() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
+base=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n)
+for left in "$base".*; do
+    owner=${left#"$base".}
+    [ -O "$left" ] && [ "$(born "${owner%%-*}")" != "$(cut -d- -f2 <<<"${owner%.*}")" ] && rm -rf -- "$left"
+done
+MEGAFLOW_POD_DIR=$(mktemp -d "$base.$$-$(born $$).XXXXXXXX") || exit 1
 export MEGAFLOW_POD_DIR
 export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
-trap 'rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
+trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # When the walltime ends, in seconds UTC, so that rank 0 starts nothing that cannot finish. Older Slurms must be asked.
-MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)" +%s 2>/dev/null)}"
+MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$MEGAFLOW_POD" -o %e 2>/dev/null)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
 # USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
 ours=yes
 trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2
 trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
+
+# Of a campaign whose engine servers grow with what waits, one pod's child lets them go; the others' stand by.
+if [ -n "${MEGAFLOW_ELASTIC:-}" ]; then
+    "$MEGAFLOW_PYTHON" -m megaflow_hpc.elastic "$RUN" &
+    elastic=$!
+fi
 
 # One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task.
 srun --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
@@ -37,7 +50,7 @@ case $state in done | paused) exit 0 ;; esac
 [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ] && exit 0 # asked to, by a smaller scale
 if [ "$ours" = yes ] && [ "$MEGAFLOW_START" -lt "$MEGAFLOW_REQUEUES" ]; then
     echo "requeueing element ($((MEGAFLOW_START + 1)) of $MEGAFLOW_REQUEUES)"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$MEGAFLOW_POD" # not SLURM_JOB_ID: for an array's last element that names the whole array
     sleep 30 # until Slurm ends this shell
 fi
 exit 1

@@ -1,0 +1,289 @@
+"""One seed of chaos: a campaign of real sandboxes and a model service on a lab, faults at drawn instants, the check.
+
+Each rollout works in its sandbox for some seconds (hashing, writing, two model calls through its gateway) and leaves
+what its test expects. A *strike* counts as inside rollouts when such work was seen running, as a process in a sandbox,
+at the instant of the kill. Afterwards every planned rollout must be in ``trajectories.h5``, rebuilt from the journals,
+exactly once, and nothing of the run may be left: no process, no mount, no file outside its directory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import shlex
+import shutil
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import yaml
+
+from megaflow_hpc.bench.faults import KINDS, Faults, Lab, environment, processes
+from megaflow_hpc.campaign import Campaign
+from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.ledger import read_blocks
+from megaflow_hpc.process import POD_DIRECTORY, sweep_pod_directories
+from megaflow_hpc.run import Run
+
+PODS, SLOTS = 2, 3
+INSIDE = 0.8
+"""Share of strikes that wait for work in sandboxes; the others may hit a start, an end or nothing."""
+DEADLINE_S = 420.0
+LEAVE_S = 200.0
+"""What jobs may take to leave: a world in which a rank dies as it starts ends after two minutes."""
+
+WORK = """\
+import hashlib, json, os, sys, time, urllib.request
+def ask():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go on?"}]}).encode()
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+    return json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]["message"]["content"]
+digest, words = hashlib.sha256(), []
+for step in range(20):
+    for _ in range(200):
+        digest.update(b"work" * 256)
+    with open("progress", "a") as file:
+        print(step, digest.hexdigest(), file=file, flush=True)
+        os.fsync(file.fileno())
+    if step in (5, 15):
+        words.append(ask())
+    time.sleep(0.15)
+open("answer", "w").write(" ".join(words))
+"""
+
+
+@dataclass
+class Strike:
+    """One fault that was dealt out."""
+
+    kind: str
+    hit: str
+    after_s: float
+    """Since the campaign was submitted."""
+    working: int
+    """Rollouts seen at work in their sandboxes at that instant."""
+
+    def __str__(self) -> str:
+        return f"{self.after_s:6.1f} s  {self.kind}: {self.hit}; {self.working} rollouts at work"
+
+
+@dataclass
+class Verdict:
+    """What is left of a campaign when all is over."""
+
+    seed: int
+    strikes: list[Strike] = field(default_factory=list)
+    planned: int = 0
+    lost: list[str] = field(default_factory=list)
+    double: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """Stored, and not completed with reward 1."""
+    left: list[str] = field(default_factory=list)
+    resumed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.double or self.left)
+
+
+def check(run: Run) -> tuple[int, list[str], list[str], list[str]]:
+    """Planned rollouts, and the ids lost, doubled, and not solved: by plain h5py, from a file made anew."""
+    planned = {rollout.id for block in read_blocks(run.dir) for rollout in block.rollouts}
+    run.gather(rebuild=True)
+    with h5py.File(run.dir.trajectories) as file:
+        table = file["trajectories"]
+        ids = [value.decode() for value in table["id"][:]]
+        solved = {i for i, reward in zip(ids, table["reward"][:], strict=True) if reward == 1}
+    counts = Counter(ids)
+    double = [i for i, count in counts.items() if count > 1 or i not in planned]
+    return len(planned), sorted(planned - set(ids)), sorted(double), sorted(set(ids) & planned - solved)
+
+
+def write_campaign(folder: Path, image: Path, tasks: int, mark: str) -> Path:
+    """Tasks whose work shows ``mark`` in its command line, and a campaign on the partition that can be preempted."""
+    for number in range(tasks):
+        task = folder / "tasks" / f"work{number:02d}"
+        for part in ("environment", "solution", "tests"):
+            (task / part).mkdir(parents=True)
+        (task / "task.toml").write_text(
+            'version = "1.0"\n[agent]\ntimeout_sec = 240.0\n[verifier]\ntimeout_sec = 60.0\n'
+            '[environment]\ndocker_image = "base"\n'
+        )
+        (task / "instruction.md").write_text("Work, and write down what the model says.\n")
+        (task / "environment" / "work.py").write_text(WORK)
+        for name, body in (
+            ("solution/solve.sh", "echo 42 42 > answer"),
+            ("tests/test.sh", "if grep -q '42 42' answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"),
+        ):
+            (task / name).write_text(f"#!/bin/bash\n{body}\n")
+            (task / name).chmod(stat.S_IRWXU)
+    (folder / "answers.yaml").write_text('default: ["42"]\n')
+    campaign = {
+        "name": "chaos",
+        "tasks": "tasks/*",
+        "agent": {"name": "command", "args": {"command": f"python3 work.py {shlex.quote(mark)}"}},
+        "model": {"engine": "scripted", "script": "answers.yaml", "gpus": 0, "servers": {"min": 2, "max": 2}},
+        "environment": {"network": "gateway", "images": {"base": str(image)}},
+        "slurm": {
+            "requeues": 20,
+            "pods": {
+                "partition": "preempt",
+                "count": PODS,
+                "ranks_per_node": 2,
+                "slots_per_rank": SLOTS,
+                "cpus_per_rank": 1,
+                "mem_gb": 1,
+                "time": 20,
+            },
+            "servers": {"partition": "gpu", "time": 20, "extra": {"mem": "500M"}},
+        },
+    }
+    path = folder / "campaign.yaml"
+    path.write_text(yaml.safe_dump(campaign, sort_keys=False))
+    return path
+
+
+def at_work(mark: str) -> int:
+    """Sandboxes in which a rollout's program runs now."""
+    return sum(mark in words and Path(words[0]).name.startswith("python") for _, words in processes())
+
+
+def remains(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
+    """What is left of a run outside its own directory."""
+    found = []
+    for pid, words in processes():
+        variables = environment(pid) if pid != os.getpid() else {}
+        if pid != os.getpid() and (str(run.path) in words or mark in words or variables.get("CHAOS") == mark):
+            found.append(f"process {pid}: {' '.join(words)[:120]}")
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    found += [f"mount {line.split()[1]}" for line in mounts if str(scratch) in line]
+    for owners in scratch.glob("*/owners/*"):
+        found.append(f"scratch {owners}")
+    found += [f"pod directory {path}" for path in scratch.glob(f"{POD_DIRECTORY}.*")]
+    for path in Path("/dev/shm").glob("mpich*"):
+        if path.stat().st_uid == os.getuid() and path.stat().st_mtime >= since:
+            found.append(f"shared memory {path}")
+    found += [f"endpoint {path}" for path in run.dir.endpoints.glob("*.json") if "failed" not in path.name]
+    return found
+
+
+def trial(
+    seed: int,
+    folder: Path,
+    scratch: Path,
+    image: Path,
+    note: Callable[[str], None],
+    tasks: int = 24,
+    strikes: int = 4,
+    kinds: Sequence[str] = KINDS,
+) -> Verdict:
+    """Runs one seed to its end.
+
+    Args:
+        folder: of this trial's own; it is removed when all is well.
+        scratch: the nodes' scratch and TMPDIR; images stay in it from one trial to the next.
+
+    Raises:
+        SiteError: there is no lab.
+    """
+    draw, lab = random.Random(seed), Lab()
+    folder.mkdir(parents=True)
+    scratch.mkdir(exist_ok=True)
+    mark = f"chaos-{seed}-{secrets.token_hex(4)}"
+    os.environ.update(CHAOS=mark, TMPDIR=str(scratch), MEGAFLOW_SCRATCH=str(scratch))
+    plan = draw.sample(kinds, min(strikes, len(kinds)))
+    verdict = Verdict(seed)
+    since, began = time.time(), time.monotonic()
+    run = Campaign.from_yaml(write_campaign(folder, image, tasks, mark)).submit()
+    faults = Faults(lab, run, draw)
+    try:
+        for kind in plan:
+            _await_moment(run, mark, draw)
+            if run.ledger.finished:
+                break
+            working, after = at_work(mark), time.monotonic() - began
+            try:
+                hit = faults.strike(kind)
+            except MegaflowError as error:  # the element left in the same moment
+                note(f"seed {seed}: {kind}: {error}")
+                continue
+            if hit:
+                verdict.strikes.append(Strike(kind, hit, after, working))
+                note(f"seed {seed}: {verdict.strikes[-1]}")
+        verdict.resumed = _finish(run, began)
+    finally:
+        _clear(run)
+    verdict.planned, verdict.lost, verdict.double, verdict.failed = check(run)
+    verdict.left = _leave(run, scratch, mark, since)
+    verdict.seconds = time.monotonic() - began
+    if verdict.good:
+        shutil.rmtree(folder)
+    return verdict
+
+
+def _await_moment(run: Run, mark: str, draw: random.Random) -> None:
+    """Until rollouts work in their sandboxes and a moment longer; now and then, just a while."""
+    inside, pause = draw.random() < INSIDE, draw.uniform(0, 4)
+    end = time.monotonic() + 90
+    while inside and not at_work(mark) and time.monotonic() < end and not run.ledger.finished:
+        if not run.pods_live():
+            return
+        time.sleep(0.1)
+    time.sleep(pause)
+
+
+def _finish(run: Run, began: float) -> int:
+    """Waits for the end; continues a campaign whose pods have all gone. Returns how often."""
+    resumed = 0
+    while not run.ledger.finished:
+        if time.monotonic() - began > DEADLINE_S:
+            break
+        if run.fleet.live_pods(5.0) == []:
+            run.resume(launcher="slurm")
+            resumed += 1
+        time.sleep(0.5)
+    return resumed
+
+
+def _clear(run: Run) -> None:
+    """Everything that Slurm has of the run leaves: by itself if it is finished, else cancelled."""
+    end = time.monotonic() + LEAVE_S
+    if not run.ledger.finished:
+        run.cancel()
+    while run.fleet.live(1.0) and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
+    """What remains after the janitor has passed once, as it does before each pod."""
+    from megaflow_hpc.environments.janitor import sweep
+
+    end = time.monotonic() + 20
+    while remains(run, scratch, mark, since) and time.monotonic() < end:
+        for place in scratch.glob("megaflow-[0-9]*"):
+            sweep(place)
+        sweep_pod_directories(scratch)
+        time.sleep(1.0)
+    return remains(run, scratch, mark, since)
+
+
+def figures_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    strikes = [strike for verdict in verdicts for strike in verdict.strikes]
+    return {
+        "lost": sum(len(verdict.lost) for verdict in verdicts),
+        "double": sum(len(verdict.double) for verdict in verdicts),
+        "failed": sum(len(verdict.failed) for verdict in verdicts),
+        "left": sum(len(verdict.left) for verdict in verdicts),
+        "rollouts": sum(verdict.planned for verdict in verdicts),
+        "strikes": len(strikes),
+        "inside": sum(strike.working > 0 for strike in strikes),
+        "kinds": dict(Counter(strike.kind for strike in strikes)),
+    }
