@@ -40,6 +40,7 @@ class Fleet:
     def __init__(self, run: RunDir, config: CampaignConfig, content: dict[str, Any], ledger: Ledger) -> None:
         self._run, self._config, self._ledger = run, config, ledger
         self._groups: Sequence[Sequence[int]] = content["server_groups"]
+        self._servers: Sequence[dict[str, Any]] = content["servers"]
         self.arrays = Arrays(run, content["jobs"])
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self.said: list[str] = []
@@ -52,15 +53,23 @@ class Fleet:
     def start(self, pods: int | None = None) -> None:
         """Queues engine arrays, pod arrays and the gather job, as many as limits leave room for."""
         allowed = limits.allowance(_options(self._config))
-        engines = sum(int(count) for _, count, _ in self._groups)
+        engines = sum(int(group[1]) for group in self._groups)
         wanted = self._config.slurm.pods.total if pods is None else pods
         count = self._fitting(allowed, wanted, engines + 1)
         try:
+            if self._config.slurm.together:
+                self.arrays.queue(_together(self._config, self._run, self._groups))
+                self._queue_gather([])
+                self.forget()
+                return
             servers: list[str] = []
+            started: list[str] = []
             for job in server_jobs(self._config, self._run, self._groups, allowed):
-                servers += self.arrays.queue(job)
+                queued = self.arrays.queue(job)
+                servers += queued
+                started += [] if job.options.get("hold") else queued
             # Pods wait in the queue, not on a node, until an engine starts.
-            dependency = "?".join(f"after:{engine}" for engine in servers[:MAX_DEPENDENCIES]) or None
+            dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
             for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines):
                 self.arrays.queue(job)
             self._queue_gather(sorted({engine.split("_")[0] for engine in servers}))
@@ -184,6 +193,39 @@ class Fleet:
         self.forget()
         return [*going, *drained]
 
+    def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
+        """Engine servers that Slurm still has, by their index in ``run.json``; ``None`` if that cannot be told now."""
+        live = self.live(max_age_s)
+        if live is None:
+            return None
+        found = {}
+        for record in self.arrays.records():
+            for element, state in live.items() if record["role"] == "servers" else ():
+                array, _, index = element.partition("_")
+                if array == str(record["id"]) and index.isdecimal():
+                    found[int(index) + int(record.get("base") or 0)] = state
+        return found
+
+    def release(self, policy: str, count: int) -> list[str]:
+        """Lets held servers of a policy go until ``count`` are queued or running; a repetition changes nothing.
+
+        Returns:
+            Ids of the elements that were let go.
+
+        Raises:
+            SiteError: Slurm does not answer, or refuses.
+        """
+        servers = self.servers(ASK_SLURM_S / 2)
+        if servers is None:
+            raise SiteError(f"{self._run}: Slurm does not say which engine servers there are; nothing was changed")
+        own = {n: state for n, state in sorted(servers.items()) if self._servers[n]["policy"] == policy}
+        held = [state.id for state in own.values() if state.held]
+        going = held[: max(0, count - (len(own) - len(held)))]
+        if going:
+            site.ask("scontrol", "release", *going)
+            self.forget()
+        return going
+
     def top_up(self) -> None:
         """Adds pods that did not fit before, once there is room and blocks that nobody has claimed."""
         if time.monotonic() - self._topped < ASK_SLURM_S:
@@ -255,9 +297,15 @@ def check_site(config: CampaignConfig, where: Any) -> None:
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> list[script.Job]:
     """The jobs that :meth:`Fleet.start` would queue without any other job in the way; the gather job comes last."""
     allowed = limits.allowance(_options(config))
-    engines = sum(int(count) for _, count, _ in groups)
+    engines = sum(int(group[1]) for group in groups)
+    if config.slurm.together:
+        return [_together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
     arrays = [*server_jobs(config, run, groups, allowed), *pod_jobs(config, run, allowed, engines=engines)]
     return [*arrays, script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")]
+
+
+def _together(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> script.Job:
+    return script.together_job(config, run, [int(gpus) for _, count, gpus in groups for _ in range(int(count))])
 
 
 def _options(config: CampaignConfig) -> dict[str, Any]:

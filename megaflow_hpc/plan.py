@@ -46,16 +46,15 @@ class Plan:
     """The campaign as the user wrote it."""
 
     @property
-    def server_groups(self) -> list[tuple[int, int, int]]:
-        """(first index, elements, GPUs an element): one Slurm array per distinct GPU count."""
-        groups: list[tuple[int, int, int]] = []
+    def server_groups(self) -> list[tuple[int, int, int, bool]]:
+        """(first index, elements, GPUs an element, held): one Slurm array each."""
+        groups: list[tuple[int, int, int, bool]] = []
         for index, server in enumerate(self.servers):
-            gpus = server["model"]["gpus"]
-            if groups and groups[-1][2] == gpus:
-                first, count, _ = groups[-1]
-                groups[-1] = (first, count + 1, gpus)
+            shape = (server["model"]["gpus"], server["held"])
+            if groups and groups[-1][2:] == shape:
+                groups[-1] = (groups[-1][0], groups[-1][1] + 1, *shape)
             else:
-                groups.append((index, 1, gpus))
+                groups.append((index, 1, *shape))
         return groups
 
 
@@ -92,6 +91,7 @@ def make(
     }
     check_agents(policies, config.environment.network, where)
     check_supported(config, where)
+    check_together(config, where)
     rollouts = [rollout for rollout in expand(tasks, policies) if wanted(rollout, only)]
     if not rollouts:
         shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
@@ -135,12 +135,13 @@ def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
 def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
     """The engine array: ``servers.max`` elements a policy, those with equal GPUs side by side."""
     servers = [
-        {"policy": name, "model": policy.model.model_dump(mode="json", exclude={"agent"})}
+        {"policy": name, "model": policy.model.model_dump(mode="json", exclude={"agent"}), "held": number >= least}
         for name, policy in policies.items()
         if policy.model
-        for _ in range(policy.model.servers.max)
+        for least in (policy.model.servers.min,)
+        for number in range(policy.model.servers.max)
     ]
-    return sorted(servers, key=lambda server: -server["model"]["gpus"])
+    return sorted(servers, key=lambda server: (-server["model"]["gpus"], server["held"]))
 
 
 def check_supported(config: CampaignConfig, where: Where) -> None:
@@ -148,6 +149,19 @@ def check_supported(config: CampaignConfig, where: Where) -> None:
     for field in ("core_hours", "gpu_hours", "wall"):
         if getattr(config.limits, field) is not None:
             raise ConfigError(f"{where(f'limits.{field}')}: limits.{field} is not enforced yet; leave it out")
+
+
+def check_together(config: CampaignConfig, where: Where) -> None:
+    """One heterogeneous job holds one pod, and engines to be together with."""
+    if not config.slurm.together:
+        return
+    if config.slurm.pods.total != 1:
+        raise ConfigError(
+            f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
+            "nodes (slurm.pods.nodes), or leave together out"
+        )
+    if not any(policy.model for policy in config.policies().values()):
+        raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")
 
 
 def check_agents(policies: dict[str, Policy], network: str, where: Where) -> None:
@@ -237,4 +251,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         f"export MEGAFLOW_REQUEUES={config.slurm.requeues}",
         "export PYTHONUNBUFFERED=1",
     ]
+    counts = [policy.model.servers for policy in config.policies().values() if policy.model]
+    if any(count.min < count.max for count in counts):
+        lines.append("export MEGAFLOW_ELASTIC=1")
     return "\n".join(lines) + "\n"

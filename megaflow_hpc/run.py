@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow_hpc import plan as plan_module
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.fleet import ASK_SLURM_S, Fleet
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
 from megaflow_hpc.monitor.status import Monitor
@@ -19,6 +19,7 @@ from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.slurm import accounting, site
 
 if TYPE_CHECKING:
+    from megaflow_hpc.elastic import Elastic
     from megaflow_hpc.local import LocalPod
     from megaflow_hpc.slurm.submission import ArrayJob
     from megaflow_hpc.trajectories.row import Row
@@ -100,12 +101,14 @@ class Run:
             TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        elastic = self.elastic(f"{os.uname().nodename} process {os.getpid()}")
         try:
             while True:
                 status = self.status()
                 if progress:
                     progress(status)
                 self.fleet.top_up()
+                elastic.tick()
                 if status["state"] in ("finished", "cancelled") or self.pods_live() is False:
                     break
                 if end is not None and time.monotonic() > end:
@@ -119,6 +122,8 @@ class Run:
             if self.local is not None:
                 self.local.stop()
             raise
+        finally:
+            elastic.leave()
         if self.local is not None:
             self.local.stop()
         self.gather()
@@ -127,6 +132,12 @@ class Run:
         if progress:
             progress(status)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+
+    def elastic(self, holder: str) -> Elastic:
+        """What lets held engine servers go; ``holder`` says who does it."""
+        from megaflow_hpc.elastic import Elastic
+
+        return Elastic(self.dir, self._content, self.fleet, Monitor(self.dir), holder)
 
     def gather(self, rebuild: bool = False) -> Path:
         """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
@@ -169,6 +180,20 @@ class Run:
         if resolve_launcher("auto") != "slurm":
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         return self.fleet.scale(pods)
+
+    def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
+        """Lets held engine servers go until so many are queued or running; those that idle leave by themselves.
+
+        Raises:
+            ConfigError: No such policy.
+            SiteError: Slurm does not answer, or refuses.
+        """
+        policies = sorted({server["policy"] for server in self._content["servers"]})
+        if policy is None and len(policies) == 1:
+            (policy,) = policies
+        if policy is None or policy not in policies:
+            raise ConfigError(f"--policy {policy}: engine servers are of {', '.join(policies) or 'no policy'}")
+        return self.fleet.release(policy, servers)
 
     def cancel(self) -> list[str]:
         """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""

@@ -72,7 +72,9 @@ def register(subparsers: Parsers) -> None:
 
     scale = verb("scale", "add pods to a running campaign, or let some go", _scale, "scale RUN --pods 12")
     scale.add_argument("run_dir", metavar="RUN")
-    scale.add_argument("--pods", type=int, required=True, metavar="N", help="pods that shall be queued or running")
+    scale.add_argument("--pods", type=int, metavar="N", help="pods that shall be queued or running")
+    scale.add_argument("--servers", type=int, metavar="N", help="engine servers that shall at least be")
+    scale.add_argument("--policy", help="of which model, where there are several")
     add_json(scale)
 
     cancel = verb("cancel", "cancel a run's jobs; what is stored stays", _cancel, "cancel RUN")
@@ -95,7 +97,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     run = campaign.plan(arguments.run_dir, arguments.only)
     paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
     jobs = preview(run.config, run.dir, run.dir.read_run()["server_groups"])
-    commands = [script.command(job, paths[job.role]) for job in jobs if job.role in paths]
+    commands = [script.command(job, paths[job.role]) for job in jobs if job.role in paths and not job.engines]
+    if any(job.engines for job in jobs):
+        commands = [f"megaflow-hpc submit {arguments.campaign} --dry-run  # prints the script: save it, and sbatch it"]
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0
@@ -237,6 +241,10 @@ def _scale(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign import Run
 
     run = Run(arguments.run_dir)
+    if (arguments.pods is None) == (arguments.servers is None):
+        raise ConfigError("scale: give --pods N or --servers N")
+    if arguments.servers is not None:
+        return _scale_servers(run, arguments)
     changed = run.scale(arguments.pods)
     _say(run)
     if arguments.json:
@@ -245,6 +253,15 @@ def _scale(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods))
     else:
         print("the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running")
+    return 0
+
+
+def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
+    going = run.scale_servers(arguments.servers, arguments.policy)
+    if arguments.json:
+        print_json({"run": str(run.path), "servers": arguments.servers, "added": going})
+    else:
+        print("\n".join(f"released {element}" for element in going) or "no server is held that this number needs")
     return 0
 
 

@@ -53,7 +53,11 @@ class ServerCount(Section):
     min: int = Field(1, ge=0)
     """Started with the campaign."""
     max: int = Field(1, ge=1)
-    """Upper bound; elements above ``min`` are submitted held."""
+    """Upper bound; elements above ``min`` are submitted held, and let go by what waits."""
+    queue: float = Field(4, gt=0)
+    """Requests waiting in each engine's queue, on average, from which on another server is started…"""
+    wait_s: float = Field(10, ge=0)
+    """…where the last of them would wait this many seconds."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ServerCount:
@@ -234,6 +238,8 @@ class SlurmConfig(Section):
     """Shell lines run before anything else in each job (module load, proxies)."""
     extra: dict[str, Any] = {}
     """sbatch options for every job."""
+    together: bool = False
+    """Engines and one pod in one heterogeneous job, one allocation and one MPI world, instead of two arrays."""
     requeues: int = Field(3, ge=0)
     """How often one array element may be requeued after a crash or a drain."""
     pods: PodsConfig = PodsConfig()

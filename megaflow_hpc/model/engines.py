@@ -43,6 +43,10 @@ class Launch:
     """What of :mod:`megaflow_hpc.model.backend` it can do."""
     reload: str = ""
     """How it loads weights in place (:data:`megaflow_hpc.model.loading.RELOADERS`); empty: it is started anew."""
+    metrics: bool = False
+    """Its ``/metrics`` tell how many requests wait."""
+    slots: int = 0
+    """Requests that it answers at once, where that is known without its telling."""
     start_timeout_s: float = 900.0
     """Seconds from the start to the first completion; large models load for minutes."""
 
@@ -82,6 +86,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         model_name=str(options.get("served-model-name", policy)),
         protocol="split" if options.get("enable-scale-out", True) else "plain",
         reload="vllm",
+        metrics=True,
     )
     result.uds = socket_path(private)
     result.command += ["--uds", result.uds]
@@ -99,6 +104,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         base_url=f"http://127.0.0.1:{port}",
         model_name=policy,
         reload="sglang",
+        metrics=True,
     )
 
 
@@ -111,6 +117,7 @@ def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launc
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://127.0.0.1:{port}",
         model_name=path,
+        slots=0 if "continuous-batching" in (model.get("args") or {}) else 1,
     )
 
 
@@ -119,8 +126,10 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     options: dict[str, Any] = {"served-model-name": policy, "uds": uds}
     if model.get("script"):
         options["script"] = str(model["script"])
-    command = [sys.executable, "-m", "megaflow_hpc.model.scripted", *flags({**options, **(model.get("args") or {})})]
-    return Launch(command, uds=uds, model_name=policy, protocol="plain", start_timeout_s=60.0)
+    options |= model.get("args") or {}
+    command = [sys.executable, "-m", "megaflow_hpc.model.scripted", *flags(options)]
+    slots = int(options.get("slots") or 0)
+    return Launch(command, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)
 
 
 def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:

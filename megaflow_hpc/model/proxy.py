@@ -85,9 +85,9 @@ class Proxy:
 
     async def attach(self, engine: Launch | None) -> None:
         """From now on requests go to this engine."""
-        if self._session is not None:
-            await self._session.close()
-        self._engine, self._session = engine, None
+        before, self._engine, self._session = self._session, engine, None
+        if before is not None:
+            await before.close()
         if engine is not None:
             connector = aiohttp.UnixConnector(engine.uds, limit=0) if engine.uds else aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -96,6 +96,11 @@ class Proxy:
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, trust_env=proxied, auto_decompress=False
             )
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is an engine to ask."""
+        return self._session is not None
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests and waits for those in flight; whether all were answered."""
@@ -129,6 +134,19 @@ class Proxy:
             self._url(path), json=body, headers=self._headers(self._engine), timeout=timeout
         ) as response:
             return response.status, await response.text()
+
+    async def metrics(self) -> str:
+        """The engine's ``/metrics``; empty where it has none now."""
+        if self._engine is None or self._session is None:
+            return ""
+        timeout = aiohttp.ClientTimeout(total=10)
+        try:
+            async with self._session.get(
+                self._url("/metrics"), headers=self._headers(self._engine), timeout=timeout
+            ) as r:
+                return await r.text() if r.status == 200 else ""
+        except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
+            return ""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         place = (request.method, request.path)
@@ -176,7 +194,7 @@ class Proxy:
                     await response.write(chunk)
                 await response.write_eof()
                 return response
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the engine was just given up
             if request.transport is None or "response" in locals():
                 raise  # half an answer was sent: break the connection, so that nobody takes it for a whole one
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")

@@ -145,6 +145,11 @@ def address() -> str:
             return "127.0.0.1"
 
 
+def in_slurm() -> bool:
+    """Whether this process is an element of a job array."""
+    return bool(os.environ.get("SLURM_ARRAY_JOB_ID"))
+
+
 def job_id() -> str:
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array and element else os.environ.get("SLURM_JOB_ID", "")

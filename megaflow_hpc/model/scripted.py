@@ -1,8 +1,9 @@
 """An engine that answers from a file: real sockets, real token ids, no model.
 
-It speaks the engines' plain dialect (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``) and is
-run by the same wrapper as any engine, so a campaign can be driven to a known end without weights. The format of the
-file is :mod:`megaflow_hpc.model.script`'s.
+It speaks the engines' plain dialect (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``), with
+``--split`` also :mod:`vLLM's in three requests <megaflow_hpc.model.scripted_split>`, and is run by the same wrapper as
+any engine, so a campaign can be driven to a known end without weights. The format of the file is
+:mod:`megaflow_hpc.model.script`'s.
 
 Tokens are UTF-8 bytes (ids 0 to 255) with 256 as end of turn and 257 as start of turn; log-probabilities are a function
 of id and position. Reasoning and tool calls are text too, between marks, as models write them. So every invariant of
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -25,7 +27,8 @@ from aiohttp import web
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.script import Answer, Script, load, text_of
 
-END, START = 256, 257
+END, START, OTHER = 256, 257, 512
+"""Ids of :data:`OTHER` and above are bytes too; only the engine in three requests samples them."""
 
 
 def written(message: Mapping[str, Any]) -> str:
@@ -56,10 +59,11 @@ def logprob(token: int, position: int) -> float:
 
 
 class ScriptedEngine:
-    """The HTTP application. ``max_model_len`` in tokens, as an engine's."""
+    """The HTTP application. ``max_model_len`` in tokens, as an engine's; ``slots`` answers at once, 0: any number."""
 
-    def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000) -> None:
+    def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:
         self.script, self.model_name, self.max_model_len = script, model_name, max_model_len
+        self._slots: Any = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=256 * 2**20)
@@ -80,7 +84,7 @@ class ScriptedEngine:
         body = await request.json()
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            return _error(400, "messages: expected a list of at least one message")
+            return error(400, "messages: expected a list of at least one message")
         tools = body.get("tools") or []
         prompt = render(messages, tools)
         answer = self.script.answer(messages, [tool["function"]["name"] for tool in tools])
@@ -90,35 +94,51 @@ class ScriptedEngine:
         body = await request.json()
         prompt = body.get("prompt")
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)):
-            return _error(400, "prompt: expected a text or a list of token ids")
+            return error(400, "prompt: expected a text or a list of token ids")
         tokens = list(prompt.encode()) if isinstance(prompt, str) else prompt
         text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
         return await self._reply(body, self.script.answer([{"role": "user", "content": text}]), tokens, chat=False)
 
     async def _reply(self, body: Mapping[str, Any], answer: Answer, prompt: list[int], *, chat: bool) -> web.Response:
-        if answer.delay_s:
-            await asyncio.sleep(answer.delay_s)
-        if answer.status != 200:
-            return _error(answer.status, answer.text or "scripted error")
-        room = self.max_model_len - len(prompt)
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        if room <= 0 or wanted > room:
-            return _error(
-                400,
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{wanted} output tokens and your prompt contains {len(prompt)} input tokens.",
-            )
-        message = _message(answer)
-        sampled = [*written(message).encode(), END]
+        if refused := await self.refused(answer, len(prompt), wanted):
+            return refused
+        room = self.max_model_len - len(prompt)
+        message = message_of(answer)
+        sampled = self.sample(written(message), prompt)
         limit = min(wanted or room, room)
         finish = "tool_calls" if answer.calls else "stop"
         if len(sampled) > limit:
             sampled, finish = sampled[:limit], "length"
-            message = {"role": "assistant", "content": bytes(t for t in sampled if t < 256).decode("utf-8", "replace")}
+            text = bytes(t % OTHER for t in sampled if t != END).decode("utf-8", "replace")
+            message = {"role": "assistant", "content": text}
+        self.sampled(prompt, sampled)
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
+    def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
+        """The ids of an answer."""
+        return [*text.encode("utf-8", "replace"), END]
 
-def _message(answer: Answer) -> dict[str, Any]:
+    def sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Is told of each answer that is given."""
+
+    async def refused(self, answer: Answer, prompt: int, wanted: int) -> web.Response | None:
+        """The error that is given instead of an answer, after the time that the answer takes; ``None`` without one."""
+        async with self._slots:
+            await asyncio.sleep(answer.delay_s)
+        if answer.status != 200:
+            return error(answer.status, answer.text or "scripted error")
+        room = self.max_model_len - prompt
+        if room > 0 and wanted <= room:
+            return None
+        return error(
+            400,
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+            f"{wanted} output tokens and your prompt contains {prompt} input tokens.",
+        )
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning:
         message["reasoning"] = answer.reasoning
@@ -175,7 +195,7 @@ def _response(
     return reply
 
 
-def _error(status: int, message: str) -> web.Response:
+def error(status: int, message: str) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
 
@@ -185,15 +205,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--script", type=Path)
     parser.add_argument("--served-model-name", default="scripted")
     parser.add_argument("--max-model-len", type=int, default=1_000_000)
+    parser.add_argument("--split", action="store_true", help="serve render, generate and derender, as vLLM may")
+    parser.add_argument("--slots", type=int, default=0, help="answers that it gives at once; default: any number")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--uds")
     where.add_argument("--port", type=int, help="on 127.0.0.1")
     arguments = parser.parse_args(argv)
     try:
         script = load(arguments.script) if arguments.script else Script()
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
-    engine = ScriptedEngine(script, arguments.served_model_name, arguments.max_model_len)
+    except ConfigError as mistake:
+        raise SystemExit(f"error: {mistake}") from None
+    kind: type[ScriptedEngine] = ScriptedEngine
+    if arguments.split:
+        from megaflow_hpc.model.scripted_split import SplitEngine
+
+        kind = SplitEngine
+    engine = kind(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
     place: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": "127.0.0.1", "port": arguments.port}
     web.run_app(engine.application(), **place, access_log=None, print=lambda *_: print(json.dumps(place), flush=True))
 

@@ -29,11 +29,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
+from megaflow_hpc.ledger.duty import SCALER, Duty
 from megaflow_hpc.model import engines
+from megaflow_hpc.model.demand import Gauge
 from megaflow_hpc.model.engine_process import EngineProcess
 from megaflow_hpc.model.loading import Follower
 from megaflow_hpc.model.proxy import Proxy
-from megaflow_hpc.model.registration import Assignment, Registration, assignment
+from megaflow_hpc.model.registration import Assignment, Registration, assignment, in_slurm
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.weights import Version
 
@@ -50,6 +52,10 @@ STEADY_S = 60.0
 """An engine that ran this long starts the count anew."""
 ANSWER_S = 900.0
 """What is being sampled may take this long before an engine that works is ended to load other weights."""
+
+
+IDLE = 75
+"""Exit status of a server that nobody asks: the batch script puts its element back into the queue, held."""
 
 
 class _OtherWeights(Exception):
@@ -72,6 +78,10 @@ class EngineServer:
         self.weights = Follower(run, what)
         self._leave = asyncio.Event()
         self._fingerprint = ""
+        self._status = 0
+        self._scaler = Duty(run, SCALER)
+        self._launch: engines.Launch
+        self._gauge: Gauge
         self._proxy: Proxy
 
     async def run(self) -> int:
@@ -90,6 +100,7 @@ class EngineServer:
                 context, self._fingerprint = make_context(private)
             self._proxy = Proxy(context)
             await self._proxy.start()
+            self._gauge = Gauge(self._proxy)
             watcher = asyncio.create_task(self._watch())
             try:
                 return await self._keep_running(private)
@@ -115,7 +126,7 @@ class EngineServer:
             version = self.weights.choose()
             try:
                 await self._one_life(private, version)
-                return 0
+                return self._status
             except _OtherWeights:
                 failures = 0
                 continue
@@ -159,7 +170,8 @@ class EngineServer:
             healthy.result()
             await self.weights.started(version, self._proxy, launch)
             self._say(f"serving {_named(version)} at {self.files.register(launch, self._proxy, self._fingerprint)}")
-            self._beat()
+            self._launch = launch
+            await self._beat()
             following = asyncio.create_task(self._follow(launch))
             await asyncio.wait({ended, leaving, following}, return_when=asyncio.FIRST_COMPLETED)
             if not leaving.done() and ended.done():
@@ -174,6 +186,7 @@ class EngineServer:
                 if task is not None:
                     task.cancel()
             await self._proxy.attach(None)
+            self._proxy.draining = False
             await engine.end()
 
     async def _follow(self, launch: engines.Launch) -> None:
@@ -194,14 +207,16 @@ class EngineServer:
                 self.files.loading(version.version)
                 self.files.unregister()  # requests go to other servers, or wait at their gateways
                 await self._proxy.drain(DRAIN_S if launch.reload else ANSWER_S)
-                self._proxy.draining = False
                 raise _OtherWeights from error
-            self._beat()
+            await self._beat()
             self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
 
-    def _beat(self) -> None:
+    async def _beat(self) -> None:
         refused = [{"version": v, "cause": cause} for v, cause in self.weights.refused.items()]
-        self.files.beat(weight_version=self.weights.serving.version, refused=refused[-1] if refused else None)
+        load = await self._gauge.read(self._launch, time.monotonic())
+        version = self.weights.serving.version
+        if self._proxy.attached:  # still, after asking the engine
+            self.files.beat(weight_version=version, refused=refused[-1] if refused else None, **vars(load))
 
     async def _watch(self) -> None:
         """Heartbeat, end of campaign, idleness."""
@@ -212,14 +227,23 @@ class EngineServer:
             if finished.exists() or (self.run_dir.ledger / "cancelled").exists():
                 self.leave("the campaign is over")
             idle = time.monotonic() - self._proxy.last_request
-            if self._proxy.requests and not self._proxy.in_flight and idle > self.idle_s:
+            if self._asked() and not self._proxy.in_flight and idle > self.idle_s and self._may_idle():
+                self._status = IDLE if in_slurm() else 0
                 self.leave(f"no request for {idle:.0f} s")
             if self.files.beats and not self._leave.is_set() and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 try:
-                    self._beat()
+                    await self._beat()
                 except OSError as error:
                     self._say(f"heartbeat: {error}")
+
+    def _asked(self) -> bool:
+        """Whether anybody has asked, or an engine that was brought back was not needed after all."""
+        return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
+
+    def _may_idle(self) -> bool:
+        """In Slurm an element goes back to the queue, held: only where somebody will let it go again."""
+        return not in_slurm() or self._scaler.proved()
 
     def _give_up(self, cause: str) -> None:
         self._say(f"giving up: {cause}")

@@ -28,9 +28,15 @@ class JobState:
     def live(self) -> bool:
         return self.state in LIVE
 
+    @property
+    def held(self) -> bool:
+        """Whether it waits for somebody to let it go, be it from the beginning or after a requeue."""
+        return self.state == "REQUEUE_HOLD" or (self.state == "PENDING" and "held" in self.reason.lower())
+
 
 def expand(job_id: str) -> list[str]:
-    """``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``; other ids as they are."""
+    """``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``, ``7+1`` (a part of a heterogeneous job) → ``7``; others as they are."""
+    job_id = job_id.partition("+")[0]
     match = re.fullmatch(r"(\d+)_\[([\d,\-:]+)(?:%\d+)?\]", job_id)
     if not match:
         return [job_id]
@@ -61,7 +67,8 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     for line in output.splitlines():
         job_id, state, reason, node = line.split("|", 3)
         for element in expand(job_id):
-            found[element] = JobState(element, state, reason, node)
+            if not (element in found and found[element].live):  # a heterogeneous job lives while a part of it does
+                found[element] = JobState(element, state, reason, node)
     return found
 
 

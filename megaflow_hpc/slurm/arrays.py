@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def server_jobs(
     config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]], allowed: Allowance
 ) -> Iterator[Job]:
-    """The engine arrays. ``groups``: (first server, servers, GPUs a server) as ``run.json`` has them."""
-    for first, count, gpus in groups:
+    """The engine arrays. ``groups``: (first server, servers, GPUs a server, held) as ``run.json`` has them."""
+    for first, count, gpus, *held in groups:
         for size in chunks(count, allowed.array_size):
-            yield server_job(config, run, size, gpus, first, largest=allowed.array_size - 1)
+            yield server_job(config, run, size, gpus, first, largest=allowed.array_size - 1, held=any(held))
             first += size
 
 
@@ -85,12 +85,13 @@ class Arrays:
 
         handles = submit(self.run, job)
         self.handles += handles
-        self._record(handles[0].job_id.split("_")[0], job.role, job.elements)
+        self._record(handles[0].job_id.split("_")[0], job.role, job.elements, job.base)
         return [handle.job_id for handle in handles]
 
-    def _record(self, array: str, role: str, elements: int | None) -> None:
+    def _record(self, array: str, role: str, elements: int | None, base: int = 0) -> None:
         self.run.jobs.mkdir(mode=0o700, exist_ok=True)
-        write_json(self.run.jobs / f"{array}.json", {"role": role, "id": array, "elements": elements})
+        record = {"role": role, "id": array, "elements": elements, "base": base}
+        write_json(self.run.jobs / f"{array}.json", record)
 
     def records(self) -> list[dict[str, Any]]:
         """Every submission that was written down: ``role``, ``id``, ``elements``; in order of their ids."""

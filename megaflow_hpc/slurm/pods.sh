@@ -18,7 +18,7 @@ export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # When the walltime ends, in seconds UTC, so that rank 0 starts nothing that cannot finish. Older Slurms must be asked.
-MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$MEGAFLOW_POD" -o %e 2>/dev/null)" +%s 2>/dev/null)}"
+MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$MEGAFLOW_POD" -o %e 2>/dev/null | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
 # USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
@@ -34,7 +34,7 @@ fi
 
 # One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task.
 srun --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" &
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
 step=$!
 while :; do
     wait "$step"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ class Job:
     run: str | None = None
     """Run directory written into the script; ``None`` takes it from the command line."""
     header: Sequence[str] = field(default_factory=tuple)
+    engines: Sequence[Mapping[str, Any]] = ()
+    """Options of the engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
 
     @property
     def indices(self) -> str:
@@ -60,11 +62,26 @@ def script(job: Job) -> str:
     lines += [
         f"#SBATCH {option(name, value)}" for name, value in options.items() if value is not None and value is not False
     ]
+    for engine in job.engines:
+        lines += ["#SBATCH hetjob", *(f"#SBATCH {option(n, v)}" for n, v in engine.items() if v not in (None, False))]
     body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
+    body = body.replace(" @ENGINES@", "".join(_beside(n) for n in range(len(job.engines))))
+    if job.engines:  # the step has a part for each component of the job
+        body = body.replace("srun --mpi", "srun --het-group=0 --mpi").replace(
+            "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK_HET_GROUP_0"
+        )
     return "\n".join(lines) + "\n\n" + body.replace("@ARGUMENTS@", shlex.join(job.arguments))
+
+
+def _beside(server: int) -> str:
+    """The part of the step that is one engine server: a rank of the same world."""
+    return (
+        f' \\\n    : --het-group={server + 1} --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label '
+        f'env MEGAFLOW_SERVER={server} "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN"'
+    )
 
 
 def option(name: str, value: Any) -> str:
@@ -126,12 +143,19 @@ def pod_job(
 
 
 def server_job(
-    config: CampaignConfig, run: RunDir, elements: int, gpus: int, first: int = 0, largest: int | None = None
+    config: CampaignConfig,
+    run: RunDir,
+    elements: int,
+    gpus: int,
+    first: int = 0,
+    largest: int | None = None,
+    held: bool = False,
 ) -> Job:
     """An engine array: each element one engine server; its index is the server's in ``run.json``.
 
     Args:
         largest: highest array index that the site allows; servers beyond are counted from 0 and a base.
+        held: they wait in the queue until somebody lets them go (``scontrol release``).
     """
     servers = config.slurm.servers
     options = {
@@ -143,11 +167,22 @@ def server_job(
         "time": _walltime(servers.time),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
+        "hold": held,
         **config.slurm.extra,
         **servers.extra,
     }
     base = first if largest is not None and first + elements - 1 > largest else 0
     return Job("servers", options, elements, first - base, base, run=str(run))
+
+
+def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int]) -> Job:
+    """Pod and engine servers (``gpus``: of each) as one heterogeneous job: one allocation, one MPI world."""
+    pod = pod_job(config, run, 1)
+    kept = ("partition", "nodes", "ntasks", "gres")
+    servers = [server_job(config, run, 1, count).options for count in gpus]
+    beyond = {**config.slurm.extra, **config.slurm.servers.extra}
+    engines = [{n: v for n, v in options.items() if n in kept or n in beyond} for options in servers]
+    return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:

@@ -3,8 +3,13 @@ RUN=@RUN@
 . "$RUN/env.sh"
 set -u
 
+# Not SLURM_JOB_ID, which for an array's last element names the whole array.
+element="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+
+# USR2: the walltime is near, the element goes on in another allocation. TERM: preempted or cancelled, and Slurm decides.
 ours=yes
-trap 'kill -TERM "$server" 2>/dev/null' USR2
+drained=no
+trap 'drained=yes; kill -TERM "$server" 2>/dev/null' USR2
 trap 'ours=no; kill -TERM "$server" 2>/dev/null' TERM
 
 "$MEGAFLOW_PYTHON" -m megaflow_hpc.model.server "$RUN" @INDEX@ &
@@ -17,9 +22,20 @@ done
 
 echo "server ${SLURM_ARRAY_TASK_ID:-0}: exit status $status"
 if [ -e "$RUN/ledger/finished" ] || [ -e "$RUN/ledger/cancelled" ]; then exit 0; fi
-# 2 is a mistake in the campaign or the installation: another node would say the same.
-if [ "$status" -ne 0 ] && [ "$status" -ne 2 ] && [ "$ours" = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$MEGAFLOW_REQUEUES" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+if [ "$status" -eq 75 ]; then # nobody asks: it waits in the queue, held, until somebody does
+    scontrol requeuehold "$element"
     sleep 30 # until Slurm ends this shell
+    exit 0
+fi
+# 2 is a mistake in the campaign or the installation: another node would say the same.
+[ "$status" -eq 2 ] && exit 2
+if { [ "$status" -ne 0 ] || [ "$drained" = yes ]; } && [ "$ours" = yes ]; then
+    count="$RUN/logs/server-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}.requeues"
+    printf . >>"$count"
+    if [ "$(wc -c <"$count")" -le "$MEGAFLOW_REQUEUES" ]; then
+        echo "requeueing element ($(wc -c <"$count") of $MEGAFLOW_REQUEUES)"
+        scontrol requeue "$element"
+        sleep 30
+    fi
 fi
 exit "$status"

@@ -48,7 +48,8 @@ class Servers:
         """Starts the wrapper of one more array element; its number."""
         number = len(self.entries)
         self.entries.append({"policy": policy, "model": dict(model)})
-        self.run.write_run({"servers": self.entries})
+        policies = {entry["policy"]: {"model": entry["model"]} for entry in self.entries}
+        self.run.write_run({"servers": self.entries, "policies": policies})
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}

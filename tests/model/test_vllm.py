@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from serving import Servers
 
+from megaflow_hpc import weights
 from megaflow_hpc.model import ModelGateway, tiny
 from megaflow_hpc.types import ModelEndpoint, Recording, TokenSequence
 
@@ -36,8 +37,9 @@ def vllm(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     model = folder / "tiny"
     subprocess.run([interpreter, tiny.__file__, str(model)], check=True, timeout=120)
     with Servers(folder) as servers:
-        args = {"max-model-len": CONTEXT, "dtype": "float32"}
-        servers.start({"engine": "vllm", "path": str(model), "gpus": 0, "args": args, "python": interpreter})
+        section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
+        section |= {"args": {"max-model-len": CONTEXT, "dtype": "float32"}, "weights": {"running": "continue"}}
+        servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers
 
@@ -236,3 +238,66 @@ def test_one_seed_samples_the_same_tokens_again_and_another_seed_others(vllm: Se
     first, again, other = (asyncio.run(sampled(seed)) for seed in (11, 11, 12))
     assert first == again
     assert first != other
+
+
+async def serves(vllm: Servers, version: int) -> None:
+    """Waits until the server has loaded it, and the gateways' tokens can only be its."""
+    for _ in range(600):
+        if vllm.record(0)["weight_version"] == version:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"weights {version} were not loaded: {vllm.record(0)}")
+
+
+@pytest.fixture(scope="module")
+def other_weights(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tmp_path_factory.mktemp("other") / "tiny"
+    subprocess.run([interpreter, tiny.__file__, str(model), "--seed", "1"], check=True, timeout=120)
+    return model
+
+
+def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: Servers, other_weights: Path) -> None:
+    """Requests by generate go on over the change, plain ones finish before it; none is lost or mislabelled."""
+    original = Path(vllm.entries[0]["model"]["path"])
+
+    async def keep_asking(model: ModelEndpoint, tokens: int, until: asyncio.Event) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]
+        while not until.is_set():
+            await post(model, {"messages": messages, "max_tokens": tokens, "logit_bias": {"256": -100}})
+
+    async def scenario() -> None:
+        async with ModelGateway(wait_s=60) as split, ModelGateway(wait_s=60) as plain:
+            split.update_endpoints([{**vllm.record(0), "protocol": "split"}])
+            plain.update_endpoints([{**vllm.record(0), "protocol": "plain"}])
+            gateways, changed = [split, split, split, plain, plain], asyncio.Event()
+            models = [await gateway.open(f"t/default/{n}", "default") for n, gateway in enumerate(gateways)]
+            lengths = [1200, 1200, 1200, 40, 40]
+            asking = [asyncio.create_task(keep_asking(m, n, changed)) for m, n in zip(models, lengths, strict=True)]
+            await asyncio.sleep(1.0)
+            first = await asyncio.to_thread(weights.publish, vllm.run, other_weights)
+            await serves(vllm, first.version)
+            await asyncio.sleep(0.5)
+            changed.set()
+            await asyncio.gather(*asking)
+            recordings = [await gateway.close(f"t/default/{n}") for n, gateway in enumerate(gateways)]
+        sequences = [s for recording in recordings for s in recording.sequences]
+        used = [{v for v, m in zip(s.weight_versions, s.loss_mask, strict=True) if m} for s in sequences]
+        assert {0, first.version} in used[: sum(len(r.sequences) for r in recordings[:3])]  # went on over the change
+        assert all(len(u) == 1 for u in used[sum(len(r.sequences) for r in recordings[:3]) :])  # plain ones did not
+        for version in (first.version, 0):
+            if version == 0:
+                again = await asyncio.to_thread(weights.publish, vllm.run, original)
+                await serves(vllm, again.version)
+            own = other = 0.0
+            for sequence in sequences:
+                scores = await prompt_logprobs(vllm, list(sequence.tokens))
+                columns = zip(sequence.logprobs, scores, sequence.loss_mask, sequence.weight_versions, strict=True)
+                for recorded, score, mask, sampled_by in columns:
+                    if mask and sampled_by == version:
+                        own = max(own, abs(recorded - score))
+                    elif mask:
+                        other = max(other, abs(recorded - score))
+            assert own < 1e-2
+            assert other > 0.1  # the two versions do differ
+
+    asyncio.run(scenario())
