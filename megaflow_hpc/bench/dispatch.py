@@ -102,22 +102,23 @@ def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[flo
 def real(count: int, ranks: int, note: Callable[[str], None]) -> list[Figure]:
     """One pod under mpiexec: claims, dispatches, journals with fsync, marks done; its workers answer at once."""
     note(f"one pod, rank 0 and {ranks} workers of 256 slots, {count} empty rollouts")
-    seconds, size, _ = _pod(count, ranks, slots=256)
+    seconds, size, _, cpu = _pod(count, ranks, slots=256)
     name = f"empty rollouts dispatched and journalled, one pod of {ranks} workers"
     few = max(200, min(5000, count // 10))
     note(f"the same with one slot a worker, {few} empty rollouts")
-    _, _, waits_ms = _pod(few, ranks, slots=1)
+    _, _, waits_ms, _ = _pod(few, ranks, slots=1)
     trip = "empty rollouts, one slot a worker: result out to next start in, at the worker"
     return [
         Figure(name, "1/s", round(count / seconds, 1), count, goal=20_000, better="higher"),
+        Figure("processor time of rank 0 per empty rollout", "µs", round(1e6 * cpu / count, 1), count),
         Figure("journal bytes per empty rollout", "bytes", round(size / count, 1), count),
         Figure(f"{trip}, p50", "ms", quantile(waits_ms, 0.5), len(waits_ms)),
         Figure(f"{trip}, p99", "ms", quantile(waits_ms, 0.99), len(waits_ms), goal=5.0),
     ]
 
 
-def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float]]:
-    """(seconds, bytes of the journal, milliseconds between results and next starts)."""
+def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], float]:
+    """(seconds, bytes of the journal, milliseconds between results and next starts, processor seconds of rank 0)."""
     from megaflow_hpc.bench.dispatch_ranks import plan
 
     beside = Path(sys.executable).parent / "mpiexec"
@@ -135,4 +136,4 @@ def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float]]:
             raise SiteError(f"the pod of the benchmark ended with {done.returncode}: {done.stderr[-2000:]}")
     waits = [wait for rank in said for wait in rank.get("waits_ms", ())]
     (leader,) = (rank for rank in said if "seconds" in rank)
-    return leader["seconds"], leader["journal_bytes"], waits
+    return leader["seconds"], leader["journal_bytes"], waits, leader["cpu_s"]

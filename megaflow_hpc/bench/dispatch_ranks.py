@@ -29,6 +29,7 @@ def plan(path: Path, count: int) -> None:
 def lead(run: RunDir) -> dict[str, Any]:
     """Rank 0: the real master over the real ledger and journal."""
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
+    from megaflow_hpc.pod.__main__ import SWITCH_S
     from megaflow_hpc.pod.comm import MpiComm
     from megaflow_hpc.pod.events import Events
     from megaflow_hpc.pod.master import Master, Pod
@@ -40,7 +41,9 @@ def lead(run: RunDir) -> dict[str, Any]:
     assert me is not None
     ledger = Ledger(run, PodIdentity("bench", "0", "", os.uname().nodename, me.pid, me.start))
     journal = JournalWriter(run.journal_file("bench", "0"))
-    tasks = {r.task_id: {"id": r.task_id, "instruction": ""} for b in read_blocks(run) for r in b.rollouts}
+    tasks = {
+        r.task_id: {"id": r.task_id, "instruction": "", "image": "none"} for b in read_blocks(run) for r in b.rollouts
+    }
     pod = Pod(
         run=run,
         comm=comm,
@@ -53,14 +56,15 @@ def lead(run: RunDir) -> dict[str, Any]:
         journal_length=lambda owner: 0,
         stored=set,
     )
-    began = time.monotonic()
+    sys.setswitchinterval(SWITCH_S)
+    began, cpu = time.monotonic(), time.process_time()
     state = Master(pod).run()
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, time.process_time() - cpu
     journal.close()
     comm.flush(5.0)
     assert state == "done", state
     size = sum(file.stat().st_size for file in run.journal.iterdir())
-    return {"seconds": seconds, "journal_bytes": size}
+    return {"seconds": seconds, "cpu_s": cpu, "journal_bytes": size}
 
 
 def follow(slots: int) -> dict[str, Any]:
@@ -75,6 +79,7 @@ def follow(slots: int) -> dict[str, Any]:
     while True:
         received = comm.poll()
         if received is None:
+            comm.push()
             backoff.sleep()
             continue
         backoff.reset()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaflow_hpc.ledger.blocks import deal
-from megaflow_hpc.pod.scheduler import Order, Scheduler, Work
+from megaflow_hpc.pod.scheduler import Order, Scheduler
+from megaflow_hpc.pod.work import Work
 from megaflow_hpc.types import Rollout
 
 RANK_SLOTS = 32

@@ -21,6 +21,7 @@ import megaflow_hpc
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
+from megaflow_hpc.pod.engine import accompany, start_server
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.master import Master, Pod
 from megaflow_hpc.pod.walltime import Walltime
@@ -30,6 +31,9 @@ from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
 from megaflow_hpc.trajectories.sharding import ShardMaker
 from megaflow_hpc.trajectories.winners import index
+
+SWITCH_S = 5e-4
+"""For how long rank 0's loop and its clerk may keep each other from running, in seconds."""
 
 
 def identity() -> PodIdentity:
@@ -106,9 +110,11 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         room=room_per_rank(content),
         walltime=Walltime.of(),
     )
+    sys.setswitchinterval(SWITCH_S)
     state = Master(pod).run()
-    journal.close()
-    shards.close()
+    if state != "lost":  # then nothing more may be committed, and the disk may not answer
+        journal.close()
+        shards.close()
     if directory:
         write_atomic(Path(directory) / "state", state)
     return state
@@ -122,7 +128,10 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     rank, size = world_hint()
-    runner = start_runner() if size == 1 or rank > 0 else None  # before MPI is initialised
+    # Children are started before MPI is initialised.
+    engine = os.environ.get("MEGAFLOW_SERVER")
+    server = start_server(run, int(engine)) if engine is not None else None
+    runner = start_runner() if server is None and (size == 1 or rank > 0) else None
     status = 1
     try:
         if size == 1:
@@ -139,6 +148,9 @@ def main(argv: list[str] | None = None) -> int:
                 )
             if runner is not None:
                 serve(comm, *runner)
+                status = 0
+            elif server is not None:
+                accompany(comm, server)
                 status = 0
             else:
                 state = lead(run, comm)

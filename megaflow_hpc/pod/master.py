@@ -1,43 +1,46 @@
-"""Rank 0: claims blocks, starts rollouts, stores what comes back, drains.
+"""Rank 0: starts rollouts, has what comes back stored, drains.
 
-The order that makes results exactly-once: a result is appended to the journal, the journal is fsynced, only then is
-the rollout counted and, with its last rollout, the block marked done. While rollouts run nothing else of the pod
-touches the run directory.
+The loop only decides: messages come and go over MPI, and whatever touches the run directory is done by the clerk's
+thread. The order that makes results exactly-once is the clerk's: a result is appended to the journal, the journal is
+fsynced, only then is the rollout counted and, with its last rollout, the block marked done.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megaflow_hpc.ledger import Claim, Ledger
-from megaflow_hpc.pod.comm import BEAT_S, Backoff, Comm
+from megaflow_hpc.pod.clerk import LOOK_S, Clerk, Filed, Journal
+from megaflow_hpc.pod.comm import Backoff, Comm
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.estimates import Estimates
 from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.failures import may_retry
 from megaflow_hpc.pod.holdings import Holdings
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
-from megaflow_hpc.pod.scheduler import RETRIES, Demand, Scheduler, Work
+from megaflow_hpc.pod.ranks import Ranks
+from megaflow_hpc.pod.scheduler import Scheduler
+from megaflow_hpc.pod.starts import Starts
 from megaflow_hpc.pod.walltime import Walltime
-from megaflow_hpc.pod.wire import Message
+from megaflow_hpc.pod.wire import STOP, Message
+from megaflow_hpc.pod.work import NOTHING, Demand, Work
 from megaflow_hpc.process import node_name
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Attempt, Rollout, Trajectory
 
 TICK_S = 1.0
-"""How often the drain file, leases and heartbeats are looked at."""
+"""How often the drain file and heartbeats are looked at."""
 LISTING_S = 10.0
 WAITING_S = 2.0
 """How often engines are looked for while rollouts wait for one."""
 AHEAD_S = 5.0
 AHEAD_ROLLOUTS = 256
 """How often ranks are told which images come next, and how many rollouts that looks ahead."""
-WORKER_LOST_S = 30.0
-JOIN_S = 120.0
-"""A worker that has not reported ready after this long is given up; a first image may have to be staged later."""
 DRAIN_S = 25.0
 """What running rollouts may still take once draining has begun; with what workers take to stop, below the warning time
 of the batch script."""
@@ -46,12 +49,11 @@ DRAIN_NOW_S = 4.0
 SURELY = 0.9
 """Quantile of a rollout's expected duration that must fit before the walltime."""
 STUCK_S = 120.0
-"""How long a journal may refuse to be written before the pod gives up and is started anew."""
-
-
-class Journal(Protocol):
-    def append(self, record: bytes) -> int: ...
-    def commit(self) -> object: ...
+"""How long the run directory may refuse or not answer before the pod gives up and is started anew."""
+SLOW_S = 5.0
+"""A run directory that does not answer for this long is spoken of."""
+TURN = 1024
+"""Messages taken in one turn of the loop: a flood of results must not keep dispatch waiting."""
 
 
 @dataclass
@@ -93,19 +95,21 @@ class Master:
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
         )
         self._held = Holdings(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored)
-        self._attempts: dict[str, list[Attempt]] = {}
-        self._heard: dict[int, float] = {}
-        self._awaited = set(range(1, pod.comm.size)) if pod.comm.size > 1 else set()
-        self.scheduler.waiting = set(pod.servers)
         self._endpoints = Endpoints(pod.run, pod.servers)
-        self._unacknowledged: list[tuple[Outcome, int]] = []
+        self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints)
+        self._ranks = Ranks(pod.comm)
+        self._starts = Starts(pod.tasks, pod.job_id)
+        self._attempts: dict[str, list[Attempt]] = {}
+        self.scheduler.waiting = set(pod.servers)
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
         self._dry = False
-        self._stuck_since: float | None = None
+        self._slow = False
         self._grace_s = DRAIN_S
         self._failures = 0
         self._stored = 0
+        self._started = 0
+        self._per_s = 0.0
         self._announced: list[str] = []
 
     # --- the loop ---
@@ -114,16 +118,16 @@ class Master:
         pod = self.pod
         pod.ledger.register()
         pod.events.write("pod", state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
-        for rank in self._awaited:
-            pod.comm.send(rank, pod.init)
-        started = time.monotonic()
+        self._clerk.start()
+        self._ranks.greet(pod.init)
         backoff = Backoff()
         while True:
             busy = self._receive()
-            busy |= self._dispatch()  # before the fsync: a free slot does not wait for the disk
-            self._acknowledge()
+            busy |= self._collect()
+            busy |= self._dispatch()
             if self._due("tick", TICK_S):
-                self._tick(time.monotonic() - started)
+                self._tick()
+            pod.comm.push()
             state = self._ended()
             if state:
                 break
@@ -135,18 +139,19 @@ class Master:
         return state
 
     def _ended(self) -> str | None:
-        if not self.scheduler.workers and not self._awaited:
+        if not self._ranks.all:
             return "lost"
-        if not self.pod.ledger.may_commit or self._stuck_for() > STUCK_S:
+        if not self.pod.ledger.may_commit or self._clerk.stuck_s > STUCK_S:
             return "lost"
         if self._draining_since is not None:
-            if self.scheduler.running and time.monotonic() - self._draining_since < self._grace_s:
+            over = time.monotonic() - self._draining_since >= self._grace_s
+            if not over and (self.scheduler.running or not self._clerk.quiet):
                 return None
-            if not self._held and self.pod.ledger.finished:
+            if self._clerk.quiet and not self._held and self.pod.ledger.finished:
                 return "done"
             return "paused" if self._paused else "drained"
         claimed_all = self._dry or self.scheduler.too_long
-        if self.scheduler.running or self.scheduler.queued or self._unacknowledged or not claimed_all:
+        if self.scheduler.running or self.scheduler.queued or not self._clerk.quiet or not claimed_all:
             return None
         if self.pod.ledger.unsettled and not self._held:
             return None  # whoever holds the rest may be dead: stay until that is known
@@ -159,9 +164,6 @@ class Master:
         limit = self.pod.failure_limit
         return limit is not None and self._failures >= limit
 
-    def _stuck_for(self) -> float:
-        return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
-
     def _due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()
         if now - self._last.get(what, -1e9) < every_s:
@@ -172,14 +174,15 @@ class Master:
     # --- messages ---
 
     def _receive(self) -> bool:
+        comm, heard = self.pod.comm, self._ranks.heard
         any_ = False
-        for _ in range(256):  # bounded, so that a flood of results cannot keep dispatch waiting
-            received = self.pod.comm.poll()
+        for _ in range(TURN):
+            received = comm.poll()
             if received is None:
                 break
             any_ = True
             rank, message = received
-            self._heard[rank] = time.monotonic()
+            heard[rank] = time.monotonic()
             getattr(self, f"_on_{message['op']}")(rank, message)
         return any_
 
@@ -187,7 +190,7 @@ class Master:
         pass
 
     def _on_ready(self, rank: int, message: Message) -> None:
-        self._awaited.discard(rank)
+        self._ranks.join(rank, str(message["node"]))
         self._announced = []  # so that this rank is told as well
         self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
         for work in self.scheduler.impossible():
@@ -195,6 +198,10 @@ class Master:
         self.pod.events.write("worker", rank=rank, state="ready", slots=message["slots"], node=message["node"])
         if self._endpoints.all:
             self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
+
+    def _on_engine(self, rank: int, message: Message) -> None:
+        self._ranks.accompany(rank)
+        self.pod.events.write("engine", rank=rank, state="ready", node=message["node"])
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._lose(rank, str(message.get("why", "it left")))
@@ -206,7 +213,7 @@ class Master:
             self._settle(work, outcome, rank)
 
     def _lose(self, rank: int, why: str) -> None:
-        self._awaited.discard(rank)
+        self._ranks.leave(rank)
         lost = self.scheduler.leave(rank)
         self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=len(lost))
         for work in lost:
@@ -236,115 +243,110 @@ class Master:
     # --- results ---
 
     def _settle(self, work: Work, outcome: Outcome, rank: int) -> None:
-        """Retries a failure, or appends the outcome to the journal."""
+        """Retries a failure, or hands the outcome to the clerk."""
         if outcome.status == "cancelled":
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
             # whoever takes it runs this rollout again.
             self._drain("a rollout was stopped by a signal to the step")
             return
-        kind, failed = outcome.error_kind, outcome.status == "failed"
-        if failed and self._draining_since is not None and work.attempt < RETRIES.get(kind, 0):
+        cause, failed = outcome.cause, outcome.status == "failed"
+        if failed and self._draining_since is not None and may_retry((*work.causes, cause)):
             return  # the engines and sandboxes of an ending job fail; whoever takes the block tries again
-        if failed and self.scheduler.retry(work, kind, rank):
+        if failed and self.scheduler.retry(work, cause, rank):
             self._attempts.setdefault(outcome.id, []).append(attempt_of(outcome))
-            self.pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=kind, error=outcome.error)
+            self.pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=cause, error=outcome.error)
             return
         if not failed:
             self._estimates.observe(outcome.task_id, outcome.policy, outcome.seconds)
         self._attempts.pop(outcome.id, None)
-        self.pod.journal.append(outcome.payload(work.epoch, work.block))
-        self._unacknowledged.append((outcome, work.block))
+        self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
 
-    def _acknowledge(self) -> None:
-        """Group commit: one fsync for all results of this turn of the loop, then they count."""
-        if not self._unacknowledged:
-            return
-        if not self.pod.ledger.may_commit:
-            return
-        try:
-            self.pod.journal.commit()
-        except OSError as error:
-            # A full disk or quota: the records wait in memory, nothing new is started, each look tries again.
-            if self._stuck_since is None:
-                self.pod.events.write("pod", state="started", why=f"the journal cannot be written: {error}")
-                self._stuck_since = time.monotonic()
-            time.sleep(TICK_S)
-            return
-        self._stuck_since = None
-        settled, self._unacknowledged = self._unacknowledged, []
-        for outcome, block in settled:
-            self._stored += 1
-            self._failures += outcome.status == "failed"
-            self.pod.events.write(
-                "rollout",
-                id=outcome.id,
-                status=outcome.status,
-                kind=outcome.error_kind,
-                error=outcome.error[:300],
-                reward=outcome.reward,
-                seconds=round(outcome.seconds, 2),
-                turns=outcome.turns,
-            )
-            self._held.settled(block, outcome.id)
+    def _collect(self) -> bool:
+        """Takes note of what the clerk has done."""
+        durable = self._clerk.durable()
+        for filed in durable:
+            self._count(filed)
         if self._paused and self._draining_since is None:
             self._drain(f"{self._failures} rollouts failed, limits.failures is {self.pod.failure_limit}")
+        claimed = self._clerk.claimed()
+        for answer in claimed:
+            self._on_claimed(answer)
+        if self._clerk.listed():
+            self._tell_endpoints()
+        return bool(durable or claimed)
+
+    def _count(self, filed: Filed) -> None:
+        outcome = filed.outcome
+        self._stored += 1
+        self._failures += outcome.status == "failed"
+        self.pod.events.write(
+            "rollout",
+            id=outcome.id,
+            status=outcome.status,
+            kind=outcome.error_kind,
+            error=outcome.error[:300],
+            reward=outcome.reward,
+            seconds=round(outcome.seconds, 2),
+            turns=outcome.turns,
+        )
 
     # --- work ---
 
     def _dispatch(self) -> bool:
-        if self._draining_since is not None or self._stuck_since is not None:
+        if self._draining_since is not None or self._clerk.full or self._clerk.stuck_since is not None:
             return False
         self._claim()
-        started = False
-        walltime = self.pod.walltime
-        while (next_ := self.scheduler.next(walltime.remaining_s, walltime.whole_s)) is not None:
+        walltime, comm = self.pod.walltime, self.pod.comm
+        remaining_s = walltime.remaining_s
+        started = 0
+        while (next_ := self.scheduler.next(remaining_s, walltime.whole_s)) is not None:
             rank, work = next_
-            rollout = work.rollout
-            start = {
-                "op": "start",
-                "rollout": vars(rollout),
-                "task": self.pod.tasks[rollout.task_id],
-                "attempt": work.attempt,
-                "attempts": [vars(attempt) for attempt in self._attempts.get(rollout.id, ())],
-                "epoch": work.epoch,
-                "job_id": self.pod.job_id,
-                "rank": rank,
-            }
-            self.pod.comm.send(rank, start)
-            started = True
-        return started
+            comm.send(rank, self._starts.pack(work, rank, self._attempts.get(work.rollout.id, ())))
+            started += 1
+        self._started += started
+        return started > 0
 
     def _claim(self) -> None:
-        """Claims for the slots that are free now and no further: what waits here, another pod cannot start."""
-        while self.scheduler.queued < self.scheduler.slots - self.scheduler.running:
-            if not self.pod.ledger.may_commit or self.scheduler.too_long:
-                return
-            if self._dry and not self._due("claim", LISTING_S):
-                return
-            claimed = self._held.claim()
-            self._beat()
-            if claimed is None:
-                self._dry = True
-                self._last["claim"] = time.monotonic()
-                return
-            self._dry = False
-            claim, todo = claimed
-            self.scheduler.add(self._work(rollout, claim) for rollout in todo)
-            for work in self.scheduler.impossible():
-                self._refuse(work)
+        """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
+        waits here, another pod cannot start."""
+        ahead = int(2 * self._per_s * self._clerk.claim_s)
+        if self.scheduler.queued >= self.scheduler.free + ahead or self._clerk.claiming:
+            return
+        if not self.pod.ledger.may_commit or self.scheduler.too_long:
+            return
+        if not self._dry or self._due("claim", LISTING_S):
+            self._clerk.claim()
+
+    def _on_claimed(self, answer: tuple[Claim, list[Rollout]] | None) -> None:
+        self._dry = answer is None
+        if answer is None:
+            self._last["claim"] = time.monotonic()
+            return
+        if self._draining_since is not None:
+            return  # it goes back when the pod leaves
+        claim, todo = answer
+        self.scheduler.add(self._work(rollout, claim) for rollout in todo)
+        for work in self.scheduler.impossible():
+            self._refuse(work)
 
     def _work(self, rollout: Rollout, claim: Claim) -> Work:
-        pack, limits = self.pod.scheduling.get("pack", ()), self.pod.tasks[rollout.task_id].get("limits", {})
         return Work(
             rollout,
             claim.block,
             claim.epoch,
             expected_s=self._estimates.expect(rollout.task_id, rollout.policy) or 0.0,
-            demand=Demand(
-                float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
-                int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
-            ),
+            demand=self._demand(rollout.task_id),
             share=rollout.policy,
+        )
+
+    def _demand(self, task: str) -> Demand:
+        pack = self.pod.scheduling.get("pack", ())
+        if not pack:
+            return NOTHING
+        limits = self.pod.tasks[task].get("limits", {})
+        return Demand(
+            float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
+            int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
         )
 
     def _refuse(self, work: Work) -> None:
@@ -356,38 +358,36 @@ class Master:
             -1,
         )
 
-    def _tick(self, elapsed: float) -> None:
-        pod, now = self.pod, time.monotonic()
-        pod.ledger.renew()
+    def _tick(self) -> None:
+        pod = self.pod
         if pod.drain_file is not None and pod.drain_file.exists():
             if pod.drain_file.read_text().strip() == "now":
                 self._grace_s = DRAIN_NOW_S
             self._drain("asked to by the batch script")
-        for rank in self.scheduler.workers:
-            if now - self._heard.get(rank, now) > WORKER_LOST_S:
-                self._lose(rank, f"no heartbeat for {WORKER_LOST_S:.0f} s")
-        if self._awaited and elapsed > JOIN_S:
-            for rank in list(self._awaited):
-                self._lose(rank, f"not ready after {JOIN_S:.0f} s")
-        self._beat()
+        for rank, why in list(self._ranks.lost()):
+            self._lose(rank, why)
+        self._ranks.beat()
         if pod.servers and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
-            self._list_endpoints()
+            self._clerk.list_endpoints()
         if self._due("images", AHEAD_S):
             self._announce_images()
+        self._say_slow()
+        self._per_s, self._started = self._started / TICK_S, 0
         pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
 
-    def _beat(self) -> None:
-        if self._due("beat", BEAT_S):
-            for rank in [*self.scheduler.workers, *self._awaited]:
-                self.pod.comm.send(rank, {"op": "beat"})
+    def _say_slow(self) -> None:
+        """A run directory that does not answer is spoken of where it can be: on stderr, and later in the events."""
+        stuck_s = self._clerk.stuck_s
+        if (stuck_s > SLOW_S) != self._slow:
+            self._slow = not self._slow
+            why = f"no answer for {stuck_s:.0f} s; results wait in memory" if self._slow else "answers again"
+            print(f"pod: {self.pod.run}: {why}", file=sys.stderr, flush=True)
+            self.pod.events.write("pod", state="started", why=f"the run directory: {why}")
 
-    def _list_endpoints(self) -> None:
-        changed = self._endpoints.refresh()
+    def _tell_endpoints(self) -> None:
         self.scheduler.waiting = self._endpoints.unanswered
-        if changed:
-            self.pod.events.write("endpoints", servers=self._endpoints.names)
-            for rank in self.scheduler.workers:
-                self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
+        self.pod.events.write("endpoints", servers=self._endpoints.names)
+        self._ranks.tell({"op": "endpoints", "endpoints": self._endpoints.all})
 
     def _announce_images(self) -> None:
         """Tells the ranks which images they need next, so that they stage them meanwhile."""
@@ -395,8 +395,7 @@ class Master:
         order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in tasks))
         if order != self._announced and len(order) > 1:
             self._announced = order
-            for rank in self.scheduler.workers:
-                self.pod.comm.send(rank, {"op": "images", "order": order})
+            self._ranks.tell({"op": "images", "order": order})
 
     # --- the end ---
 
@@ -410,13 +409,16 @@ class Master:
     def _leave(self, state: str) -> None:
         """Stops the workers, gives unfinished blocks back, says goodbye."""
         pod = self.pod
-        for rank in self.scheduler.workers:
-            pod.comm.send(rank, {"op": "stop"})
+        pod.comm.push()
+        self._ranks.tell(STOP)
+        pod.comm.push()
         if state == "lost":
             pod.events.write("pod", state=state, stored=self._stored)
-            pod.events.close()
+            self._clerk.finish(LOOK_S)
             return  # nothing is given back: whoever takes over seals what counts
-        pod.journal.commit()
-        self._held.release()
+        if self._clerk.finish(STUCK_S):
+            self._held.release()
+        for filed in self._clerk.durable():
+            self._count(filed)
         pod.events.write("pod", state=state, stored=self._stored)
         pod.events.close()

@@ -28,18 +28,24 @@ class Outcome:
     turns: int
     started_at: float
     finished_at: float
+    cause: str
+    """Why it failed, as :mod:`megaflow_hpc.pod.failures` tells causes apart; empty where it did not."""
     record: bytes
 
     @classmethod
-    def of(cls, trajectory: Trajectory, attempts: Sequence[Attempt] = ()) -> Outcome:
+    def of(cls, trajectory: Trajectory, attempts: Sequence[Attempt] = (), cause: str = "") -> Outcome:
         """Packs ``trajectory`` with ``attempts`` before it and its own.
+
+        Args:
+            cause: of the failure; default: its ``error_kind``.
 
         Raises:
             TypeError, ValueError, OverflowError: something in it cannot be packed.
         """
         trajectory.attempts = [*attempts, attempt_of(trajectory)]
-        told = {name: getattr(trajectory, name) for name in _NAMES if name not in ("turns", "record")}
-        return cls(**told, turns=len(trajectory.turns), record=pack(trajectory.to_record()))
+        told = {name: getattr(trajectory, name) for name in _TOLD}
+        cause = cause or (trajectory.error_kind if trajectory.status == "failed" else "")
+        return cls(**told, turns=len(trajectory.turns), cause=cause, record=pack(trajectory.to_record()))
 
     @property
     def seconds(self) -> float:
@@ -50,7 +56,9 @@ class Outcome:
 
     @classmethod
     def from_message(cls, message: Message) -> Outcome:
-        return cls(**{name: message[name] for name in _NAMES})
+        told = message.copy()
+        del told["op"]
+        return cls(**told)
 
     def payload(self, epoch: int, block: int) -> bytes:
         """The journal's record: ``{kind, epoch, block, trajectory}`` in msgpack, the trajectory put in as it is."""
@@ -58,6 +66,7 @@ class Outcome:
 
 
 _NAMES = tuple(field.name for field in fields(Outcome))
+_TOLD = tuple(name for name in _NAMES if name not in ("turns", "cause", "record"))
 _KIND = b"\x84" + pack("kind") + pack("trajectory") + pack("epoch")  # a map of four pairs, its parts one by one
 _OF_ATTEMPT = tuple(field.name for field in fields(Attempt))
 _BLOCK = pack("block")

@@ -108,9 +108,18 @@ def blank(rollout: Rollout, attempt: int) -> Trajectory:
     )
 
 
+class NoSandbox(SandboxError):
+    """None could be started, which may be the node's fault."""
+
+
 async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
     """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
-    trajectory = blank(rollout, attempt)
+    return (await attempt_once(services, rollout, task, attempt))[0]
+
+
+async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt: int) -> tuple[Trajectory, str]:
+    """As :func:`execute`, with the cause of a failure as :mod:`megaflow_hpc.pod.failures` tells causes apart."""
+    trajectory, cause = blank(rollout, attempt), ""
     try:
         await _run(services, rollout, task, trajectory)
         if services.preempted:
@@ -122,6 +131,7 @@ async def execute(services: Services, rollout: Rollout, task: Task, attempt: int
             trajectory.status, trajectory.error = "cancelled", f"preempted: {error}"
         else:
             _fail(trajectory, "sandbox", str(error))
+            cause = "sandbox-start" if isinstance(error, NoSandbox) else "sandbox-lost"
     except ModelServiceError as error:
         _fail(trajectory, "model", str(error))
     except (ConfigError, UserCodeError) as error:  # says itself where
@@ -129,7 +139,7 @@ async def execute(services: Services, rollout: Rollout, task: Task, attempt: int
     except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
         _fail(trajectory, "user", f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
     trajectory.finished_at = time.time()
-    return trajectory
+    return trajectory, cause
 
 
 def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
@@ -147,15 +157,17 @@ def _timed(trajectory: Trajectory, name: str) -> Iterator[None]:
 
 
 async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory) -> None:
+    policy = services.policies[rollout.policy]
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
-    policy = services.policies[rollout.policy]
     try:
         with _timed(trajectory, "setup_s"):
             binds = getattr(create(policy.agent), "binds", ())
             sandbox = await services.provider.start(replace(sandbox_spec(services, task), binds=tuple(binds)))
+    except SandboxError as error:
+        raise NoSandbox(str(error)) from error
     except OSError as error:
-        raise SandboxError(f"no sandbox could be made: {error}") from error
+        raise NoSandbox(f"no sandbox could be made: {error}") from error
     try:
         with _timed(trajectory, "setup_s"):
             await prepare(task, sandbox)

@@ -15,8 +15,8 @@ import sys
 
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.pod.rollout import Services, blank, execute
-from megaflow_hpc.pod.wire import Message, frame, unpack
+from megaflow_hpc.pod.rollout import Services, attempt_once, blank
+from megaflow_hpc.pod.wire import STOP, Message, frame, unpack_all
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import Attempt, Rollout, Task, Trajectory
 
@@ -31,10 +31,9 @@ class Runner:
 
     async def serve(self) -> None:
         try:
-            while (message := await self._read()) is not None:
-                if message["op"] == "stop":
-                    break
-                await getattr(self, f"_on_{message['op']}")(message)
+            while (parcel := await self._read()) is not None and parcel != STOP:
+                for message in unpack_all(parcel):
+                    await getattr(self, f"_on_{message['op']}")(message)
         finally:
             for task in self._rollouts.values():
                 task.cancel()
@@ -42,10 +41,10 @@ class Runner:
             if self._services:
                 await self._services.close()
 
-    async def _read(self) -> Message | None:
+    async def _read(self) -> bytes | None:
         try:
             (length,) = struct.unpack("<I", await self._reader.readexactly(4))
-            return unpack(await self._reader.readexactly(length))
+            return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
@@ -89,9 +88,11 @@ class Runner:
         assert self._services is not None, "rank 0 sends init first"
         attempts = [Attempt(**attempt) for attempt in start["attempts"]]
         try:
-            trajectory = await execute(self._services, rollout, Task.from_dict(start["task"]), start["attempt"])
+            trajectory, cause = await attempt_once(
+                self._services, rollout, Task.from_dict(start["task"]), start["attempt"]
+            )
             try:
-                outcome = self._outcome(trajectory, start, attempts)
+                outcome = self._outcome(trajectory, start, attempts, cause)
             except (TypeError, ValueError, OverflowError) as error:
                 failed = blank(rollout, start["attempt"])
                 failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
@@ -101,10 +102,10 @@ class Runner:
             self._rollouts.pop(rollout.id, None)
 
     @staticmethod
-    def _outcome(trajectory: Trajectory, start: Message, attempts: list[Attempt]) -> Outcome:
+    def _outcome(trajectory: Trajectory, start: Message, attempts: list[Attempt], cause: str = "") -> Outcome:
         """With what only rank 0 knew when it started the rollout."""
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
-        return Outcome.of(trajectory, attempts)
+        return Outcome.of(trajectory, attempts, cause)
 
 
 async def _main(descriptor: int) -> None:

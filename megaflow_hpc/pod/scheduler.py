@@ -11,9 +11,10 @@ Orders, chosen by the campaign file:
 ``fair``     the lane whose share has been given the least (expected seconds over its weight), so that a policy with
              long rollouts does not take the slots from one with short ones.
 
-A rollout goes to the worker with most free slots among those with room for its cpus and memory. One that needs more
-room than is free is overtaken by smaller ones only so often; then a worker is kept free for it (no starvation).
-Failures are retried before anything else, elsewhere if there is an elsewhere, a bounded number of times by cause.
+A rollout goes to the worker with most free slots among those with room for its cpus and memory, or where its group
+last went. One that needs more room than is free is overtaken by smaller ones only so often; then a worker is kept free
+for it (no starvation). Failures are retried before anything else, elsewhere if there is an elsewhere, a bounded number
+of times by cause.
 """
 
 from __future__ import annotations
@@ -23,43 +24,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.pod.failures import may_retry
+from megaflow_hpc.pod.lanes import Lane
+from megaflow_hpc.pod.work import NOTHING, Demand, Work
 
 Order = Literal["fifo", "longest", "fair"]
 
-RETRIES = {"sandbox": 2, "model": 2, "node": 2, "verifier": 1}
-"""Further attempts after a failure of this kind; other kinds are final at once."""
-
 OVERTAKEN = 64
 """Starts that may overtake a rollout for which there is no room, before a worker is kept for it."""
-
-
-class Demand(NamedTuple):
-    """What a rollout needs beside its slot."""
-
-    cpus: float = 0.0
-    memory_mb: int = 0
-
-
-NOTHING = Demand()
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One attempt at a rollout under a claim."""
-
-    rollout: Rollout
-    block: int
-    epoch: int
-    attempt: int = 0
-    avoid: int | None = None
-    """Worker on which the last attempt failed."""
-    expected_s: float = 0.0
-    """What is known of its duration; 0: nothing."""
-    demand: Demand = NOTHING
-    share: str = ""
+LATER = 1e15
+"""Added to the priority of what starts only while nothing else can; far above any expected duration."""
+GROUPS_KEPT = 1 << 16
+"""Groups whose last worker is remembered."""
 
 
 @dataclass(slots=True)
@@ -73,7 +51,7 @@ class _Worker:
 
     @property
     def free(self) -> int:
-        return self.slots - len(self.running)
+        return max(0, self.slots - len(self.running))
 
     def has_room(self, demand: Demand) -> bool:
         return (
@@ -86,17 +64,6 @@ class _Worker:
         return demand.cpus <= self.room.cpus and demand.memory_mb <= self.room.memory_mb
 
 
-class _Lane:
-    """Work that is alike in all that decides whether it may start."""
-
-    __slots__ = ("demand", "heap", "overtaken", "policy", "share")
-
-    def __init__(self, policy: str, share: str, demand: Demand) -> None:
-        self.policy, self.share, self.demand = policy, share, demand
-        self.heap: list[tuple[float, int, Work]] = []
-        self.overtaken = 0
-
-
 class Scheduler:
     """The queue of one pod and the slots of its workers.
 
@@ -104,6 +71,7 @@ class Scheduler:
         order: see the module.
         weights: of shares, for ``fair``; 1 where not named.
         surely_s: seconds within which a rollout very likely ends, by what is known now; 0: nothing is.
+        together: a group's rollouts go to the worker where the last of them went, while it has room.
     """
 
     def __init__(
@@ -111,26 +79,40 @@ class Scheduler:
         order: Order = "fifo",
         weights: Mapping[str, float] | None = None,
         surely_s: Callable[[Work], float] = lambda work: work.expected_s,
+        together: bool = False,
     ) -> None:
         self.order = order
         self._weights = dict(weights or {})
         self._surely_s = surely_s
-        self._lanes: dict[tuple[str, str, Demand], _Lane] = {}
+        self._together = together
+        self._lanes: dict[tuple[str, str, Demand], Lane] = {}
+        self._places: dict[str, tuple[Lane, int, Work]] = {}
+        """Rollout id → where it is queued."""
         self._workers: dict[int, _Worker] = {}
         self._given: dict[str, float] = {}
         self._number = count(1)
         self._emptiest: list[tuple[int, int]] = []
         """(-free slots, worker): a heap in which entries of the past are skipped."""
-        self._kept: dict[int, _Lane] = {}
+        self._kept: dict[int, Lane] = {}
         """Worker → the lane it is kept free for."""
+        self._of_group: dict[str, int] = {}
+        """Group → the worker where the last of it went."""
+        self._copied: dict[str, int] = {}
+        """Rollout with two attempts running → the higher of the two."""
         self._too_long: list[Work] = []
-        self.queued = 0
+        self.later = 0
+        """Queued rollouts that start only while nothing else can."""
         self.running = 0
         self.slots = 0
+        self.free = 0
         self.waiting: set[str] = set()
         """Policies whose rollouts are held back, because no engine of theirs answers yet."""
 
     # --- what there is ---
+
+    @property
+    def queued(self) -> int:
+        return len(self._places)
 
     @property
     def workers(self) -> list[int]:
@@ -144,10 +126,14 @@ class Scheduler:
     def running_on(self, worker: int) -> dict[str, Work]:
         return dict(self._workers[worker].running)
 
+    def running_at(self, rollout_id: str) -> list[int]:
+        """The workers on which a rollout runs: none, one, or two."""
+        return [rank for rank, worker in self._workers.items() if rollout_id in worker.running]
+
     def coming(self, count: int) -> list[str]:
         """Tasks of what runs, then of what starts next, each once; about ``count`` of the latter are looked at."""
         running = [work.rollout.task_id for worker in self._workers.values() for work in worker.running.values()]
-        waiting = [entry for lane in self._lanes.values() for entry in _smallest(lane.heap, count)]
+        waiting = [entry for lane in self._lanes.values() for entry in lane.first(count)]
         return list(dict.fromkeys([*running, *(work.rollout.task_id for _, _, work in sorted(waiting)[:count])]))
 
     def impossible(self) -> list[Work]:
@@ -157,9 +143,10 @@ class Scheduler:
         found: list[Work] = []
         for key, lane in list(self._lanes.items()):
             if not any(worker.could_ever(lane.demand) for worker in self._workers.values()):
-                found += [work for _, _, work in lane.heap]
+                found += [work for _, _, work in lane.entries()]
                 del self._lanes[key]
-        self.queued -= len(found)
+        for work in found:
+            self._forget(work)
         return found
 
     # --- events ---
@@ -175,6 +162,7 @@ class Scheduler:
         room = Demand(infinite if cpus is None else cpus, infinite if memory_mb is None else memory_mb)
         self._workers[worker] = _Worker(slots, room)
         self.slots += slots
+        self.free += slots
         self._note_free(worker)
 
     def leave(self, worker: int) -> list[Work]:
@@ -184,8 +172,17 @@ class Scheduler:
         if gone is None:
             return []
         self.slots -= gone.slots
+        self.free -= gone.free
         self.running -= len(gone.running)
         return list(gone.running.values())
+
+    def exclude(self, worker: int) -> None:
+        """Starts nothing more on a worker; what runs there goes on."""
+        found = self._workers[worker]
+        self._kept.pop(worker, None)
+        self.slots -= found.slots
+        self.free -= found.free
+        found.slots = 0
 
     def next(self, remaining_s: float = math.inf, whole_s: float = math.inf) -> tuple[int, Work] | None:
         """Starts the next rollout, or ``None`` while nothing that may start is queued or has room.
@@ -194,13 +191,13 @@ class Scheduler:
             remaining_s: until the pod must be empty; what surely takes longer is put aside for another pod,
             whole_s: unless a fresh pod, which has this long, would be too short for it as well.
         """
-        if self.running >= self.slots:
+        if not self.free:
             return None
-        skipped: list[_Lane] = []
+        skipped: list[Lane] = []
         for lane in self._by_turn():
             if remaining_s < math.inf:
                 self._put_aside(lane, remaining_s, whole_s)
-            if not lane.heap:
+            if not lane:
                 continue
             rank = self._place(lane)
             if rank is None:
@@ -209,34 +206,74 @@ class Scheduler:
             for passed in skipped:
                 passed.overtaken += 1
             lane.overtaken = 0
-            return rank, self._start(lane, rank)
+            return rank, self._start_head(lane, rank)
         return None
+
+    def copy(self, rollout_id: str) -> tuple[int, Work] | None:
+        """Starts a second attempt of a running rollout on another worker, if one has a free slot and room.
+
+        The first result counts; the caller cancels the other attempt.
+        """
+        places = self.running_at(rollout_id)
+        if len(places) != 1 or self.queued:
+            return None
+        work = self._workers[places[0]].running[rollout_id]
+        fits = [
+            (worker.free, -rank)
+            for rank, worker in self._workers.items()
+            if rank != places[0] and worker.has_room(work.demand) and rank not in self._kept
+        ]
+        if not fits:
+            return None
+        rank = -max(fits)[1]
+        twin = replace(work, attempt=work.attempt + 1, avoid=places[0])
+        self._copied[rollout_id] = twin.attempt
+        self._start(twin, rank)
+        return rank, twin
 
     def finish(self, worker: int, rollout_id: str) -> Work | None:
         """Frees the slot; ``None`` if this worker is not known to run it (a late message: ignore it)."""
         found = self._workers.get(worker)
-        work = found.running.pop(rollout_id, None) if found else None
+        work = found.running.get(rollout_id) if found else None
         if found is None or work is None:
             return None
+        free = found.free
+        del found.running[rollout_id]
         found.cpus -= work.demand.cpus
         found.memory_mb -= work.demand.memory_mb
         self.running -= 1
+        self.free += found.free - free
         self._note_free(worker)
         return work
 
-    def retry(self, work: Work, kind: str, worker: int | None) -> bool:
-        """Queues another attempt after a failure of ``kind`` if that kind has one left."""
-        if work.attempt >= RETRIES.get(kind, 0):
+    def retry(self, work: Work, cause: str, worker: int | None) -> bool:
+        """Queues another attempt after one that ended for ``cause``, if there is one left for it."""
+        causes = (*work.causes, cause)
+        if not may_retry(causes):
             return False
-        self._push(replace(work, attempt=work.attempt + 1, avoid=worker), -next(self._number))
+        attempt = max(work.attempt, self._copied.pop(work.rollout.id, 0)) + 1
+        again = replace(work, attempt=attempt, avoid=worker, causes=causes, later=False)
+        self._push(again, -next(self._number))
         return True
+
+    def drop(self, rollout_id: str) -> Work | None:
+        """Takes a queued rollout out of the queue; ``None`` where it is not queued."""
+        place = self._places.get(rollout_id)
+        if place is None:
+            return None
+        lane, number, work = place
+        lane.take(number)
+        self._forget(work)
+        self._close(lane)
+        return work
 
     def clear(self) -> list[Work]:
         """Empties the queue (draining)."""
-        dropped = [work for lane in self._lanes.values() for _, _, work in sorted(lane.heap)] + self._too_long
+        dropped = [work for lane in self._lanes.values() for _, _, work in lane.entries()] + self._too_long
         self._lanes.clear()
         self._kept.clear()
-        self._too_long, self.queued = [], 0
+        self._places.clear()
+        self._too_long, self.later = [], 0
         return dropped
 
     # --- the decision ---
@@ -250,35 +287,58 @@ class Scheduler:
             if work.share not in active:
                 level = min((self._given[share] for share in active), default=0.0)
                 self._given[work.share] = max(level, self._given.get(work.share, 0.0))
-            lane = self._lanes[key] = _Lane(*key)
+            lane = self._lanes[key] = Lane(*key)
         priority = -work.expected_s if self.order == "longest" else 0.0
         if number < 0:  # a retry
-            priority = float("-inf")
-        heapq.heappush(lane.heap, (priority, number, work))
-        self.queued += 1
+            priority = -math.inf
+        elif work.later:
+            priority = LATER + priority
+        lane.push(priority, number, work)
+        self._places[work.rollout.id] = lane, number, work
+        self.later += work.later
 
-    def _by_turn(self) -> list[_Lane]:
+    def _forget(self, work: Work) -> None:
+        """It is queued no more."""
+        del self._places[work.rollout.id]
+        self.later -= work.later
+
+    def _close(self, lane: Lane) -> None:
+        if not lane:
+            self._lanes.pop((lane.policy, lane.share, lane.demand), None)
+
+    def _by_turn(self) -> list[Lane]:
         """The lanes that may start something, whose turn it is first."""
-        lanes = [lane for lane in self._lanes.values() if lane.heap and lane.policy not in self.waiting]
+        lanes = [lane for lane in self._lanes.values() if lane and lane.policy not in self.waiting]
         if len(lanes) < 2:
             return lanes
         if self.order == "fair":
-            weights = self._weights
+            given, weights = self._given, self._weights
             return sorted(
                 lanes,
-                key=lambda lane: (self._given[lane.share] / weights.get(lane.share, 1.0), lane.heap[0][:2]),
+                key=lambda lane: (
+                    lane.head[0] >= LATER / 2,
+                    given[lane.share] / weights.get(lane.share, 1.0),
+                    lane.head[:2],
+                ),
             )
-        return sorted(lanes, key=lambda lane: lane.heap[0][:2])
+        return sorted(lanes, key=lambda lane: lane.head[:2])
 
-    def _put_aside(self, lane: _Lane, remaining_s: float, whole_s: float) -> None:
-        while lane.heap and remaining_s < self._surely_s(lane.heap[0][2]) <= whole_s:
-            self._too_long.append(heapq.heappop(lane.heap)[2])
-            self.queued -= 1
+    def _put_aside(self, lane: Lane, remaining_s: float, whole_s: float) -> None:
+        while lane and remaining_s < self._surely_s(lane.head[2]) <= whole_s:
+            work = lane.pop()[2]
+            self._forget(work)
+            self._too_long.append(work)
 
-    def _place(self, lane: _Lane) -> int | None:
+    def _place(self, lane: Lane) -> int | None:
         """The worker for a lane's head; one is kept for it when it has been overtaken too often."""
-        avoid = lane.heap[0][2].avoid
-        if lane.demand == NOTHING and not self._kept and avoid is None:
+        work = lane.head[2]
+        avoid = work.avoid
+        if self._together and avoid is None:
+            rank = self._of_group.get(work.rollout.group_id, -1)
+            worker = self._workers.get(rank)
+            if worker is not None and worker.has_room(lane.demand) and self._kept.get(rank, lane) is lane:
+                return rank
+        if lane.demand is NOTHING and not self._kept and avoid is None:
             return self._most_free()
         fits = [
             (worker.free, -rank)
@@ -291,7 +351,7 @@ class Scheduler:
             able = [
                 (worker.free, -rank)
                 for rank, worker in self._workers.items()
-                if worker.could_ever(lane.demand) and rank not in self._kept
+                if worker.could_ever(lane.demand) and rank not in self._kept and worker.slots
             ]
             if able:
                 self._kept[-max(able)[1]] = lane
@@ -301,43 +361,38 @@ class Scheduler:
         while self._emptiest:
             free, rank = self._emptiest[0]
             worker = self._workers.get(rank)
-            if worker is not None and worker.free == -free and free:
+            if free and worker is not None and worker.free == -free:
                 return rank
             heapq.heappop(self._emptiest)
         return None
 
     def _note_free(self, rank: int) -> None:
+        free = self._workers[rank].free
         if len(self._emptiest) > 64 + 4 * len(self._workers):
             self._emptiest = [(-worker.free, other) for other, worker in self._workers.items() if worker.free]
             heapq.heapify(self._emptiest)
-        elif self._workers[rank].free:
-            heapq.heappush(self._emptiest, (-self._workers[rank].free, rank))
+        elif free:
+            heapq.heappush(self._emptiest, (-free, rank))
 
-    def _start(self, lane: _Lane, rank: int) -> Work:
-        work = heapq.heappop(lane.heap)[2]
+    def _start_head(self, lane: Lane, rank: int) -> Work:
+        work = lane.pop()[2]
+        self._forget(work)
+        self._start(work, rank)
+        if self._kept.get(rank) is lane:
+            del self._kept[rank]
+        self._close(lane)
+        return work
+
+    def _start(self, work: Work, rank: int) -> None:
         worker = self._workers[rank]
         worker.running[work.rollout.id] = work
         worker.cpus += work.demand.cpus
         worker.memory_mb += work.demand.memory_mb
-        self._note_free(rank)
-        if self._kept.get(rank) is lane:
-            del self._kept[rank]
-        self._given[work.share] += work.expected_s or 1.0
-        self.queued -= 1
         self.running += 1
-        if not lane.heap:
-            self._lanes.pop((lane.policy, lane.share, lane.demand), None)
-        return work
-
-
-def _smallest(heap: list[tuple[float, int, Work]], count: int) -> list[tuple[float, int, Work]]:
-    """The first ``count`` of a heap in order, without touching the rest."""
-    found: list[tuple[float, int, Work]] = []
-    frontier = [(heap[0], 0)] if heap else []
-    while frontier and len(found) < count:
-        entry, place = heapq.heappop(frontier)
-        found.append(entry)
-        for child in (2 * place + 1, 2 * place + 2):
-            if child < len(heap):
-                heapq.heappush(frontier, (heap[child], child))
-    return found
+        self.free -= 1
+        self._note_free(rank)
+        self._given[work.share] += work.expected_s or 1.0
+        if self._together:
+            if len(self._of_group) >= GROUPS_KEPT:
+                self._of_group.clear()
+            self._of_group[work.rollout.group_id] = rank

@@ -1,4 +1,4 @@
-"""A worker rank: moves messages between rank 0 (MPI) and its runner (a socket), and watches both.
+"""A worker rank: moves parcels between rank 0 (MPI) and its runner (a socket), unopened, and watches both.
 
 The main thread drives MPI and nothing else, so a rollout that blocks cannot delay a heartbeat.
 """
@@ -11,20 +11,20 @@ import subprocess
 import sys
 import time
 
-from megaflow_hpc.pod.comm import BEAT_S, Backoff, Comm
-from megaflow_hpc.pod.wire import Link
+from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
+from megaflow_hpc.pod.wire import BEAT, STOP, Link
 
 MASTER_LOST_S = 30.0
 STOP_S = 20.0
 """What a runner may take to stop its sandboxes before it is killed."""
 
-_PRIVATE = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
+PRIVATE = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
 
 
 def start_runner() -> tuple[subprocess.Popen[bytes], Link]:
     """Starts the runner; call before MPI is initialised. It ends when this process does (end-of-file on its socket)."""
     ours, theirs = socket.socketpair()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_PRIVATE)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
     process = subprocess.Popen(
         [sys.executable, "-m", "megaflow_hpc.pod.runner", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -46,27 +46,29 @@ def stop_runner(process: subprocess.Popen[bytes], link: Link) -> None:
         process.wait()
 
 
-def serve(comm: Comm, process: subprocess.Popen[bytes], link: Link) -> None:
+def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
     """The loop of a worker rank; returns when the pod ends, for whatever reason."""
     backoff = Backoff()
     heard = beaten = time.monotonic()
     try:
         while True:
             busy = False
-            received = comm.poll()
+            received = comm.poll_parcel()
             if received is not None:
                 busy, heard = True, time.monotonic()
-                link.send(received[1])
-                if received[1]["op"] == "stop":
+                if received[1] != BEAT:
+                    link.send_parcel(bytes(received[1]))
+                if received[1] == STOP:
                     return
-            message = link.receive()
-            if message is not None:
+            parcel = link.receive_parcel()
+            if parcel is not None:
                 busy = True
-                comm.send(0, message)
+                comm.send(0, parcel)
             now = time.monotonic()
             if now - beaten > BEAT_S:
-                comm.send(0, {"op": "beat"})
+                comm.send(0, BEAT)
                 beaten = now
+            comm.push()
             if now - heard > MASTER_LOST_S:
                 print(f"worker {comm.rank}: nothing from rank 0 for {MASTER_LOST_S:.0f} s; leaving", file=sys.stderr)
                 return
@@ -77,5 +79,6 @@ def serve(comm: Comm, process: subprocess.Popen[bytes], link: Link) -> None:
     except (EOFError, OSError) as error:
         print(f"worker {comm.rank}: the runner ended: {error!r}", file=sys.stderr)
         comm.send(0, {"op": "left", "why": f"its runner process ended ({error})"})
+        comm.push()
     finally:
         stop_runner(process, link)

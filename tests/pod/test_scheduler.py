@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.pod.scheduler import OVERTAKEN, RETRIES, Demand, Scheduler, Work
+from megaflow_hpc.pod.failures import MOST_ATTEMPTS, RULES
+from megaflow_hpc.pod.scheduler import OVERTAKEN, Scheduler
+from megaflow_hpc.pod.work import Demand, Work
 from megaflow_hpc.types import Rollout
 
 
@@ -78,12 +80,12 @@ def test_a_retry_goes_elsewhere_when_there_is_an_elsewhere() -> None:
     assert rank == 1
     assert item is not None
     scheduler.finish(1, item.rollout.id)
-    assert scheduler.retry(item, "sandbox", 1)
+    assert scheduler.retry(item, "sandbox-lost", 1)
     assert (scheduler.next() or (0, None))[0] == 2
 
 
 def test_retries_are_bounded_by_cause() -> None:
-    for kind in ("sandbox", "verifier", "user", "agent"):
+    for cause, rule in RULES.items():
         scheduler = Scheduler()
         scheduler.join(1, 1)
         scheduler.add(work(1))
@@ -91,11 +93,33 @@ def test_retries_are_bounded_by_cause() -> None:
         while (next_ := scheduler.next()) is not None:
             attempts += 1
             scheduler.finish(*(next_[0], next_[1].rollout.id))
-            if not scheduler.retry(next_[1], kind, 1):
+            if not scheduler.retry(next_[1], cause, 1):
                 break
-        assert attempts == 1 + RETRIES.get(kind, 0)
+        assert attempts == 1 + rule.retries
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(sorted(RULES)), min_size=1, max_size=60))
+def test_causes_are_counted_apart_and_every_rollout_is_given_up_some_time(causes: list[str]) -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 1)
+    scheduler.add(work(1))
+    counted: dict[str, int] = {}
+    for cause in causes:
+        next_ = scheduler.next()
+        assert next_ is not None
+        scheduler.finish(next_[0], next_[1].rollout.id)
+        counted[cause] = counted.get(cause, 0) + 1
+        faults = sum(n for c, n in counted.items() if c not in ("walltime", "preemption"))
+        again = scheduler.retry(next_[1], cause, 1)
+        ends = cause in ("walltime", "preemption")
+        assert again == (counted[cause] <= RULES[cause].retries and (ends or faults <= MOST_ATTEMPTS))
+        if not again:
+            break
+    assert sum(counted.values()) <= 1 + sum(rule.retries for rule in RULES.values())
+
+
+@settings(deadline=None)
 @given(st.data())
 def test_every_rollout_is_accounted_for_and_no_slot_idles(data: st.DataObject) -> None:
     scheduler = Scheduler()
@@ -227,6 +251,7 @@ def test_a_large_rollout_is_overtaken_only_so_often() -> None:
     assert started <= OVERTAKEN + 2
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_with_demands_limits_hold_and_all_work_ends(data: st.DataObject) -> None:
     order = data.draw(st.sampled_from(["fifo", "longest", "fair"]))
@@ -254,3 +279,80 @@ def test_with_demands_limits_hold_and_all_work_ends(data: st.DataObject) -> None
         ended.append(rollout_id)
     assert sorted(ended) == sorted(item.rollout.id for item in items)
     assert (scheduler.queued, scheduler.running) == (0, 0)
+
+
+# --- dropping, copies, groups together, excluded workers ---
+
+
+def test_what_is_dropped_never_starts_and_the_rest_keeps_its_order() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 10)
+    scheduler.add(work(6))
+    dropped = [scheduler.drop(f"t{n}/p/0") for n in (0, 3)]
+    assert [item.rollout.task_id for item in dropped if item] == ["t0", "t3"]
+    assert scheduler.drop("t3/p/0") is None
+    assert scheduler.queued == 4
+    assert [name for _, name in start_all(scheduler)] == ["t1", "t2", "t4", "t5"]
+    assert scheduler.queued == 0
+
+
+def test_what_may_wait_starts_only_when_nothing_else_can_and_then_does() -> None:
+    for order in ("fifo", "longest", "fair"):
+        scheduler = Scheduler(order)  # type: ignore[arg-type]
+        scheduler.join(1, 1)
+        scheduler.add([one("later", later=True, expected_s=1e6, share="x"), one("now", expected_s=1.0, share="y")])
+        started = []
+        while (next_ := scheduler.next()) is not None:
+            started.append(next_[1].rollout.task_id)
+            scheduler.finish(next_[0], next_[1].rollout.id)
+        assert started == ["now", "later"]
+        assert scheduler.later == 0
+
+
+def test_groups_stay_together_while_their_worker_has_room() -> None:
+    scheduler = Scheduler(together=True)
+    for rank in (1, 2, 3):
+        scheduler.join(rank, 4)
+    scheduler.add(Work(Rollout(f"t{n // 4}", "p", n % 4, "a"), 0, 0) for n in range(12))
+    places: dict[str, set[int]] = {}
+    while (next_ := scheduler.next()) is not None:
+        places.setdefault(next_[1].rollout.task_id, set()).add(next_[0])
+    assert sorted(map(sorted, places.values())) == [[1], [2], [3]]
+
+
+def test_a_copy_runs_elsewhere_and_a_retry_of_either_has_a_number_of_its_own() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 2)
+    scheduler.join(2, 1)
+    scheduler.add(work(1))
+    first = scheduler.next()
+    assert first is not None
+    second = scheduler.copy("t0/p/0")
+    assert second is not None
+    assert (first[0], second[0]) == (1, 2)
+    assert scheduler.copy("t0/p/0") is None, "two attempts are enough"
+    assert sorted(scheduler.running_at("t0/p/0")) == [1, 2]
+    numbers = [first[1].attempt, second[1].attempt]
+    scheduler.finish(2, "t0/p/0")
+    scheduler.finish(1, "t0/p/0")
+    assert scheduler.retry(first[1], "node", 1)
+    third = scheduler.next()
+    assert third is not None
+    numbers.append(third[1].attempt)
+    assert numbers == [0, 1, 2]
+    assert (scheduler.running, scheduler.free) == (1, 2)
+
+
+def test_an_excluded_worker_ends_what_it_runs_and_keeps_no_other_from_starting() -> None:
+    scheduler = Scheduler()
+    scheduler.join(1, 2)
+    scheduler.join(2, 2)
+    scheduler.add(work(3))
+    assert [rank for rank, _ in start_all(scheduler)] == [1, 2, 1]
+    scheduler.exclude(1)
+    scheduler.add(work(3, first=3))
+    assert start_all(scheduler) == [(2, "t3")]
+    assert scheduler.finish(1, "t0/p/0") is not None
+    assert start_all(scheduler) == []
+    assert scheduler.finish(2, "t1/p/0") is not None
+    assert start_all(scheduler) == [(2, "t4")]

@@ -1,0 +1,121 @@
+"""What goes wrong with rollouts, whose fault it is, and what is done about it: pure.
+
+A *cause* is finer than the ``error_kind`` that is stored: it decides what is done. Each cause has a bound of its own
+and is counted for itself, so that a rollout which was preempted twice has lost none of its retries after a bad node.
+
+=================  ============  =======  ==========================================================================
+cause              stored as     retries  what it is
+=================  ============  =======  ==========================================================================
+``agent``          agent         0        the scaffold failed; such a rollout is completed and verified, not failed
+``model``          model         2        no engine answered
+``sandbox-start``  sandbox       3        no sandbox came up; counts against the rank, which is left out in the end
+``sandbox-lost``   sandbox       2        the sandbox went away while it was needed
+``verifier``       verifier      1        tests left no verdict
+``node``           node          3        the worker rank was lost
+``walltime``       walltime      3        the allocation ended first; goes on in the next one
+``preemption``     walltime      8        Slurm took the allocation back; goes on in the next one
+``user``           user          0        the task, the scaffold's code or the configuration is wrong
+=================  ============  =======  ==========================================================================
+
+*Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
+results failed for one cause, going on would burn the allocation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from megaflow_hpc.types import ErrorKind
+
+Cause = Literal["agent", "model", "sandbox-start", "sandbox-lost", "verifier", "node", "walltime", "preemption", "user"]
+
+
+class Rule(NamedTuple):
+    """What follows from one cause."""
+
+    kind: ErrorKind
+    """As it is stored."""
+    retries: int
+    """Further attempts after the first that ended so."""
+    blames_rank: bool = False
+    """Whether it speaks against the rank on which it happened."""
+
+
+RULES: dict[str, Rule] = {
+    "agent": Rule("agent", 0),
+    "model": Rule("model", 2),
+    "sandbox-start": Rule("sandbox", 3, blames_rank=True),
+    "sandbox-lost": Rule("sandbox", 2),
+    "verifier": Rule("verifier", 1),
+    "node": Rule("node", 3),
+    "walltime": Rule("walltime", 3),
+    "preemption": Rule("walltime", 8),
+    "user": Rule("user", 0),
+}
+
+MOST_ATTEMPTS = 8
+"""Failures of all causes together after which a rollout is given up; ends of allocations do not count."""
+_NOT_ITS_FAULT = ("walltime", "preemption")
+
+NEARLY_ALL = 0.9
+"""Share of the last results that failed for one cause, from which on failures are systematic."""
+BAD_STARTS = 4
+"""Sandboxes in a row that did not start on a rank while others had theirs, after which it gets no more work."""
+
+
+def may_retry(causes: Sequence[str]) -> bool:
+    """Whether a rollout whose attempts failed so, the last cause last, is tried again."""
+    last = causes[-1]
+    rule = RULES.get(last)
+    if rule is None or causes.count(last) > rule.retries:
+        return False
+    return last in _NOT_ITS_FAULT or sum(cause not in _NOT_ITS_FAULT for cause in causes) <= MOST_ATTEMPTS
+
+
+class Pattern:
+    """Tells systematic failures from bad luck.
+
+    Args:
+        last: results that are looked at; ``None``: never.
+    """
+
+    def __init__(self, last: int | None) -> None:
+        self._last: deque[str] = deque(maxlen=last or 1)
+        self._enough = last
+
+    def add(self, cause: str) -> None:
+        """A final result; ``cause`` is empty where it did not fail."""
+        self._last.append(cause)
+
+    @property
+    def systematic(self) -> str:
+        """Why to stop, or nothing."""
+        if not self._enough or len(self._last) < self._enough:
+            return ""
+        ((cause, count),) = Counter(self._last).most_common(1)
+        if not cause or count < NEARLY_ALL * self._enough:
+            return ""
+        return f"{count} of the last {self._enough} rollouts failed for one cause, {cause}"
+
+
+class Blame:
+    """Which ranks cannot start sandboxes although others can; where none can, the image or the campaign is at fault."""
+
+    def __init__(self) -> None:
+        self._good = 0
+        """Results, of any rank, that had a sandbox."""
+        self._bad: dict[int, tuple[int, int]] = {}
+        """Rank → (starts in a row that failed, good results before them)."""
+
+    def add(self, rank: int, cause: str) -> bool:
+        """Takes a result of ``rank``; whether it is one too many."""
+        rule = RULES.get(cause)
+        if rule is None or not rule.blames_rank:
+            self._good += cause != "node"
+            self._bad.pop(rank, None)
+            return False
+        failed, before = self._bad.get(rank, (0, self._good))
+        self._bad[rank] = failed + 1, before
+        return failed + 1 >= BAD_STARTS and self._good > before
