@@ -13,6 +13,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -26,9 +27,14 @@ Network = Literal["none", "gateway", "host"]
 SandboxMode = Literal["ephemeral", "persistent"]
 
 
+@cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in fields(cls))
+
+
 def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``data`` that are fields of a dataclass: a later version may have written more."""
-    names = {f.name for f in fields(cls)}
+    names = _names(cls)
     return {key: value for key, value in data.items() if key in names}
 
 
@@ -339,6 +345,9 @@ class Recording:
     """Per call the engine's answer in brief (token ids, log-probabilities, text), for audit; bounded."""
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
+    protocols: dict[str, int] = field(default_factory=dict)
+    """Calls by how they were recorded: ``split`` and ``replay`` know every token exactly, ``plain`` does where an answer's
+    text encodes to what was sampled, ``text`` knows no tokens."""
 
 
 class Gateway(Protocol):

@@ -4,5 +4,5 @@ A benchmark module offers ``HELP`` (one line), ``add_arguments(parser)`` and
 ``run(arguments, note) -> list[Figure]``, where ``note(text)`` says on stderr what is being measured.
 """
 
-BENCHMARKS: tuple[str, ...] = ("sandbox", "exec", "dispatch", "images", "modes", "store", "campaign")
+BENCHMARKS: tuple[str, ...] = ("sandbox", "exec", "dispatch", "gateway", "images", "modes", "store", "campaign")
 """Modules of this package that are benchmarks, in the order ``--help`` shows them."""

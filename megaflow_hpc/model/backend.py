@@ -15,22 +15,29 @@ only appended to is one sequence whatever its text encodes to::
     rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
     sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
 
+A server that turns out to lack what its protocol needs is asked in the next lower one. Which was used is counted per
+rollout (:attr:`~megaflow_hpc.types.Recording.protocols`), so that nobody takes text for tokens.
+
 What an agent asked for and what is added are kept apart: the answer it sees is the one it would get from the engine.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import aiohttp
+import orjson
 
+from megaflow_hpc.model.connection import Broken, Connections
 from megaflow_hpc.model.proxy import VERSION
 from megaflow_hpc.model.recorder import Recorder, Sample
 from megaflow_hpc.model.router import Server
 
+LACKING = frozenset({404, 405, 501})
+"""Answers of a server that has no such path."""
 RETRIED = frozenset({401, 403, 408, 429})
 """Answers below 500 that say something of the server and nothing of the request: another one may do better."""
 
@@ -61,54 +68,68 @@ class Answer:
     samples: list[Sample] = field(default_factory=list)
     message: dict[str, Any] | None = None
     """The answer where there is no sample."""
+    protocol: str = ""
+    """That it was asked in."""
 
 
-async def post(
-    session: aiohttp.ClientSession, server: Server, path: str, body: Mapping[str, Any], timeout_s: float
-) -> Reply:
+async def post(connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float) -> Reply:
     """One JSON request to ``server``.
 
     Raises:
         Refused: The request is at fault.
         Unavailable: The server is: unreachable, wrong certificate, 5xx, no JSON.
     """
-    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
-    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
     try:
-        async with session.post(
-            server.url + path, data=json.dumps(body), headers=headers, ssl=server.ssl, timeout=timeout
-        ) as response:
-            raw = await response.read()
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise Unavailable(f"{server.name}: {type(error).__name__}: {error}") from error
-    if response.status >= 500 or response.status in RETRIED:
+        response = await connections.post(
+            server.url + path, packed(body), key=server.key, fingerprint=server.fingerprint, timeout_s=timeout_s
+        )
+    except Broken as error:
+        raise Unavailable(f"{server.name}: {error}") from error
+    raw = response.body
+    if response.status >= 500 or response.status in RETRIED or 300 <= response.status < 400:
         raise Unavailable(f"{server.name}: HTTP {response.status}: {raw[:300].decode('utf-8', 'replace')}")
     if response.status >= 400:
         raise Refused(response.status, raw)
     try:
-        reply = json.loads(raw)
-    except ValueError as error:
+        found = parsed(raw)
+    except (ValueError, RecursionError) as error:
         raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
-    if not isinstance(reply, dict):
+    if not isinstance(found, dict):
         raise Unavailable(f"{server.name}: the answer is not a JSON object")
-    answer = Reply(reply)
-    said = response.headers.get(VERSION, "")
-    answer.weight_version = int(said) if said.isdecimal() else server.weight_version
-    return answer
+    reply = Reply(found)
+    said = response.headers.get(VERSION.lower(), "")
+    reply.weight_version = int(said) if said.isdecimal() else server.weight_version
+    return reply
+
+
+def parsed(raw: bytes) -> Any:
+    """JSON, also what strict readers refuse: half a surrogate pair from a cut-off tool output, ``NaN``."""
+    try:
+        return orjson.loads(raw)
+    except ValueError:
+        return json.loads(raw)
+
+
+def packed(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # half a surrogate pair: escaped, as it came
+        return json.dumps(value).encode()
 
 
 class Call(NamedTuple):
     """One request of an agent, at one server."""
 
-    session: aiohttp.ClientSession
+    connections: Connections
     server: Server
     path: str
     body: Mapping[str, Any]
     timeout_s: float
     recorder: Recorder
+    policy: str
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        return await post(self.session, self.server, path, body, self.timeout_s)
+        return await post(self.connections, self.server, path, body, self.timeout_s)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
         """The body as it goes to the engine."""
@@ -123,25 +144,36 @@ async def ask(call: Call) -> Answer:
 
 async def text(call: Call) -> Answer:
     """A call of which only the text is kept."""
-    reply, server = await call.post(call.path, call.asked()), call.server
-    if not reply.get("choices"):
-        raise Unavailable(f"{server.name}: an answer without choices")
-    message = reply["choices"][0].get("message")
-    return Answer(reply, message=_brief(message) if message else None)
+    reply = await call.post(call.path, call.asked())
+    try:
+        choice = reply["choices"][0]
+        message = _brief(choice["message"]) if "message" in choice else None
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise Unavailable(f"{call.server.name}: an answer without a choice ({error!r})") from error
+    return Answer(reply, message=message, protocol="text")
 
 
 async def plain(call: Call) -> Answer:
     """A call of ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
     server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
     scores = True if chat else max(1, int(body.get("logprobs") or 0))
-    reply = await call.post(call.path, call.asked(return_token_ids=True, logprobs=scores))
+    try:
+        reply = await call.post(call.path, call.asked(return_token_ids=True, logprobs=scores))
+    except Refused as refusal:
+        if b"return_token_ids" not in refusal.body:
+            raise
+        server.protocol = "text"  # it does not know the parameter
+        return await text(call)
+    if chat and (message := _text_alone(reply)) is not None:
+        reply["model"] = body.get("model") or server.model_name
+        return Answer(reply, message=message, protocol="text")
     try:
         samples = [_sample(reply, choice, chat, reply.weight_version, server.name) for choice in reply["choices"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
         raise Unavailable(f"{server.name}: no token ids or log-probabilities in the answer ({error!r})") from error
     reply["model"] = body.get("model") or server.model_name
     _strip(reply, body, chat)
-    return Answer(reply, samples)
+    return Answer(reply, samples, protocol="plain")
 
 
 async def split(call: Call) -> Answer:
@@ -151,7 +183,13 @@ async def split(call: Call) -> Answer:
         return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
     server = call.server
     asked = call.asked(logprobs=True)
-    request = await call.post(call.path + "/render", asked)
+    try:
+        request = await call.post(call.path + "/render", asked)
+    except Refused as refusal:
+        if refusal.status not in LACKING:
+            raise
+        server.protocol = "plain"  # it has no such paths: from now on as one without them
+        return await plain(call)
     try:
         rendered, sampling = list(request["token_ids"]), dict(request["sampling_params"])
         prompt = rendered if request.get("features") else await _continued(call, rendered)
@@ -163,8 +201,7 @@ async def split(call: Call) -> Answer:
         (choice,) = generated["choices"]
         tokens = list(choice["token_ids"])
         scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if len(tokens) != len(scores):
-            raise ValueError(f"{len(tokens)} token ids, {len(scores)} log-probabilities")
+        _check(tokens, scores)
         spans = _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
         told = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
         reply = await call.post(
@@ -172,7 +209,7 @@ async def split(call: Call) -> Answer:
         )
         message = _brief(reply["choices"][0]["message"])
         finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unavailable(
             f"{server.name}: an answer of render, generate or derender lacks a part ({error!r})"
         ) from error
@@ -192,7 +229,7 @@ async def split(call: Call) -> Answer:
     )
     reply["model"] = body.get("model") or server.model_name
     _strip(reply, body, chat=True)
-    return Answer(reply, [sample])
+    return Answer(reply, [sample], protocol="split")
 
 
 async def count(call: Call) -> int:
@@ -211,7 +248,7 @@ async def count(call: Call) -> int:
 async def _continued(call: Call, rendered: list[int]) -> list[int]:
     """``rendered`` with this rollout's own earlier answers as they were sampled; itself where none is known."""
     messages = call.body.get("messages") or ()
-    found = call.recorder.tip(rendered, messages)
+    found = call.recorder.tip(rendered, messages, call.policy)
     if found is None:
         return rendered
     sequence, tip = found
@@ -235,12 +272,11 @@ def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, ver
     message = dict(choice["message"]) if chat else None
     scores = choice["logprobs"]
     logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
-    prompt = reply["prompt_token_ids"] if chat else choice["prompt_token_ids"]
+    prompt = array("i", reply["prompt_token_ids"] if chat else choice["prompt_token_ids"])
     tokens = choice["token_ids"]
-    if len(tokens) != len(logprobs):
-        raise ValueError(f"{len(tokens)} token ids, {len(logprobs)} log-probabilities")
+    _check(tokens, logprobs)
     return Sample(
-        prompt=list(prompt),
+        prompt=prompt,
         tokens=list(tokens),
         logprobs=logprobs,
         text=(message.get("content") or "") if message is not None else choice.get("text", ""),
@@ -261,6 +297,23 @@ def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
     if spans[-1][1] != tokens:
         raise ValueError(f"weight versions of {spans[-1][1]} tokens, {tokens} token ids")
     return spans
+
+
+def _text_alone(reply: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The message of a good answer whose engine knows nothing of token ids."""
+    try:
+        (choice,) = reply["choices"]
+        if "token_ids" not in choice and isinstance(choice["message"]["role"], str) and reply["usage"]:
+            return _brief(choice["message"])
+    except (KeyError, TypeError, ValueError):
+        pass
+    return None
+
+
+def _check(tokens: list[int], logprobs: list[float]) -> None:
+    """Raises what a caller takes for garbage, unless there is a number for each id."""
+    if len(array("i", tokens)) != len(array("f", logprobs)):
+        raise ValueError(f"{len(tokens)} token ids, {len(logprobs)} log-probabilities")
 
 
 def _brief(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,34 +22,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import secrets
 import socket
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import aiohttp
+import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
 from megaflow_hpc.model import backend, stream
+from megaflow_hpc.model.calling import Ask, Called, Caller
 from megaflow_hpc.model.dialects import DIALECTS, BadRequest, dialect_of, messages
+from megaflow_hpc.model.limits import CallLimits
 from megaflow_hpc.model.recorder import Recorder
-from megaflow_hpc.model.router import Router, Server
+from megaflow_hpc.model.session import SEEDS, Session
 from megaflow_hpc.types import Budget, ModelEndpoint, Recording
+
+__all__ = ["SEEDS", "ModelGateway"]
 
 LOG = logging.getLogger(__name__)
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 CHAT = "/v1/chat/completions"
 MAX_BODY = 256 * 2**20
-SEEDS = 2**31
-"""Seeds are below: every engine takes them."""
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Failure(Exception):
@@ -60,36 +58,6 @@ class _Failure(Exception):
         self.status, self.kind = status, kind
 
 
-@dataclass
-class _Rollout:
-    id: str
-    policy: str
-    token: str
-    key: str
-    recorder: Recorder
-    budget: Budget
-    server: str = ""
-    trouble: str = ""
-    inside: web.SockSite | None = None
-    """Where the sandbox reaches us, if it does by a socket of its own."""
-    in_flight: int = 0
-    seed: int = -1
-
-    def seeded(self, asked: dict[str, Any]) -> None:
-        """Gives the next call, of number n from 0, the rollout's seed + n, unless the agent chose one itself."""
-        if self.seed >= 0 and asked.get("seed") is None:
-            asked["seed"] = (self.seed + self.recorder.calls + self.in_flight) % SEEDS
-
-    def over_budget(self) -> str:
-        """Why no further call may be answered; empty where one may. Calls that are in flight count."""
-        calls, tokens = self.budget.calls, self.budget.tokens
-        if calls is not None and self.recorder.calls + self.in_flight >= calls:
-            return f"this rollout has made its {calls} model calls"
-        if tokens is not None and self.recorder.sampled >= tokens:
-            return f"this rollout has sampled its {tokens} tokens"
-        return ""
-
-
 class ModelGateway:
     """The :class:`~megaflow_hpc.types.Gateway` of a worker rank; an async context manager, or start and stop it.
 
@@ -97,6 +65,8 @@ class ModelGateway:
         wait_s: Seconds a call waits for a server that answers before it fails with 503.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
         host: Address to listen on; the port is chosen by the kernel.
+        policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
+        limits: What this gateway may ask of the engines.
     """
 
     def __init__(
@@ -105,14 +75,15 @@ class ModelGateway:
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
         host: str = "127.0.0.1",
+        policies: Sequence[str] = (),
+        limits: CallLimits | None = None,
     ) -> None:
-        self.wait_s, self.request_timeout_s = wait_s, request_timeout_s
         self.host, self.port = host, 0
-        self._router = Router()
-        self._by_id: dict[str, _Rollout] = {}
-        self._by_token: dict[str, _Rollout] = {}
-        self._session: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
+        self.policies = frozenset(policies)
+        self._caller = Caller(wait_s, request_timeout_s, limits)
+        self._by_id: dict[str, Session] = {}
+        self._by_token: dict[str, Session] = {}
+        self._runner: web.ServerRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ModelGateway:
@@ -123,21 +94,22 @@ class ModelGateway:
         await self.stop()
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
-        self._runner = web.AppRunner(self._application(), access_log=None, handler_cancellation=True)
+        self._loop = loop = asyncio.get_running_loop()
+
+        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY)
+
+        server = web.Server(self._handle, request_factory=request, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, 0, backlog=1024)
-        await site.start()
+        await web.TCPSite(self._runner, self.host, 0, backlog=1024).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._session is not None:
-            await self._session.close()
-        self._runner = self._session = self._loop = None
+        self._caller.close()
+        self._runner = self._loop = None
 
     async def open(
         self,
@@ -152,23 +124,23 @@ class ModelGateway:
         if rollout_id in self._by_id:
             raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
         key, recorder = f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
-        rollout = _Rollout(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget(), seed=seed)
+        session = Session(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget(), seed=seed)
         inside = ""
         if listener is not None:
-            rollout.inside = web.SockSite(self._runner, listener, backlog=256)
-            await rollout.inside.start()
-            inside = f"http://127.0.0.1:{listener.getsockname()[1]}/r/{rollout.token}/v1"
-        self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
-        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, inside)
+            session.inside = web.SockSite(self._runner, listener, backlog=256)
+            await session.inside.start()
+            inside = f"http://127.0.0.1:{listener.getsockname()[1]}/r/{session.token}/v1"
+        self._by_id[rollout_id] = self._by_token[session.token] = session
+        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{session.token}/v1", session.key, policy, inside)
 
     async def close(self, rollout_id: str) -> Recording:
-        rollout = self._by_id.pop(rollout_id, None)
-        if rollout is None:
+        session = self._by_id.pop(rollout_id, None)
+        if session is None:
             raise MegaflowError(f"rollout {rollout_id} is not open at this gateway")
-        del self._by_token[rollout.token]
-        if rollout.inside is not None:
-            await rollout.inside.stop()
-        return rollout.recorder.finish()
+        del self._by_token[session.token]
+        if session.inside is not None:
+            await session.inside.stop()
+        return session.recorder.finish()
 
     def trouble(self, rollout_id: str) -> str:
         """Why the latest call of an open rollout got no answer from any engine, or still waits; empty where it got one.
@@ -180,151 +152,125 @@ class ModelGateway:
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the list; from the gateway's own event loop at once, from another thread as soon as it can."""
         if self._loop is None or self._loop is _running_loop():
-            self._router.update(endpoints)
+            self._caller.update(endpoints)
         else:
-            self._loop.call_soon_threadsafe(self._router.update, endpoints)
+            self._loop.call_soon_threadsafe(self._caller.update, endpoints)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
-    def _application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        for path in DIALECTS:
-            app.router.add_post(f"/r/{{token}}/v1{path}", self._complete)
-        app.router.add_post("/r/{token}/v1/messages/count_tokens", self._count)
-        app.router.add_get("/r/{token}/v1/models", self._models)
-        app.router.add_get("/r/{token}/v1/models/{name:.+}", self._models)
-        return app
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Lets through who has the key of the rollout in the path, and gives every error the API's shape."""
-        rollout: _Rollout | None = None
+        session: Session | None = None
         parts = request.path.split("/", 3)
         if request.method == "HEAD" and len(parts) < 4:
             return web.Response()  # "is anybody there?", which clients ask without a key and any connection answers
         try:
-            rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
-            if rollout is None or not hmac.compare_digest(_key(request).encode(), rollout.key.encode()):
+            session = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
+            if session is None or not hmac.compare_digest(_key(request).encode(), session.key.encode()):
                 raise _Failure(401, "no such rollout, or not its key", "authentication_error")
-            return await handler(request)
+            return await self._dispatch(session, request, "/" + parts[3])
         except web.HTTPException as refusal:
             failure: Exception = _Failure(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
         except _Failure as error:
             failure = error
         except Exception as error:
-            LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
+            LOG.exception("a call of rollout %s", session.id if session else "?")
             failure = error
         status, message, kind = _said(failure)
         body = dialect_of(request.path, request.headers).error(status, message, kind)
         hopeless = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED)
-        return web.json_response(body, status=status, headers={"x-should-retry": "false"} if hopeless else None)
+        return _json(body, status, {"x-should-retry": "false"} if hopeless else None)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        policy = self._by_token[request.match_info["token"]].policy
-        name = request.match_info.get("name", policy)
-        card = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
-        card |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's fields
-        if "name" in request.match_info:
-            return web.json_response(card)
-        pages = {"has_more": False, "first_id": policy, "last_id": policy}
-        return web.json_response({"object": "list", "data": [card], **pages})
+    async def _dispatch(self, session: Session, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        place = path.removeprefix("/v1")
+        if place != path and request.method == "POST":
+            if place in DIALECTS:
+                return await self._complete(session, request, place)
+            if place == "/messages/count_tokens":
+                return await self._count(session, request)
+        if place != path and request.method == "GET" and (place + "/").startswith("/models/"):
+            return self._models(session, place[len("/models/") :])
+        known = place in DIALECTS or place in ("/messages/count_tokens", "/models")
+        raise _Failure(405 if known else 404, f"{request.method} {path} is not served here")
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        rollout: _Rollout = self._by_token[request.match_info["token"]]
-        path = request.path.partition("/v1")[2]
-        dialect, body = DIALECTS[path], await _body(request)
+    def _models(self, session: Session, name: str) -> web.Response:
+        def card(name: str) -> dict[str, Any]:
+            openai = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
+            return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+        if name:
+            return _json(card(name))
+        names = [session.policy, *sorted(self.policies - {session.policy})]
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return _json({"object": "list", "data": [card(name) for name in names], **pages})
+
+    async def _complete(self, session: Session, request: web.BaseRequest, place: str) -> web.StreamResponse:
+        dialect, body = DIALECTS[place], await _body(request)
         try:
             asked = dialect.request(body)
         except BadRequest as error:
             raise _Failure(400, str(error)) from None
-        if over := rollout.over_budget():
-            rollout.recorder.recording.over_budget = over
+        if over := session.over_budget():
+            session.recorder.recording.over_budget = over
             raise _Failure(429, over, BUDGET_EXCEEDED)
-        rollout.recorder.request_arrived()
-        answer = self._answer(rollout, "/v1/completions" if path == "/completions" else CHAT, asked)
-        if not body.get("stream"):
-            return web.json_response(dialect.answer(await answer, body))
-        return await stream.send(
-            request,
-            answer,
-            lambda reply: dialect.events(dialect.answer(reply, body), body),
-            lambda error: dialect.error_event(*_said(error)),
-        )
+        session.recorder.request_arrived()
+        path = "/v1/completions" if place == "/completions" else CHAT
+        session.in_flight += 1
+        try:
+            if not body.get("stream"):
+                return _json(dialect.answer(await self._answer(session, path, asked), body))
+            return await stream.send(
+                request,
+                self._answer(session, path, asked),
+                lambda reply: dialect.events(dialect.answer(reply, body), body),
+                lambda error: dialect.error_event(*_said(error)),
+            )
+        finally:
+            session.in_flight -= 1
 
-    async def _count(self, request: web.Request) -> web.Response:
+    async def _count(self, session: Session, request: web.BaseRequest) -> web.Response:
         """How long a prompt is, without an answer to it: nothing is recorded."""
-        rollout = self._by_token[request.match_info["token"]]
         try:
             asked = messages.conversation(await _body(request))
         except BadRequest as error:
             raise _Failure(400, str(error)) from None
-        tokens, *_ = await self._ask(rollout, CHAT, asked, backend.count)
-        return web.json_response({"input_tokens": tokens})
+        tokens, *_ = await self._call(session, CHAT, asked, backend.count)
+        return _json({"input_tokens": tokens})
 
-    async def _answer(self, rollout: _Rollout, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, session: Session, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         """The engine's answer to a chat or plain request, recorded."""
-        recorder = rollout.recorder
+        recorder, policy = session.recorder, self._policy(session, asked)
         if path == CHAT:
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
-                asked["messages"] = recorder.restore(asked["messages"])
-        rollout.seeded(asked)
-        rollout.in_flight += 1
-        try:
-            answer, server, model_s, wait_s = await self._ask(rollout, path, asked, backend.ask)
-        finally:
-            rollout.in_flight -= 1
-        if rollout.id not in self._by_id:
+                asked["messages"] = recorder.restore(asked["messages"], policy)
+        session.seeded(asked)
+        answer, server, model_s, wait_s = await self._call(session, path, asked, backend.ask)
+        if self._by_id.get(session.id) is not session:
             raise _Failure(401, "the rollout has ended", "authentication_error")
-        rollout.server, rollout.trouble = server.name, ""
-        messages = asked.get("messages") or ()
+        session.servers[policy], session.trouble = server.name, ""
+        conversation = asked.get("messages") or ()
         for number, sample in enumerate(answer.samples):
-            recorder.add(sample, messages, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
+            sample.policy = policy
+            recorder.add(sample, conversation, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
+            self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
         if not answer.samples:
-            recorder.add_text(messages, answer.message)
+            recorder.add_text(conversation, answer.message, policy)
+            self._caller.limits.charge(int((answer.body.get("usage") or {}).get("total_tokens") or 0))
+        recorder.count(answer.protocol)
         return answer.body
 
-    async def _ask(
-        self, rollout: _Rollout, path: str, body: Mapping[str, Any], ask: Callable[[backend.Call], Awaitable[T]]
-    ) -> tuple[T, Server, float, float]:
-        """One call, at as many servers as it takes; with the seconds the last one needed, and those before it."""
+    def _policy(self, session: Session, asked: Mapping[str, Any]) -> str:
+        """Who is asked: the policy that the request names as its model, where there is one, else the rollout's own."""
+        model = asked.get("model")
+        return model if isinstance(model, str) and model in self.policies else session.policy
+
+    async def _call(self, session: Session, path: str, body: Mapping[str, Any], ask: Ask[T]) -> Called[T]:
         try:
-            return await self._try(rollout, path, body, ask)
+            return await self._caller.call(session, self._policy(session, body), path, body, ask)
         except backend.Refused as refusal:
             raise _Failure(refusal.status, *_reason(refusal.body)) from None
         except ModelServiceError as error:
-            rollout.trouble = str(error)
             raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
-
-    async def _try(
-        self, rollout: _Rollout, path: str, body: Mapping[str, Any], ask: Callable[[backend.Call], Awaitable[T]]
-    ) -> tuple[T, Server, float, float]:
-        assert self._session is not None
-        arrived = time.monotonic()
-        deadline = arrived + self.wait_s
-        cause = ""
-        while True:
-            if self._router.pick(rollout.policy) is None:  # should the agent's time run out here, it is not its fault
-                rollout.trouble = cause or self._router.describe(rollout.policy)
-            try:
-                server = await self._router.acquire(rollout.policy, deadline, rollout.server)
-            except ModelServiceError as error:
-                raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
-            server.outstanding += 1
-            began = time.monotonic()
-            try:
-                answer = await ask(
-                    backend.Call(self._session, server, path, body, self.request_timeout_s, rollout.recorder)
-                )
-            except backend.Unavailable as error:
-                server.failed()
-                cause = str(error)
-                if time.monotonic() >= deadline:
-                    raise ModelServiceError(f"policy {rollout.policy!r}: {cause}") from error
-                continue
-            finally:
-                server.outstanding -= 1
-            server.succeeded()
-            return answer, server, time.monotonic() - began, began - arrived
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -334,14 +280,18 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _key(request: web.Request) -> str:
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=backend.packed(body), status=status, headers=headers, content_type="application/json")
+
+
+def _key(request: web.BaseRequest) -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.BaseRequest) -> dict[str, Any]:
     try:
-        body = json.loads(await request.read())
+        body = backend.parsed(await request.read())
     except (ValueError, RecursionError) as error:
         raise _Failure(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
@@ -359,7 +309,7 @@ def _said(error: Exception) -> tuple[int, str, str]:
 def _reason(body: bytes) -> tuple[str, str]:
     """Message and type of an engine's refusal, or its text."""
     try:
-        said = json.loads(body)
+        said = orjson.loads(body)
         error = said.get("error") or said
         return str(error["message"]), str(error.get("type") or "invalid_request_error")
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -31,6 +31,10 @@ RAW_ARGUMENT = "input"
 """Where a tool call's arguments are no JSON object, the one argument that they are."""
 
 
+_Answers = dict[str, list[tuple[int, Mapping[str, Any]]]]
+"""By what they say, and by their calls' ids: answers as the engine wrote them, and how many messages preceded."""
+
+
 @dataclass
 class Sample:
     """One answer of an engine: the ids as sampled (stop token included), a log-probability for each."""
@@ -51,6 +55,8 @@ class Sample:
     """The prompt as the engine rendered it from the messages, where that is known; ``prompt`` is what it was given."""
     stopped: bool = False
     """The last token ended the turn."""
+    policy: str = ""
+    """Whose answer it is, where not the rollout's own policy's."""
 
 
 @dataclass
@@ -77,8 +83,8 @@ class Recorder:
     sampled: int = 0
     calls: int = 0
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    answers: dict[str, list[tuple[int, Mapping[str, Any]]]] = field(default_factory=dict, repr=False)
-    """By what they say, and by their calls' ids: answers as the engine wrote them, and how many messages preceded."""
+    answers: dict[str, _Answers] = field(default_factory=dict, repr=False)
+    """By policy."""
     _last_answer: float = field(default=0.0, repr=False)
 
     def request_arrived(self) -> None:
@@ -87,13 +93,15 @@ class Recorder:
             self.recording.turns[-1].agent_s += time.monotonic() - self._last_answer
             self._last_answer = 0.0
 
-    def find(self, prompt: Sequence[int]) -> int | None:
-        """The longest sequence that ``prompt`` extends."""
-        candidate = array("i", prompt)
+    def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
+        """The longest of the policy's sequences that ``prompt`` extends."""
+        candidate, policy = _ids_of(prompt), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
-            length = len(sequence.tokens)
-            if best_length < length <= len(candidate) and candidate[:length] == sequence.tokens:
+            tokens, length = sequence.tokens, len(sequence.tokens)
+            if not best_length < length <= len(candidate) or sequence.policy != policy:
+                continue
+            if not length or (candidate[length - 1] == tokens[-1] and candidate[:length] == tokens):
                 best, best_length = number, length
         return best
 
@@ -110,13 +118,14 @@ class Recorder:
         """
         if len(sample.tokens) != len(sample.logprobs):
             raise ValueError(f"{len(sample.tokens)} sampled tokens, {len(sample.logprobs)} log-probabilities")
-        number = self.find(sample.prompt)
+        policy, prompt = sample.policy or self.policy, _ids_of(sample.prompt)
+        number = self.find(prompt, policy)
         if number is None:
             number = len(self.recording.sequences)
-            self.recording.sequences.append(TokenSequence(policy=self.policy))
+            self.recording.sequences.append(TokenSequence(policy=policy))
         sequence = self.recording.sequences[number]
         known = len(sequence.tokens)
-        _extend(sequence, sample.prompt[known:], None, -1)
+        _extend(sequence, prompt[known:], None, -1)
         start = len(sequence.tokens)
         done = 0
         for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
@@ -138,77 +147,94 @@ class Recorder:
             stop = sample.tokens[-1] if sample.stopped else None
             rendered = array("i", sample.rendered)
             self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop)
-        self._keep_messages(messages, sample.message)
-        self._keep_raw(sample)
+        self._keep_messages(messages, sample.message, policy)
+        self._keep_raw(sample, policy)
         self._last_answer = time.monotonic()
         return turn
 
-    def add_text(self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> None:
+    def add_text(
+        self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str = ""
+    ) -> None:
         """Keeps the conversation of a call whose engine tells nothing of tokens; it has no turn."""
         self.calls += 1
-        self._keep_messages(messages, answer)
+        self._keep_messages(messages, answer, policy or self.policy)
         self._last_answer = time.monotonic()
 
-    def tip(self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> tuple[TokenSequence, Tip] | None:
+    def count(self, protocol: str) -> None:
+        """Notes how a call was recorded; see :attr:`~megaflow_hpc.types.Recording.protocols`."""
+        self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
+
+    def tip(
+        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
+    ) -> tuple[TokenSequence, Tip] | None:
         """The latest turn that this conversation goes on from: same prompt, then our answer, unchanged."""
-        candidate = array("i", rendered)
+        candidate, policy = _ids_of(rendered), policy or self.policy
         for number, tip in reversed(self.tips.items()):
+            if self.recording.sequences[number].policy != policy:
+                continue
             goes_on = len(messages) > tip.messages and same_message(messages[tip.messages], tip.answer)
             if goes_on and candidate[: len(tip.rendered)] == tip.rendered:
                 return self.recording.sequences[number], tip
         return None
 
-    def restore(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The conversation with this rollout's own earlier answers as the engine wrote them.
+    def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[Mapping[str, Any]]:
+        """The conversation with this rollout's (and policy's) own earlier answers as the engine wrote them.
 
         An agent's client hands an answer back in its own form: arguments of a tool call encoded anew or completed by
         defaults, reasoning left out because its API has no place for it, white space trimmed. What says the same is the
         same answer; what the agent changed stays changed.
         """
-        return [self._as_written(m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
-
-    def _as_written(self, message: Mapping[str, Any], place: int) -> Mapping[str, Any]:
-        ids = _ids(message)
-        known = self.answers.get(meaning(message)) or [
-            found for found in self.answers.get(ids, ()) if ids and _completes(message, found[1])
-        ]
-        thought = _reasoning(message)
-        fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
-        if not fitting:
-            return message
-        answer = dict(max(reversed(fitting), key=lambda found: (_ids(found[1]) == ids, found[0] == place))[1])
-        if ids:  # the agent's own, which its tool messages refer to
-            given = [call.get("id") for call in message["tool_calls"]]
-            answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
-        return answer
+        known = self.answers.get(policy or self.policy, {})
+        return [_as_written(known, m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
 
     def finish(self) -> Recording:
         self.request_arrived()
         return self.recording
 
-    def _keep_messages(self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> None:
+    def _keep_messages(
+        self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str
+    ) -> None:
         conversation = [dict(m) for m in messages]
         if answer is not None:
             conversation.append(dict(answer))
+            answers = self.answers.setdefault(policy, {})
             for key in {meaning(answer), _ids(answer)} - {""}:
-                self.answers.setdefault(key, []).append((len(messages), dict(answer)))
-        if len(conversation) >= len(self.recording.messages):
+                answers.setdefault(key, []).append((len(messages), dict(answer)))
+        if policy == self.policy and len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
 
-    def _keep_raw(self, sample: Sample) -> None:
+    def _keep_raw(self, sample: Sample, policy: str) -> None:
         if self.sampled > self.raw_tokens:
             return
         self.recording.raw.append(
             {
                 "id": sample.request_id,
+                "policy": policy,
                 "server": sample.server,
                 "prompt_tokens": len(sample.prompt),
                 "token_ids": list(sample.tokens),
                 "logprobs": list(sample.logprobs),
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
+                **({"message": sample.message} if set(sample.message or ()) - {"role", "content"} else {}),
             }
         )
+
+
+def _as_written(answers: _Answers, message: Mapping[str, Any], place: int) -> Mapping[str, Any]:
+    ids = _ids(message)
+    known = answers.get(meaning(message)) or [
+        found for found in answers.get(ids, ()) if ids and _completes(message, found[1])
+    ]
+    thought = _reasoning(message)
+    fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
+    if not fitting:
+        return message
+    answer = dict(max(reversed(fitting), key=lambda found: (_ids(found[1]) == ids, found[0] == place))[1])
+    if ids:  # the agent's own, which its tool messages refer to
+        given = [call.get("id") for call in message["tool_calls"]]
+        answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
+    return answer
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -261,10 +287,14 @@ def _reasoning(message: Mapping[str, Any]) -> str:
     return str(message.get("reasoning") or message.get("reasoning_content") or "").strip()
 
 
+def _ids_of(tokens: Sequence[int]) -> array[int]:
+    return tokens if isinstance(tokens, array) else array("i", tokens)
+
+
 def _extend(sequence: TokenSequence, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
     """Appends to all four columns; ``logprobs`` is ``None`` for tokens that were not sampled."""
     count = len(tokens)
-    sequence.tokens.extend(array("i", tokens))
+    sequence.tokens.extend(_ids_of(tokens))
     sequence.logprobs.extend(array("f", [float("nan")]) * count if logprobs is None else array("f", logprobs))
     sequence.loss_mask.extend(array("B", [0 if logprobs is None else 1]) * count)
     sequence.weight_versions.extend(array("i", [version]) * count)

@@ -1,19 +1,26 @@
-"""Which server answers a call: the least busy healthy one of the policy, the rollout's previous one where it ties.
+"""Which server answers a call: the least busy healthy one of the policy, unless another's prefix cache is worth more.
+
+*Busy* is requests in flight over the server's weight, so that a server of twice the weight takes twice as many. A
+rollout goes back to the server that answered it last, and the first call of a rollout to its group's: the one that a
+hash of the group and the servers' names says, which is the same at every gateway of the campaign and spreads groups by
+weight (rendezvous hashing). Either holds while that server is at most ``AFFINITY`` requests busier than the least busy.
 
 Health is decided by real requests. A server that refused or broke a connection, or answered 5xx, rests for half a
-second, doubling up to half a minute with each failure in a row; the next success clears it. Where every server of a
-policy rests, the one that wakes first is awaited, so a short outage costs waiting and no rollout.
+second, doubling up to half a minute with each failure in a row. After that one call tries it; its success lets the
+others in. Failures of calls that were under way at once count as one. Where every server of a policy rests, the one
+that wakes first is awaited, so a short outage costs waiting and no rollout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-
-import aiohttp
 
 from megaflow_hpc.errors import ModelServiceError
 
@@ -39,10 +46,13 @@ class Server:
     """SHA-256 of the certificate in hexadecimal; empty without TLS."""
     protocol: str = "plain"
     """What it can do; see :mod:`megaflow_hpc.model.backend`."""
+    weight: float = 1.0
+    """How many requests it should have for one of a server of weight 1."""
     started: str = ""
     """Tells one start of a server from the next."""
     outstanding: int = 0
     failures: int = 0
+    failed_at: float = 0.0
     rests_until: float = 0.0
 
     @classmethod
@@ -56,17 +66,25 @@ class Server:
             weight_version=int(record.get("weight_version", 0)),
             fingerprint=str(record.get("tls_fingerprint") or ""),
             protocol=str(record.get("protocol", "plain")),
+            weight=max(float(record.get("weight") or 1.0), 1e-3),
             started=str(record.get("start", "")),
         )
 
     @property
-    def ssl(self) -> aiohttp.Fingerprint | bool:
-        """What aiohttp checks after the handshake, before it sends a byte of the request."""
-        return aiohttp.Fingerprint(bytes.fromhex(self.fingerprint)) if self.fingerprint else True
+    def busy(self) -> float:
+        return self.outstanding / self.weight
 
-    def failed(self) -> None:
+    def awake(self, now: float) -> bool:
+        """Whether a call may go there: after a rest, one at a time until one succeeds."""
+        return self.rests_until <= now and not (self.failures and self.outstanding)
+
+    def failed(self, began: float) -> None:
+        """A call that began at ``began`` (``time.monotonic``) found it at fault."""
+        if began < self.failed_at:
+            return  # one outage, seen by all that were under way
         self.failures += 1
-        self.rests_until = time.monotonic() + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
+        self.failed_at = time.monotonic()
+        self.rests_until = self.failed_at + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
 
     def succeeded(self) -> None:
         self.failures = 0
@@ -98,29 +116,34 @@ class Router:
             server = Server.from_record(record)
             known = self._servers.get(server.name)
             if known is not None and (known.started, known.url) == (server.started, server.url):
-                known.weight_version = server.weight_version
+                known.weight_version, known.weight = server.weight_version, server.weight
                 server = known
             servers[server.name] = server
         self._servers, self._causes = servers, causes
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def all(self) -> list[Server]:
+        return list(self._servers.values())
+
     def servers(self, policy: str) -> list[Server]:
         return [s for s in self._servers.values() if s.policy == policy]
 
-    def pick(self, policy: str, previous: str = "") -> Server | None:
+    def pick(self, policy: str, previous: str = "", group: str = "") -> Server | None:
         """The server to ask now, or ``None`` while there is none awake."""
         now = time.monotonic()
-        awake = [s for s in self.servers(policy) if s.rests_until <= now]
-        if not awake:
-            return None
-        least = min(awake, key=lambda s: s.outstanding)
-        mine = self._servers.get(previous)
-        if mine is not None and mine in awake and mine.outstanding <= least.outstanding + AFFINITY:
-            return mine
+        awake = [s for s in self.servers(policy) if s.awake(now)]
+        if len(awake) < 2:
+            return awake[0] if awake else None
+        preferred = self._servers.get(previous)
+        if preferred is None or preferred not in awake:
+            preferred = max(awake, key=lambda s: _draw(group, s)) if group else None
+        least = min(awake, key=lambda s: s.busy)
+        if preferred is not None and preferred.outstanding <= (least.busy + AFFINITY) * preferred.weight:
+            return preferred
         return least
 
-    async def acquire(self, policy: str, deadline: float, previous: str = "") -> Server:
+    async def acquire(self, policy: str, deadline: float, previous: str = "", group: str = "") -> Server:
         """Waits for a server until ``deadline`` (``time.monotonic``).
 
         Raises:
@@ -128,7 +151,7 @@ class Router:
         """
         began = time.monotonic()
         while True:
-            server = self.pick(policy, previous)
+            server = self.pick(policy, previous, group)
             if server is not None:
                 return server
             now = time.monotonic()
@@ -151,3 +174,15 @@ class Router:
             return f"policy {policy!r}: none of {len(known)} registered servers answers ({names})"
         cause = self._causes.get(policy)
         return f"policy {policy!r}: no server is registered" + (f"; last start failed: {cause}" if cause else "")
+
+
+@lru_cache(maxsize=65536)
+def _uniform(group: str, server: str) -> float:
+    """A number in (0, 1) that every gateway draws alike."""
+    digest = hashlib.blake2b(f"{group}\0{server}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2**64
+
+
+def _draw(group: str, server: Server) -> float:
+    """Of the servers the one that draws most is the group's; in the long run as often as its weight says."""
+    return -server.weight / math.log(_uniform(group, server.name))

@@ -8,19 +8,19 @@ client takes the wait for a dead connection. A failure after that is an event of
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
 
+from megaflow_hpc.model.backend import packed
 from megaflow_hpc.model.dialects import Event
 
 QUIET_S = 20.0
 
 
 async def send(
-    request: web.Request,
+    request: web.BaseRequest,
     answer: Awaitable[dict[str, Any]],
     events: Callable[[dict[str, Any]], Iterator[Event]],
     failed: Callable[[Exception], Event],
@@ -49,6 +49,5 @@ async def send(
 
 
 def encode(name: str, data: Any) -> bytes:
-    head = f"event: {name}\n" if name else ""
-    text = data if isinstance(data, str) else json.dumps(data)
-    return f"{head}data: {text}\n\n".encode()
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, data.encode() if isinstance(data, str) else packed(data))

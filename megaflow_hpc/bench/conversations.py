@@ -1,0 +1,261 @@
+"""Random conversations of agents in every dialect, streamed or not, whose record is compared with what was sampled.
+
+Real sockets throughout: an agent's client, the gateway, a scripted engine in three requests. A part of every answer is
+sampled as ids that its text does not encode to (``drift``), answers carry reasoning and tool calls whose arguments are
+written with any spacing and order, and each agent hands them back as its API's own client does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaflow_hpc.bench.figures import Figure, median
+from megaflow_hpc.model.script import Answer, ToolCall
+
+TOOLS = ("bash", "edit")
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
+WORDS = ("fix", "the", "naïve", "test", "größer", "λ", "0x1f", "return", "None", "\n", "  ", "ok.", "日本", '"quoted"')
+
+
+class ChatAgent:
+    """Appends what it gets in the form of its API, as the real clients do; reasoning has no place in it."""
+
+    path = "/chat/completions"
+
+    def __init__(self) -> None:
+        self.history: list[Any] = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "Go."}]
+
+    def body(self) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in TOOLS]
+        return {"messages": self.history, "tools": tools}
+
+    def whole(self, events: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        """The answer that a stream adds up to."""
+        message: dict[str, Any] = {}
+        for _, chunk in events:
+            for choice in chunk["choices"]:
+                for key, value in choice["delta"].items():
+                    message[key] = value if key == "tool_calls" or key not in message else message[key] + value
+        return {"choices": [{"message": message}]}
+
+    def take(self, answer: Mapping[str, Any], results: Sequence[str]) -> None:
+        message = answer["choices"][0]["message"]
+        self.history.append({k: v for k, v in message.items() if k not in ("reasoning", "reasoning_content")})
+        calls = message.get("tool_calls") or ()
+        for call, result in zip(calls, results, strict=False):
+            self.history.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        if not calls:
+            self.history.append({"role": "user", "content": results[0]})
+
+
+class MessagesAgent(ChatAgent):
+    path = "/messages"
+
+    def __init__(self) -> None:
+        self.history = [{"role": "user", "content": [{"type": "text", "text": "Go."}]}]
+
+    def body(self) -> dict[str, Any]:
+        tools = [{"name": name, "input_schema": SCHEMA} for name in TOOLS]
+        return {"system": "Be exact.", "messages": self.history, "max_tokens": 100_000, "tools": tools}
+
+    def whole(self, events: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        blocks: list[dict[str, Any]] = []
+        for name, data in events:
+            if name == "content_block_start":
+                blocks.append({**data["content_block"], "json": ""})
+            elif name == "content_block_delta":
+                delta = data["delta"]
+                for key, of in (("text", "text"), ("thinking", "thinking"), ("partial_json", "json")):
+                    if key in delta:
+                        blocks[-1][of] = blocks[-1].get(of, "") + delta[key]
+        for block in blocks:
+            written = block.pop("json")
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(written or "{}")
+        return {"content": blocks}
+
+    def take(self, answer: Mapping[str, Any], results: Sequence[str]) -> None:
+        # Rebuilt from the form the answer has in JSON, which keeps neither spacing nor order of a tool's input.
+        blocks = json.loads(json.dumps(answer["content"], sort_keys=True))
+        self.history.append({"role": "assistant", "content": blocks})
+        calls = [block for block in blocks if block["type"] == "tool_use"]
+        said: list[Any] = [
+            {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": result}]}
+            for call, result in zip(calls, results, strict=False)
+        ]
+        self.history.append({"role": "user", "content": said or results[0]})
+
+
+class ResponsesAgent(ChatAgent):
+    path = "/responses"
+
+    def __init__(self) -> None:
+        self.history = [{"role": "user", "content": [{"type": "input_text", "text": "Go."}]}]
+
+    def body(self) -> dict[str, Any]:
+        tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in TOOLS]
+        return {"instructions": "Be exact.", "input": self.history, "tools": tools}
+
+    def whole(self, events: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        response: dict[str, Any] = events[-1][1]["response"]
+        return response
+
+    def take(self, answer: Mapping[str, Any], results: Sequence[str]) -> None:
+        items = [{k: v for k, v in item.items() if k not in ("id", "status")} for item in answer["output"]]
+        for item in items:
+            if item["type"] == "reasoning":
+                item.pop("content", None)  # not handed back where it was not asked for in an encrypted form
+        self.history += items
+        calls = [item for item in items if item["type"] == "function_call"]
+        self.history += [
+            {"type": "function_call_output", "call_id": call["call_id"], "output": result}
+            for call, result in zip(calls, results, strict=False)
+        ]
+        if not calls:
+            self.history.append({"type": "message", "role": "user", "content": results[0]})
+
+
+AGENTS: tuple[type[ChatAgent], ...] = (ChatAgent, MessagesAgent, ResponsesAgent)
+
+
+class RandomScript:
+    """Stands in the place of a script: never the same answer twice."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def text(self, most: int) -> str:
+        return " ".join(self._random.choices(WORDS, k=self._random.randint(1, most)))
+
+    def arguments(self) -> dict[str, Any]:
+        chosen = self._random.sample(["command", "path", "count", "flags"], k=self._random.randint(0, 3))
+        values: dict[str, Any] = {"command": self.text(6), "path": "/a b", "count": 3, "flags": [True, None, "x"]}
+        return {name: values[name] for name in chosen}
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> Answer:
+        calls = tuple(
+            ToolCall(self._random.choice(list(tools)), self.arguments())
+            for _ in range(self._random.choice((0, 1, 1, 2)) if tools else 0)
+        )
+        text = self.text(12) if not calls or self._random.random() < 0.7 else ""
+        return Answer(text, calls=calls, reasoning=self.text(8) if self._random.random() < 0.5 else "")
+
+
+@dataclass
+class Outcome:
+    """What was recorded of many rollouts, beside what the engine sampled."""
+
+    rollouts: int = 0
+    calls: int = 0
+    wrong: int = 0
+    """Calls whose recorded prompt or sampled ids are not the engine's."""
+    one_sequence: int = 0
+    surplus: list[float] = field(default_factory=list)
+    """Training tokens of a rollout over those of its last prompt and answer."""
+
+
+async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: str = "split") -> Outcome:
+    """Holds ``count`` conversations at one gateway, eight at a time."""
+    from aiohttp import web
+
+    from megaflow_hpc.model import ModelGateway
+    from megaflow_hpc.model.scripted_split import SplitEngine
+
+    engine = SplitEngine(RandomScript(seed), "m", drift=drift, seed=seed)
+    runner = web.AppRunner(engine.application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    record = {"server": "default.0", "policy": "default", "url": url, "key": "k", "model_name": "m"}
+    outcome, turns = Outcome(), asyncio.Semaphore(8)
+    try:
+        async with ModelGateway(wait_s=30) as gateway:
+            gateway.update_endpoints([{**record, "protocol": protocol}])
+
+            async def one(number: int) -> None:
+                async with turns:
+                    await _rollout(gateway, engine, number, random.Random(f"{seed}/{number}"), outcome)
+
+            await asyncio.gather(*(one(number) for number in range(count)))
+    finally:
+        await runner.cleanup()
+    return outcome
+
+
+async def _rollout(gateway: Any, engine: Any, number: int, chance: random.Random, outcome: Outcome) -> None:
+    import aiohttp
+
+    agent, name = AGENTS[number % len(AGENTS)](), f"t{number}/default/0"
+    agent.history[-1] = json.loads(json.dumps(agent.history[-1]).replace("Go.", f"Go {number}."))
+    model = await gateway.open(name, "default")
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for _ in range(chance.randint(1, 8)):
+            body = {"model": "m", **agent.body(), "stream": chance.random() < 0.5}
+            async with session.post(model.base_url + agent.path, json=body) as response:
+                text = await response.text()
+                assert response.status == 200, text
+            answer = agent.whole(list(_events(text))) if body["stream"] else json.loads(text)
+            agent.take(answer, [" ".join(chance.choices(WORDS, k=5)) for _ in range(3)])
+    recording = await gateway.close(name)
+    mine = f"Go {number}.".encode()
+    said = [(p, s) for p, s in engine.log if mine in bytes(t % 512 for t in p if t not in (256, 257))]
+    outcome.rollouts += 1
+    outcome.calls += len(said)
+    kept = []
+    for turn in recording.turns:
+        tokens = recording.sequences[turn.sequence].tokens
+        kept.append((list(tokens[: turn.token_start]), list(tokens[turn.token_start : turn.token_end])))
+    outcome.wrong += sum(a != b for a, b in zip(kept, said, strict=False)) + abs(len(kept) - len(said))
+    outcome.one_sequence += len(recording.sequences) == 1
+    prompt, sampled = said[-1]
+    outcome.surplus.append(sum(len(s.tokens) for s in recording.sequences) / (len(prompt) + len(sampled)))
+
+
+def _events(stream: str) -> Iterator[tuple[str, Any]]:
+    for part in stream.split("\n\n"):
+        name, data = "", ""
+        for line in part.splitlines():
+            key, _, value = line.partition(": ")
+            name, data = (value, data) if key == "event" else (name, value) if key == "data" else (name, data)
+        if data and data != "[DONE]":
+            yield name, json.loads(data)
+
+
+def figures(count: int) -> list[Figure]:
+    """The figures of the benchmark: exact ids, one sequence, hardly a token more than needed."""
+    found = []
+    for protocol, goal in (("split", True), ("plain", False)):
+        outcome = asyncio.run(converse(count, protocol=protocol))
+        label = f"random conversations, {protocol} protocol (scripted engine)"
+        exact = 1 - outcome.wrong / outcome.calls
+        found.append(
+            Figure(
+                f"recorded ids equal to the sampled ones: {label}",
+                "of calls",
+                exact,
+                outcome.calls,
+                None,
+                1.0,
+                "higher",
+            )
+        )
+        one = outcome.one_sequence / outcome.rollouts
+        found.append(
+            Figure(
+                f"rollouts that are one sequence: {label}",
+                "of all",
+                one,
+                outcome.rollouts,
+                None,
+                0.99 if goal else None,
+                "higher",
+            )
+        )
+        found.append(median(f"training tokens over the ideal: {label}", "×", outcome.surplus, 1.05 if goal else None))
+    return found

@@ -1,0 +1,181 @@
+"""How much may be asked of the engines: requests and tokens a second, and requests in flight.
+
+Calls wait their turn in the order in which they came; none is refused. Tokens are counted when an answer is there,
+since nobody knows before how many they will be: whoever overdrew makes those behind it wait until the debt is paid off.
+A burst of one second's allowance may go at once.
+
+A campaign's limits are shared out: each gateway has its part (:meth:`Quotas.share`), so nobody need talk to anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Clock = Callable[[], float]
+_sleep = asyncio.sleep
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """What a campaign may ask of its models; ``None`` is unlimited."""
+
+    requests_per_s: float | None = None
+    tokens_per_s: float | None = None
+    """Prompt and sampled ones together."""
+    in_flight: int | None = None
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> Quotas:
+        """From the ``quotas:`` section of a campaign."""
+        return cls(*(section.get(name) for name in ("requests_per_s", "tokens_per_s", "in_flight")))
+
+    def share(self, gateways: int, number: int = 0) -> Quotas:
+        """The part of one of so many gateways (``number`` from 0); the parts of all add up to the whole.
+
+        A gateway whose part of ``in_flight`` would be nothing has one: :mod:`megaflow_hpc.plan` refuses campaigns with
+        fewer requests in flight than gateways.
+        """
+        count = max(gateways, 1)
+
+        def part(rate: float | None) -> float | None:
+            return None if rate is None else rate / count
+
+        flying = self.in_flight
+        if flying is not None:
+            flying = max(1, flying // count + (number % count < flying % count))
+        return Quotas(part(self.requests_per_s), part(self.tokens_per_s), flying)
+
+
+class Bucket:
+    """An allowance of ``rate`` a second that fills up to one second's worth, or to one where that is less."""
+
+    def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
+        self.rate, self._clock = rate, clock
+        self._size = max(rate, 1.0)
+        self._level, self._at = self._size, clock()
+
+    def take(self, amount: float) -> None:
+        """Takes it now, into debt if need be."""
+        self._fill()
+        self._level -= amount
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until so much may be taken; more than the bucket holds is as much as it holds."""
+        self._fill()
+        return max(0.0, (min(amount, self._size) - self._level) / self.rate)
+
+    def _fill(self) -> None:
+        now = self._clock()
+        self._level, self._at = min(self._size, self._level + (now - self._at) * self.rate), now
+
+
+class CallLimits:
+    """What one gateway holds its calls to. Lives in one event loop."""
+
+    def __init__(self, quotas: Quotas | None = None, clock: Clock = time.monotonic) -> None:
+        quotas = quotas or Quotas()
+        self._requests = Bucket(quotas.requests_per_s, clock) if quotas.requests_per_s else None
+        self._tokens = Bucket(quotas.tokens_per_s, clock) if quotas.tokens_per_s else None
+        self._flying = asyncio.Semaphore(quotas.in_flight) if quotas.in_flight else None
+        self._door = asyncio.Lock()
+        self._free = not (self._requests or self._tokens or self._flying)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for this call's turn, and holds its place among those in flight inside."""
+        if self._free:
+            yield
+            return
+        if self._flying is not None:
+            await self._flying.acquire()
+        try:
+            async with self._door:  # asyncio's locks let in who came first
+                while (wait_s := self._wait_s()) > 0:
+                    await _sleep(min(wait_s, 1.0))
+                if self._requests is not None:
+                    self._requests.take(1)
+            yield
+        finally:
+            if self._flying is not None:
+                self._flying.release()
+
+    def charge(self, tokens: int) -> None:
+        """An answer had so many, its prompt included."""
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
+    def _wait_s(self) -> float:
+        requests = self._requests.wait_s(1) if self._requests is not None else 0.0
+        # Half a token is enough to begin with: what matters is that the debt is paid.
+        tokens = self._tokens.wait_s(0.5) if self._tokens is not None else 0.0
+        return max(requests, tokens)
+
+
+class FairTurns:
+    """A number of places shared by users: a free one goes to the waiting user who holds the least for their share.
+
+    For a pool of engines that several users' campaigns ask. Within a user the first to come is the first served.
+
+    Args:
+        places: At once, of all users.
+        shares: Of users, relative; 1 where not named.
+        most: Places that one user may hold, whoever else waits; ``None``: all.
+    """
+
+    def __init__(self, places: int, shares: Mapping[str, float] | None = None, most: int | None = None) -> None:
+        self.places, self.most = places, most
+        self._shares = dict(shares or {})
+        self._held: dict[str, int] = {}
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+
+    def held(self, user: str) -> int:
+        return self._held.get(user, 0)
+
+    @asynccontextmanager
+    async def turn(self, user: str) -> AsyncIterator[None]:
+        """Waits for a place and holds it inside."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(user, []).append(future)
+        self._grant()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._release(user)  # it was given in the same instant
+            else:
+                self._waiting[user].remove(future)
+            raise
+        try:
+            yield
+        finally:
+            self._release(user)
+
+    def _release(self, user: str) -> None:
+        self._held[user] -= 1
+        if not self._held[user]:
+            del self._held[user]
+        self._grant()
+
+    def _grant(self) -> None:
+        while sum(self._held.values()) < self.places:
+            able = [
+                user
+                for user, queue in self._waiting.items()
+                if queue and self.held(user) < (math.inf if self.most is None else self.most)
+            ]
+            if not able:
+                return
+            user = min(able, key=lambda u: (self.held(u) + 1) / self._shares.get(u, 1.0))
+            queue = self._waiting[user]
+            future = queue.pop(0)
+            if not queue:
+                del self._waiting[user]
+            if not future.done():
+                self._held[user] = self.held(user) + 1
+                future.set_result(None)
