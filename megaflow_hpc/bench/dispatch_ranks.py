@@ -29,7 +29,7 @@ def plan(path: Path, count: int) -> None:
 def lead(run: RunDir) -> dict[str, Any]:
     """Rank 0: the real master over the real ledger and journal."""
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
-    from megaflow_hpc.pod.__main__ import SWITCH_S
+    from megaflow_hpc.pod.__main__ import tune
     from megaflow_hpc.pod.comm import MpiComm
     from megaflow_hpc.pod.events import Events
     from megaflow_hpc.pod.master import Master, Pod
@@ -56,7 +56,7 @@ def lead(run: RunDir) -> dict[str, Any]:
         journal_length=lambda owner: 0,
         stored=set,
     )
-    sys.setswitchinterval(SWITCH_S)
+    tune()
     began, cpu = time.monotonic(), time.process_time()
     state = Master(pod).run()
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu

@@ -82,7 +82,8 @@ class Clerk:
         self._waiting_records += 1
         self._waiting_bytes += len(record)
         self._filed.append(Filed(outcome, block, record))
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def claim(self) -> None:
         """Asks for a block; the answer comes from :meth:`claimed`. One at a time."""

@@ -41,8 +41,12 @@ class Estimates:
 
     def observe(self, task: str, policy: str, seconds: float) -> None:
         """A rollout of ``task`` under ``policy`` took ``seconds``."""
+        value, levels = math.log(max(seconds, SHORTEST_S)), self._seen
         for key in ((), (policy,), (policy, task)):
-            self._seen.setdefault(key, _Seen()).add(math.log(max(seconds, SHORTEST_S)))
+            seen = levels.get(key)
+            if seen is None:
+                seen = levels[key] = _Seen()
+            seen.add(value)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
         """Seconds within which ``quantile`` of such rollouts end; ``None`` while no rollout of any kind has ended."""

@@ -14,6 +14,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.pod.outcome import Outcome
+
+_text, _number = json.encoder.encode_basestring_ascii, json.JSONEncoder().encode
+
 
 class Events:
     """:meth:`write` may be called by any thread; :meth:`flush` and :meth:`close` by one."""
@@ -25,6 +29,16 @@ class Events:
 
     def write(self, event: str, **fields: Any) -> None:
         self._lines.append(self._encode({"t": round(time.time(), 3), "event": event, **fields}) + "\n")
+
+    def rollout(self, outcome: Outcome) -> None:
+        """One stored rollout: the most frequent line by far, so it is put together by hand."""
+        reward = "null" if outcome.reward is None else _number(outcome.reward)
+        self._lines.append(
+            f'{{"t": {time.time():.3f}, "event": "rollout", "id": {_text(outcome.id)}, '
+            f'"status": "{outcome.status}", "kind": {_text(outcome.error_kind)}, '
+            f'"error": {_text(outcome.error[:300])}, "reward": {reward}, '
+            f'"seconds": {outcome.seconds:.2f}, "turns": {outcome.turns}}}\n'
+        )
 
     def flush(self) -> None:
         if not self._lines:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ STUCK_S = 120.0
 """How long the run directory may refuse or not answer before the pod gives up and is started anew."""
 SLOW_S = 5.0
 """A run directory that does not answer for this long is spoken of."""
-TURN = 1024
+TURN = 256
 """Messages taken in one turn of the loop: a flood of results must not keep dispatch waiting."""
 
 
@@ -279,16 +280,7 @@ class Master:
         outcome = filed.outcome
         self._stored += 1
         self._failures += outcome.status == "failed"
-        self.pod.events.write(
-            "rollout",
-            id=outcome.id,
-            status=outcome.status,
-            kind=outcome.error_kind,
-            error=outcome.error[:300],
-            reward=outcome.reward,
-            seconds=round(outcome.seconds, 2),
-            turns=outcome.turns,
-        )
+        self.pod.events.rollout(outcome)
 
     # --- work ---
 
@@ -325,19 +317,18 @@ class Master:
         if self._draining_since is not None:
             return  # it goes back when the pod leaves
         claim, todo = answer
-        self.scheduler.add(self._work(rollout, claim) for rollout in todo)
+        for _, group in groupby(todo, key=lambda rollout: rollout.group_id):
+            self.scheduler.add(self._group(list(group), claim))
         for work in self.scheduler.impossible():
             self._refuse(work)
 
-    def _work(self, rollout: Rollout, claim: Claim) -> Work:
-        return Work(
-            rollout,
-            claim.block,
-            claim.epoch,
-            expected_s=self._estimates.expect(rollout.task_id, rollout.policy) or 0.0,
-            demand=self._demand(rollout.task_id),
-            share=rollout.policy,
-        )
+    def _group(self, rollouts: list[Rollout], claim: Claim) -> Iterator[Work]:
+        """The work of one group: its samples are alike in what is known of them."""
+        first = rollouts[0]
+        expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
+        demand = self._demand(first.task_id)
+        for rollout in rollouts:
+            yield Work(rollout, claim.block, claim.epoch, expected_s=expected_s, demand=demand, share=rollout.policy)
 
     def _demand(self, task: str) -> Demand:
         pack = self.pod.scheduling.get("pack", ())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from megaflow_hpc.pod.wire import Message, pack
 from megaflow_hpc.types import Attempt, Trajectory
@@ -62,7 +63,7 @@ class Outcome:
 
     def payload(self, epoch: int, block: int) -> bytes:
         """The journal's record: ``{kind, epoch, block, trajectory}`` in msgpack, the trajectory put in as it is."""
-        return b"".join((_KIND, pack(epoch), _BLOCK, pack(block), _TRAJECTORY, self.record))
+        return _before(epoch, block) + self.record
 
 
 _NAMES = tuple(field.name for field in fields(Outcome))
@@ -71,6 +72,12 @@ _KIND = b"\x84" + pack("kind") + pack("trajectory") + pack("epoch")  # a map of 
 _OF_ATTEMPT = tuple(field.name for field in fields(Attempt))
 _BLOCK = pack("block")
 _TRAJECTORY = pack("trajectory")
+
+
+@lru_cache(1024)
+def _before(epoch: int, block: int) -> bytes:
+    """What stands before the trajectory in a record."""
+    return b"".join((_KIND, pack(epoch), _BLOCK, pack(block), _TRAJECTORY))
 
 
 def attempt_of(ended: Trajectory | Outcome) -> Attempt:

@@ -48,10 +48,12 @@ class _Worker:
     running: dict[str, Work] = field(default_factory=dict)
     cpus: float = 0.0
     memory_mb: int = 0
+    free: int = 0
 
-    @property
-    def free(self) -> int:
-        return max(0, self.slots - len(self.running))
+    def count_free(self) -> int:
+        """Counts free slots anew; by how many there are more."""
+        before, self.free = self.free, max(0, self.slots - len(self.running))
+        return self.free - before
 
     def has_room(self, demand: Demand) -> bool:
         return (
@@ -160,7 +162,7 @@ class Scheduler:
             return
         infinite = 1 << 62
         room = Demand(infinite if cpus is None else cpus, infinite if memory_mb is None else memory_mb)
-        self._workers[worker] = _Worker(slots, room)
+        self._workers[worker] = _Worker(slots, room, free=slots)
         self.slots += slots
         self.free += slots
         self._note_free(worker)
@@ -181,8 +183,8 @@ class Scheduler:
         found = self._workers[worker]
         self._kept.pop(worker, None)
         self.slots -= found.slots
-        self.free -= found.free
         found.slots = 0
+        self.free += found.count_free()
 
     def next(self, remaining_s: float = math.inf, whole_s: float = math.inf) -> tuple[int, Work] | None:
         """Starts the next rollout, or ``None`` while nothing that may start is queued or has room.
@@ -237,12 +239,11 @@ class Scheduler:
         work = found.running.get(rollout_id) if found else None
         if found is None or work is None:
             return None
-        free = found.free
         del found.running[rollout_id]
         found.cpus -= work.demand.cpus
         found.memory_mb -= work.demand.memory_mb
         self.running -= 1
-        self.free += found.free - free
+        self.free += found.count_free()
         self._note_free(worker)
         return work
 
@@ -389,6 +390,7 @@ class Scheduler:
         worker.cpus += work.demand.cpus
         worker.memory_mb += work.demand.memory_mb
         self.running += 1
+        worker.free -= 1
         self.free -= 1
         self._note_free(rank)
         self._given[work.share] += work.expected_s or 1.0

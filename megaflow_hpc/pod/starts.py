@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgpack
+
 from megaflow_hpc.pod.wire import pack
 from megaflow_hpc.pod.work import Work
 from megaflow_hpc.types import Attempt
@@ -24,6 +26,7 @@ class Starts:
 
     def __init__(self, tasks: Mapping[str, Any], job_id: str) -> None:
         self._tail = pack("job_id") + pack(job_id)
+        self._packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass", default=str)
         self._task = lru_cache(TASKS_KEPT)(lambda task_id: pack(tasks[task_id]))
 
     def pack(self, work: Work, rank: int, attempts: Sequence[Attempt] = ()) -> bytes:
@@ -35,4 +38,4 @@ class Starts:
             "epoch": work.epoch,
             "rank": rank,
         }
-        return b"".join((_HEAD, self._task(work.rollout.task_id), pack(rest)[1:], self._tail))
+        return b"".join((_HEAD, self._task(work.rollout.task_id), self._packer.pack(rest)[1:], self._tail))
