@@ -7,6 +7,7 @@ is overwritten, so that content and digest differ while header, inodes and table
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +18,18 @@ _LINE = 64
 
 
 class SmallImages:
-    """Makes images of about ``size`` bytes; each has its number in ``/etc/number``."""
+    """Makes images of about ``size`` bytes more than ``base`` has; each has its number in ``/etc/number``.
 
-    def __init__(self, workplace: Path, size: int) -> None:
+    Args:
+        base: an unpacked image whose programs they have. Without one they are only copied, never run.
+    """
+
+    def __init__(self, workplace: Path, size: int, base: str | os.PathLike[str] | None = None) -> None:
         tree = workplace / "tree"
-        (tree / "etc").mkdir(parents=True)
-        for name in ("dev", "proc", "sys", "tmp"):
-            (tree / name).mkdir()
+        if base is not None:
+            shutil.copytree(base, tree, symlinks=True)
+        for name in ("etc", "dev", "proc", "sys", "tmp"):
+            (tree / name).mkdir(parents=True, exist_ok=True)
         self._marker = os.urandom(_LINE)
         (tree / "etc" / "number").write_bytes(self._marker)
         (tree / "etc" / "filler").write_bytes(os.urandom(max(size - 40_000, 4096)))

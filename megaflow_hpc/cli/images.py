@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.cli import images_make
+from megaflow_hpc.cli.images_make import megabytes
+from megaflow_hpc.cli.output import add_json, print_json, table
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images import Images
     from megaflow_hpc.environments.staging import ImageCache
 
 DESCRIPTION = """\
@@ -55,7 +55,7 @@ def register(subparsers: Any) -> None:
     build.add_argument("--map", metavar="NAME=IMAGE", action="append", default=[], help="image for a FROM; repeatable")
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
     _networked(build)
-    build.set_defaults(run=_build)
+    build.set_defaults(run=images_make.build)
 
     pull = _verb(
         verbs,
@@ -72,7 +72,7 @@ def register(subparsers: Any) -> None:
     pull.add_argument("--manifest", metavar="FILE", help="what to fetch, as images manifest or build wrote it")
     pull.add_argument("--from", metavar="DIR", dest="directory", help="take the manifest's files from DIR")
     _networked(pull)
-    pull.set_defaults(run=_pull)
+    pull.set_defaults(run=images_make.pull)
 
     manifest = _verb(
         verbs,
@@ -85,7 +85,7 @@ def register(subparsers: Any) -> None:
     )
     manifest.add_argument("campaign", metavar="CAMPAIGN")
     manifest.add_argument("--output", metavar="FILE", help="write it to FILE")
-    manifest.set_defaults(run=_manifest)
+    manifest.set_defaults(run=images_make.manifest)
 
     stage = _verb(
         verbs,
@@ -158,118 +158,6 @@ def _cached(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", metavar="DIR", help="the node's cache; default: below the scratch directory")
 
 
-def _images(arguments: argparse.Namespace) -> Images:
-    from megaflow_hpc.environments.images import Images
-    from megaflow_hpc.environments.remote import Registries
-    from megaflow_hpc.environments.store import ImageStore
-
-    mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
-    registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
-    return Images(ImageStore(arguments.store), registries)
-
-
-def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    from megaflow_hpc.errors import ConfigError
-
-    for word in words:
-        if not all(word.partition("=")):
-            raise ConfigError(f"{option} {word}: expected NAME=VALUE")
-    return {name: value for name, _, value in (word.partition("=") for word in words)}
-
-
-def _of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
-    from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images import resolve_all
-    from megaflow_hpc.environments.remote import Registries
-    from megaflow_hpc.environments.tasks import load_tasks
-
-    config = load(path)
-    environment = config.environment
-    ours = images.registries
-    images.registries = Registries(
-        {**environment.mirrors, **ours.mirrors}, build and (ours.air_gapped or environment.air_gapped)
-    )
-    base = Path(path).absolute().parent
-    note(f"{path}: reading tasks")
-    tasks = load_tasks([source.model_dump() for source in config.tasks], base)
-    return resolve_all(images, tasks, environment.images, base, build=build)
-
-
-def _build(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.dockerfile import Dockerfile
-    from megaflow_hpc.environments.prestage import manifest, write_manifest
-
-    images = _images(arguments)
-    mapping = _pairs(arguments.map, "--map")
-    files: dict[str, str] = {}
-    for source in arguments.source:
-        name = os.path.basename(source)
-        if source.endswith((".yaml", ".yml")):
-            files |= _of_campaign(images, source, build=True)
-        elif name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile"):
-            dockerfile = Dockerfile.read(Path(source).absolute())
-            for line, instruction, reason in dockerfile.ignored:
-                note(f"{source}:{line}: {instruction} is left out: {reason}")
-            note(f"{source}: building, if it is not there")
-            files[source] = str(images.resolve_dockerfile(dockerfile, mapping, Path.cwd(), where="--map"))
-        else:
-            note(f"{source}: building, if it is not there")
-            files[source] = str(images.resolve(source, {source: source}, Path.cwd(), where="images build"))
-    if arguments.manifest:
-        write_manifest(Path(arguments.manifest), manifest(images))
-    return _show_files(arguments, files)
-
-
-def _pull(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.prestage import fetch, read_manifest
-    from megaflow_hpc.environments.remote import is_remote
-    from megaflow_hpc.errors import ConfigError
-
-    if not arguments.source and not arguments.manifest:
-        raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
-    images = _images(arguments)
-    files: dict[str, str] = {}
-    if arguments.manifest:
-        directory = Path(arguments.directory) if arguments.directory else None
-        files |= fetch(images, read_manifest(Path(arguments.manifest)), directory, note)
-    for source in arguments.source:
-        if is_remote(source):
-            note(f"{source}: pulling, if it is not there")
-            files[source] = str(images.resolve(source, {source: source}, Path.cwd(), where="images pull"))
-        elif os.path.isfile(source):
-            files[source] = images.store.add(Path(source), os.path.abspath(source)).path
-        else:
-            raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file")
-    return _show_files(arguments, files)
-
-
-def _show_files(arguments: argparse.Namespace, files: dict[str, str]) -> int:
-    if arguments.json:
-        print_json({"images": files})
-    else:
-        print(table(("image", "file"), files.items()))
-    return 0
-
-
-def _manifest(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.prestage import manifest, missing, write_manifest
-
-    images = _images(arguments)
-    _of_campaign(images, arguments.campaign, build=False)
-    content = manifest(images)
-    lacking = missing(content)
-    if arguments.output:
-        write_manifest(Path(arguments.output), content)
-    if arguments.json:
-        print_json({**content, "missing": lacking})
-    else:
-        rows = [
-            (row["source"], (row["digest"] or "missing")[:12], _megabytes(row["bytes"])) for row in content["images"]
-        ]
-        print(table(("source", "digest", "MB"), rows))
-    return 1 if lacking else 0
-
-
 def _cache(arguments: argparse.Namespace) -> ImageCache:
     from megaflow_hpc.environments.apptainer import find_apptainer
     from megaflow_hpc.environments.provider import default_scratch, private_directory
@@ -282,12 +170,12 @@ def _cache(arguments: argparse.Namespace) -> ImageCache:
 def _stage(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.errors import ConfigError
 
-    images = _images(arguments)
+    images = images_make.open_images(arguments)
     cache = _cache(arguments)
     paths: list[str] = []
     for name in arguments.image:
         if name.endswith((".yaml", ".yml")):
-            paths += _of_campaign(images, name, build=True).values()
+            paths += images_make.images_of_campaign(images, name, build=True).values()
         elif os.path.exists(name):
             paths.append(name)
         elif stored := images.store.image(name):
@@ -314,20 +202,26 @@ def _list(arguments: argparse.Namespace) -> int:
             budget = {"bytes": cache.budget.bytes, "inodes": cache.budget.inodes}
             print_json({"budget": budget, "copies": copies})
         else:
-            rows = [
-                (row["name"], _megabytes(row["bytes"]), row["inodes"], "in use" if row["in_use"] else "")
+            lines = [
+                (
+                    row["name"],
+                    megabytes(row["bytes"]),
+                    row["inodes"],
+                    row["made"],
+                    "in use" if row["in_use"] else "",
+                )
                 for row in copies
             ]
-            print(table(("copy", "MB", "files", ""), rows))
+            print(table(("copy", "MB", "files", "times made", ""), lines))
         return 0
-    store = _images(arguments).store
+    store = images_make.open_images(arguments).store
     names = store.names()
     found = [{**vars(image), "sources": names.get(image.digest, [image.source])} for image in store.images()]
     if arguments.json:
         print_json({"stores": list(map(str, store.roots)), "images": found})
     else:
         rows = [
-            (row["digest"][:12], _megabytes(row["bytes"]), row["inodes"], ", ".join(row["sources"])) for row in found
+            (row["digest"][:12], megabytes(row["bytes"]), row["inodes"], ", ".join(row["sources"])) for row in found
         ]
         print(table(("digest", "MB", "files", "from"), rows))
     return 0
@@ -342,7 +236,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         idle = [row for row in cache.list() if not row["in_use"]]
         freed = sum(int(str(row["bytes"])) for row in idle) if arguments.dry_run else cache.clear()
         return _pruned(arguments, [str(row["name"]) for row in idle], freed)
-    store = _images(arguments).store
+    store = images_make.open_images(arguments).store
     if not store.writable:
         raise SiteError(f"{store.root}: not your store; only its owner removes images")
     doomed = []
@@ -378,7 +272,3 @@ def _pruned(arguments: argparse.Namespace, removed: list[str], freed: int) -> in
             )
         )
     return 0
-
-
-def _megabytes(size: Any) -> str:
-    return "" if size is None else f"{size / 1e6:.1f}"

@@ -49,7 +49,7 @@ def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.swebench_instances import read_instances, read_tasks
-    from megaflow_hpc.environments.swebench_runs import settle
+    from megaflow_hpc.environments.swebench_plan import settle
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)

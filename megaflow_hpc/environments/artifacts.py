@@ -11,11 +11,12 @@ import fnmatch
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.types import Artifact, Sandbox, Task
 
@@ -51,10 +52,19 @@ def entries_of(task: Task) -> list[Mapping[str, Any]]:
     return [*published, *declared]
 
 
-async def run_hooks(task: Task, sandbox: Sandbox) -> None:
-    """The task's ``[[verifier.collect]]`` commands, which write what is to be collected. Their failure is no error."""
+async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
+    """The task's ``[[verifier.collect]]`` commands, which write what is to be collected. Their failure is no error.
+
+    Each runs as its own user, if it names one, else as the agent did.
+    """
+    before = sandbox.spec
     for hook in task.metadata.get("harbor", {}).get("verifier", {}).get("collect", ()):
+        user = hook.get("user") or before.user
+        if user != sandbox.spec.user:
+            await sandbox.restart(replace(sandbox.spec, user=user))
         await sandbox.exec(hook["command"], cwd=task.workdir, timeout_s=hook["timeout_s"])
+    if sandbox.spec.user != before.user:
+        await sandbox.restart(before)
 
 
 async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]:

@@ -11,6 +11,7 @@
       orders/<pid>-<start>                 what a process will want next, in its order
       reserved/<key>-<form>.<pid>-<start>  room for what is being staged
       partial/  trash/                     what is being written or removed, by the identity of who does it
+      made.jsonl                           one line for every copy that was made (copy_log.py)
 
 A lock is the kernel's (``flock``): it ends with its holder. Every other mark bears the identity of a process, and one
 whose process is gone counts for nothing. So a SIGKILL at any instant blocks nobody, and the next to come tidies up.
@@ -28,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaflow_hpc.environments.copy_log import CopyLog
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.process import Identity
@@ -69,6 +71,7 @@ class Shelf:
     def __init__(self, root: Path, budget: Room) -> None:
         self.root = root
         self.budget = budget
+        self.log = CopyLog(root)
         own = Identity.of(os.getpid())
         assert own is not None
         self.identity = str(own)

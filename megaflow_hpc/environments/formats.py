@@ -49,7 +49,7 @@ def read(source: str, base: str | os.PathLike[str]) -> list[Task] | None:
 def settle(tasks: Sequence[Task]) -> list[Task]:
     """The tasks a campaign has chosen of one source, with what only their format can say of how they run."""
     if tasks and tasks[0].kind == "swebench":
-        from megaflow_hpc.environments import swebench_runs
+        from megaflow_hpc.environments import swebench_plan
 
-        return swebench_runs.settle(tasks)
+        return swebench_plan.settle(tasks)
     return list(tasks)

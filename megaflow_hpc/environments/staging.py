@@ -10,21 +10,20 @@ What is used is leased and never removed; :mod:`.cache` keeps the books.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments import apptainer as runtime
 from megaflow_hpc.environments import sif
 from megaflow_hpc.environments.cache import POLL_S, Room, Shelf
-from megaflow_hpc.environments.store import digest_in, known_size
+from megaflow_hpc.environments.image_file import ImageFacts, ImageFiles, read_checked, stamp
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 
 Form = Literal["tree", "sif", "direct"]
@@ -38,18 +37,6 @@ _MARKED: dict[str, int] = {}
 _HELD: dict[str, int] = {}
 """Copy → leases that are out: while there are any, the copy is here for sure."""
 _GUARD = threading.Lock()
-
-
-@dataclass(frozen=True)
-class ImageFacts:
-    """What is known of an image without reading it. ``digest`` is ``None`` where no store holds it."""
-
-    path: str
-    digest: str | None
-    bytes: int
-    unpacked_bytes: int
-    inodes: int
-    squashfs_offset: int
 
 
 class Lease:
@@ -84,7 +71,7 @@ class ImageCache:
         """Bytes this process has read from where images lie, for copies."""
         self._shelf = Shelf(root, Room(0, 0))
         self._shelf.budget = _budget(root, self._shelf, budget_bytes, budget_inodes)
-        self._facts: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
+        self._files = ImageFiles()
         self._shelf.tidy()
 
     # --- use ----------------------------------------------------------------------------------------------------
@@ -110,9 +97,11 @@ class ImageCache:
             with self._shelf.locked(name, exclusive=False, deadline=deadline):
                 if lease := self._lease(name, form, sure=self._shelf.here(name)):
                     return lease
+            began = time.time()
             with self._shelf.locked(name, exclusive=True, deadline=deadline):
                 if not self._shelf.here(name):
                     self._stage(facts, form, name, deadline)
+                    self._shelf.log.add(name, facts.path, began, self._shelf.identity, ahead=False)
                 lease = self._lease(name, form, sure=True)
                 assert lease is not None
                 return lease
@@ -170,37 +159,20 @@ class ImageCache:
                 return number
             if self._shelf.here(name):
                 continue
+            began = time.time()  # before the lock: whoever finds it taken begins with the next one later
             try:
                 with self._shelf.locked(name, exclusive=True, deadline=0.0):
-                    if not self._shelf.here(name) and not self._stage_ahead(facts, each, name):
-                        return number
+                    if not self._shelf.here(name):
+                        if not self._stage_ahead(facts, each, name):
+                            return number
+                        self._shelf.log.add(name, facts.path, began, self._shelf.identity, ahead=True)
             except TimeoutError:
                 continue
         return len(images)
 
     def facts(self, image: str) -> ImageFacts:
-        """What is known of a SIF; from the store's notes, else from its header. Remembered while the file is the same.
-
-        Raises:
-            SandboxError: there is no such file, or it is no SIF.
-        """
-        try:
-            found = os.stat(image)
-        except OSError as error:
-            raise SandboxError(
-                f"{image}: no such image on this node ({error.strerror}); expected a SIF file or a directory that is "
-                "an image"
-            ) from None
-        stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        known = self._facts.get(image)
-        if known and known[0] == stamp:
-            return known[1]
-        path = os.path.realpath(image)
-        partition = sif.system_partition(path)
-        unpacked = known_size(path) or sif.unpacked_bytes(path, partition)
-        facts = ImageFacts(path, digest_in(path), found.st_size, unpacked, partition.inodes, partition.offset)
-        self._facts[image] = (stamp, facts)
-        return facts
+        """See :meth:`.ImageFiles.facts`."""
+        return self._files.facts(image)
 
     def room(self) -> Room:
         """What is left of the budget if everything that nobody uses were removed."""
@@ -215,7 +187,11 @@ class ImageCache:
         return self._shelf.budget
 
     def list(self) -> list[dict[str, object]]:
-        """Every copy: ``name``, ``bytes``, ``inodes``, ``used_at`` (seconds UTC), ``in_use``."""
+        """Every copy: ``name``, ``bytes``, ``inodes``, ``used_at`` (seconds UTC), ``in_use``; of the log: ``image``,
+        ``ahead`` (of its use, the last time it was made), ``made`` (how often)."""
+        history = self._shelf.log.lines()
+        last = {str(made["name"]): made for made in history}
+        times = Counter(str(made["name"]) for made in history)
         return [
             {
                 "name": entry.name,
@@ -223,6 +199,9 @@ class ImageCache:
                 "inodes": entry.size.inodes,
                 "used_at": entry.used_at,
                 "in_use": self._shelf.leased(entry.name),
+                "image": last.get(entry.name, {}).get("image"),
+                "ahead": last.get(entry.name, {}).get("ahead"),
+                "made": times[entry.name],
             }
             for entry in self._shelf.entries()
         ]
@@ -315,14 +294,14 @@ class ImageCache:
             self._shelf.unreserve(name)
 
     def _copy(self, facts: ImageFacts, place: Path, size: Room) -> Room:
-        _read_checked(facts, place / "image.sif")
+        read_checked(facts, place / "image.sif")
         self.copied_bytes += facts.bytes
         return size
 
     def _unpack(self, facts: ImageFacts, place: Path, size: Room) -> Room:
-        before = _stamp(facts.path)
+        before = stamp(facts.path)
         if facts.digest:
-            _read_checked(facts, None)  # what is unpacked next is read from memory, where there is enough
+            read_checked(facts, None)  # what is unpacked next is read from memory, where there is enough
         self.copied_bytes += facts.bytes
         target = place / "rootfs"
         try:
@@ -331,41 +310,13 @@ class ImageCache:
                 runtime.build(self.apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
         except SiteError as error:
             raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
-        if _stamp(facts.path) != before:
+        if stamp(facts.path) != before:
             raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
         return size
 
 
 def _name(facts: ImageFacts, form: Form) -> str:
-    if facts.digest:
-        return f"{facts.digest[:40]}-{form}"
-    identity = f"{facts.path}\0{_stamp(facts.path)}"
-    return f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:40]}-{form}"
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
-
-
-def _read_checked(facts: ImageFacts, target: Path | None) -> None:
-    """Reads an image once, writes it to ``target`` and compares its digest with its name."""
-    digest = hashlib.sha256()
-    with open(facts.path, "rb", buffering=0) as reader:
-        writer = open(target, "wb", buffering=0) if target else None  # noqa: SIM115
-        try:
-            while chunk := reader.read(1 << 22):
-                digest.update(chunk)
-                if writer:
-                    writer.write(chunk)
-        finally:
-            if writer:
-                writer.close()
-    if facts.digest and digest.hexdigest() != facts.digest:
-        raise SandboxError(
-            f"{facts.path}: its content has the digest {digest.hexdigest()}, not the one in its name: it was damaged "
-            f"or replaced; remove it with megaflow-hpc images prune {facts.digest[:12]}, and build or pull it again"
-        )
+    return f"{facts.key}-{form}"
 
 
 def _budget(root: Path, shelf: Shelf, bytes_: int | None, inodes: int | None) -> Room:

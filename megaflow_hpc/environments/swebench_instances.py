@@ -252,7 +252,7 @@ def _literal(text: str) -> Any:
 
 
 def to_task(line: Line, instance: Instance) -> Task:
-    """The task of an instance. How its tests are run is settled by :func:`swebench_runs.settle`."""
+    """The task of an instance. How its tests are run is settled by :func:`swebench_plan.settle`."""
     env = {}
     if "sweb.eval" in instance.image or "swesmith" in instance.image:
         env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
@@ -304,5 +304,5 @@ def load(task: Task) -> Instance:
 
 
 def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
-    """A task for every line of a file; :func:`swebench_runs.settle` makes those that are used ready to run."""
+    """A task for every line of a file; :func:`swebench_plan.settle` makes those that are used ready to run."""
     return [to_task(line, instance) for line, instance in read_instances(path)]

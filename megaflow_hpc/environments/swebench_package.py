@@ -1,6 +1,6 @@
 """The ``swebench`` package's own test commands, log parsers and grading, in a process of its own.
 
-Run as a script by :mod:`~megaflow_hpc.environments.swebench_runs`: one JSON request on standard input, one JSON answer
+Run as a script by :mod:`~megaflow_hpc.environments.swebench_plan`: one JSON request on standard input, one JSON answer
 on standard output. A child, because the package's regular expressions run over what hostile code printed (a parser that
 never ends is killed), and because importing the package as it is meant to be takes seconds: its ``__init__`` files pull
 in docker, datasets and modal. Here those files are left out, and such libraries are stood in for by empty modules; what

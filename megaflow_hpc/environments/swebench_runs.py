@@ -4,41 +4,33 @@ As in SWE-bench itself, what an agent submits is its *patch*: the difference bet
 and as it was left. Everything else the agent did is thrown away: the sandbox is reset to the image, the patch applied,
 then the tests of ``test_patch``, and the tests run. An agent can tamper with its own container as it likes.
 
-Who reads the outcome is settled when a campaign is planned (:func:`settle`):
-
-* a line with ``eval_script`` or ``test_cmd``, and repositories that the ``swebench`` package knows: a script between
-  SWE-bench's markers, its log parsed and graded by the package's own code (:mod:`swebench_package`);
-* pytest ids of any other repository, or ``runner: named``: pytest by ids, outcomes from its own reports
-  (:mod:`named_tests`).
+Who reads the outcome was settled when the campaign was planned (:mod:`swebench_plan`): a ``script`` between SWE-bench's
+markers has its log parsed and graded by the ``swebench`` package's own code; ``named`` tests are run by pytest by their
+ids, with outcomes from its own reports (:mod:`named_tests`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments import checkout, named_tests, swebench_package
+from megaflow_hpc.environments import checkout, named_tests
 from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.swebench_instances import Instance, load
+from megaflow_hpc.environments.swebench_plan import ask, short
 from megaflow_hpc.environments.verifier import Verdict
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult, Task
 
-INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"
 LOG_LIMIT = 32 << 20
 """Bytes kept of a test run's output."""
-GRADE_S = 120.0
-"""A log that its parser is not through with by then is a failed one."""
 STEP_S = 300.0
 """For git at work on a checkout."""
 PLACE = "/.megaflow-swebench"
@@ -50,88 +42,6 @@ SUBMITS_A_PATCH = True
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
 """SWE-bench's, which its grading looks for."""
-
-
-# --- planning -------------------------------------------------------------------------------------------------------
-
-
-def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """One request to the ``swebench`` package, in a child process.
-
-    Raises:
-        ConfigError: the package is not installed.
-        TimeoutError, RuntimeError: a parser did not come to an end, or failed.
-    """
-    command = [sys.executable, "-P", swebench_package.__file__]
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(request).encode(), capture_output=True, timeout=GRADE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the log parser was not through after {GRADE_S:g} s") from None
-    if done.returncode:
-        raise RuntimeError(f"the swebench package failed: {done.stderr.decode(errors='replace').strip()[-1000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    if "missing" in answer:
-        raise ConfigError(f"the Python package {answer['missing']!r} is not installed; {INSTALL}")
-    return answer
-
-
-def named(instance: Instance) -> bool:
-    """Whether pytest could run the instance's tests by their ids."""
-    return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
-
-
-def settle(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks with the runner of each; makes sure that every one can be tested and graded here.
-
-    Raises:
-        ConfigError: names the line, what is missing and the remedies.
-    """
-    found = [(task, load(task)) for task in tasks]
-    asked = [(task, instance) for task, instance in found if instance.runner != "named"]
-    if asked and importlib.util.find_spec("swebench") is None:
-        task, instance = asked[0]
-        raise ConfigError(
-            f"{_where(task)}: {instance.instance_id}: its tests are run and graded by the Python package 'swebench', "
-            f"which is not installed; {INSTALL}, or run pytest by the ids (runner: named on the line, or "
-            "megaflow-hpc tasks import --runner named)"
-        )
-    request = {"op": "plan", "instances": [_short(instance) for _, instance in asked]}
-    plans = ask(request)["plans"] if asked else []
-    runners = {
-        task.id: _runner(_where(task), instance, plan) for (task, instance), plan in zip(asked, plans, strict=True)
-    }
-    return [_with_runner(task, runners.get(task.id, "named")) for task in tasks]
-
-
-def _with_runner(task: Task, runner: str) -> Task:
-    return replace(task, metadata={**task.metadata, "swebench": {**task.metadata["swebench"], "runner": runner}})
-
-
-def _where(task: Task) -> str:
-    return f"{task.path}:{task.metadata['swebench']['line']}"
-
-
-def _short(instance: Instance) -> dict[str, Any]:
-    """What the package needs of an instance."""
-    return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
-
-
-def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
-    if "error" in plan:
-        raise ConfigError(f"{where}: {instance.instance_id}: {plan['error']}; correct it, or install another version")
-    script = bool(instance.eval_script or instance.test_cmd or plan["eval_script"])
-    if script and (plan["log_parser"] or "pytest" in instance.test_cmd):
-        return "script"
-    if not script and instance.runner != "script" and named(instance):
-        return "named"
-    lacks = "log_parser (a parse_log_… function of the swebench package)" if script else "eval_script or test_cmd"
-    raise ConfigError(
-        f"{where}: {instance.instance_id}: the swebench package does not know {instance.repo} at version "
-        f"{instance.version!r}, and the line has no {lacks}; add it to the line, give it to tasks import, or install "
-        "'swebench<5', which knows the commands of SWE-bench's own repositories"
-    )
 
 
 # --- before and instead of the agent --------------------------------------------------------------------------------
@@ -251,7 +161,7 @@ async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) ->
 
 
 async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
-    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [_short(instance)]}))["plans"]
+    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [short(instance)]}))["plans"]
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
     script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
@@ -262,7 +172,7 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
         # The package reads its log as strict UTF-8.
         log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
         log.flush()
-        request = {"op": "grade", "instance": _short(instance), "plan": plan, "log": log.name}
+        request = {"op": "grade", "instance": short(instance), "plan": plan, "log": log.name}
         graded = await asyncio.to_thread(ask, request)
     problems = [
         f"{kind}: {test}" for kind in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _failures(graded["tests"], kind)

@@ -191,7 +191,10 @@ workdir = "/app"
 timeout_sec = 20
 environment_mode = "separate"
 [[verifier.collect]]
-command = "cat hidden > answer"
+command = "cat hidden > answer; id -u > /logs/artifacts/first; chmod 777 /logs/artifacts"
+[[verifier.collect]]
+command = "id -u > /logs/artifacts/second"
+user = 1000
 """
 JUDGE = """\
 #!/usr/bin/env python3
@@ -226,8 +229,11 @@ def test_a_separate_verifier_sees_the_artifacts_and_nothing_else(rootfs: str, sc
     assert (verdict.reward, verdict.error) == (1.0, ""), verdict.output
     kept = {artifact.name: artifact.data for artifact in verdict.artifacts}
     manifest = json.loads(kept.pop("artifacts/manifest.json"))
+    assert kept.pop("artifacts/logs/artifacts/first") == b"0\n"  # the agent's user
+    assert kept.pop("artifacts/logs/artifacts/second") != b"0\n"  # its own
     assert kept == {"artifacts/app/answer": b"42", "artifacts/kept/a": b"a\n"}
     assert [(entry["source"], entry["kept"], entry["error"]) for entry in manifest] == [
+        ("/logs/artifacts", 2, ""),
         ("/app/answer", 1, ""),
         ("/data", 1, ""),
         ("/missing", 0, "not there"),

@@ -1,0 +1,131 @@
+"""``images build``, ``pull`` and ``manifest``: what brings images into the store, or says what it lacks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.cli.output import note, print_json, table
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments.images import Images
+
+
+def open_images(arguments: argparse.Namespace) -> Images:
+    from megaflow_hpc.environments.images import Images
+    from megaflow_hpc.environments.remote import Registries
+    from megaflow_hpc.environments.store import ImageStore
+
+    mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
+    registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
+    return Images(ImageStore(arguments.store), registries)
+
+
+def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    from megaflow_hpc.errors import ConfigError
+
+    for word in words:
+        if not all(word.partition("=")):
+            raise ConfigError(f"{option} {word}: expected NAME=VALUE")
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
+    from megaflow_hpc.config import load
+    from megaflow_hpc.environments.images import resolve_all
+    from megaflow_hpc.environments.remote import Registries
+    from megaflow_hpc.environments.tasks import load_tasks
+
+    config = load(path)
+    environment = config.environment
+    ours = images.registries
+    images.registries = Registries(
+        {**environment.mirrors, **ours.mirrors}, build and (ours.air_gapped or environment.air_gapped)
+    )
+    base = Path(path).absolute().parent
+    note(f"{path}: reading tasks")
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base)
+    return resolve_all(images, tasks, environment.images, base, build=build)
+
+
+def build(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.dockerfile import Dockerfile
+    from megaflow_hpc.environments.prestage import manifest, write_manifest
+
+    images = open_images(arguments)
+    mapping = _pairs(arguments.map, "--map")
+    files: dict[str, str] = {}
+    for source in arguments.source:
+        name = os.path.basename(source)
+        if source.endswith((".yaml", ".yml")):
+            files |= images_of_campaign(images, source, build=True)
+        elif name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile"):
+            dockerfile = Dockerfile.read(Path(source).absolute())
+            for line, instruction, reason in dockerfile.ignored:
+                note(f"{source}:{line}: {instruction} is left out: {reason}")
+            note(f"{source}: building, if it is not there")
+            files[source] = str(images.resolve_dockerfile(dockerfile, mapping, Path.cwd(), where="--map"))
+        else:
+            note(f"{source}: building, if it is not there")
+            files[source] = str(images.resolve(source, {source: source}, Path.cwd(), where="images build"))
+    if arguments.manifest:
+        write_manifest(Path(arguments.manifest), manifest(images))
+    return _show_files(arguments, files)
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.prestage import fetch, read_manifest
+    from megaflow_hpc.environments.remote import is_remote
+    from megaflow_hpc.errors import ConfigError
+
+    if not arguments.source and not arguments.manifest:
+        raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
+    images = open_images(arguments)
+    files: dict[str, str] = {}
+    if arguments.manifest:
+        directory = Path(arguments.directory) if arguments.directory else None
+        files |= fetch(images, read_manifest(Path(arguments.manifest)), directory, note)
+    for source in arguments.source:
+        if is_remote(source):
+            note(f"{source}: pulling, if it is not there")
+            files[source] = str(images.resolve(source, {source: source}, Path.cwd(), where="images pull"))
+        elif os.path.isfile(source):
+            files[source] = images.store.add(Path(source), os.path.abspath(source)).path
+        else:
+            raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file")
+    return _show_files(arguments, files)
+
+
+def _show_files(arguments: argparse.Namespace, files: dict[str, str]) -> int:
+    if arguments.json:
+        print_json({"images": files})
+    else:
+        print(table(("image", "file"), files.items()))
+    return 0
+
+
+def manifest(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.prestage import manifest, missing, write_manifest
+
+    images = open_images(arguments)
+    images_of_campaign(images, arguments.campaign, build=False)
+    content = manifest(images)
+    lacking = missing(content)
+    if arguments.output:
+        write_manifest(Path(arguments.output), content)
+    if arguments.json:
+        print_json({**content, "missing": lacking})
+    else:
+        rows = [
+            (row["source"], (row["digest"] or "missing")[:12], megabytes(row["bytes"])) for row in content["images"]
+        ]
+        print(table(("source", "digest", "MB"), rows))
+    return 1 if lacking else 0
+
+
+def megabytes(size: Any) -> str:
+    """Bytes as a table shows them."""
+    return "" if size is None else f"{size / 1e6:.1f}"
