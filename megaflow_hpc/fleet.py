@@ -305,7 +305,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]
 
 
 def _together(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> script.Job:
-    return script.together_job(config, run, [int(gpus) for _, count, gpus in groups for _ in range(int(count))])
+    return script.together_job(config, run, [int(group[2]) for group in groups for _ in range(int(group[1]))])
 
 
 def _options(config: CampaignConfig) -> dict[str, Any]:

@@ -6,9 +6,13 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+SHARED_MEMORY = "/dev/shm"
+STALE_S = 60.0
+"""A file of shared memory that nobody has mapped for this long belongs to no world that is just starting."""
 POD_DIRECTORY = "megaflow-pod"
 """``<this>.<host>.<pid>-<start>.<random>``: a pod's private directory, named by the process that owns it."""
 
@@ -87,3 +91,33 @@ def sweep_pod_directories(base: str | os.PathLike[str]) -> int:
             shutil.rmtree(entry.path, ignore_errors=True)
             removed += 1
     return removed
+
+
+def sweep_shared_memory(pattern: str = "mpich*") -> int:
+    """Removes MPI's shared memory that a world left which was killed as it started; returns how many files.
+
+    Ranks unlink theirs as soon as all have it mapped, so what lies there, is ours and mapped by nobody is garbage.
+    """
+    found = [path for path in Path(SHARED_MEMORY).glob(pattern) if _old_and_ours(path)]
+    if not found:
+        return 0
+    mapped = set()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                with open(f"{entry.path}/maps") as maps:
+                    mapped |= {line.rpartition(" ")[2].strip() for line in maps if SHARED_MEMORY in line}
+            except OSError:
+                continue  # ended meanwhile, or another user's, who has not mapped ours
+    gone = [path for path in found if str(path) not in mapped]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return len(gone)
+
+
+def _old_and_ours(path: Path) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_S

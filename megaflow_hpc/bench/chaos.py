@@ -28,7 +28,7 @@ from megaflow_hpc.bench.faults import KINDS, Faults, Lab, environment, processes
 from megaflow_hpc.campaign import Campaign
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.ledger import read_blocks
-from megaflow_hpc.process import POD_DIRECTORY, sweep_pod_directories
+from megaflow_hpc.process import POD_DIRECTORY, sweep_pod_directories, sweep_shared_memory
 from megaflow_hpc.run import Run
 
 PODS, SLOTS = 2, 3
@@ -266,11 +266,12 @@ def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
     """What remains after the janitor has passed once, as it does before each pod."""
     from megaflow_hpc.environments.janitor import sweep
 
-    end = time.monotonic() + 20
+    end = time.monotonic() + 90
     while remains(run, scratch, mark, since) and time.monotonic() < end:
         for place in scratch.glob("megaflow-[0-9]*"):
             sweep(place)
         sweep_pod_directories(scratch)
+        sweep_shared_memory()
         time.sleep(1.0)
     return remains(run, scratch, mark, since)
 

@@ -29,17 +29,18 @@ def register(subparsers: Any) -> None:
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.janitor import sweep
     from megaflow_hpc.environments.provider import default_scratch
-    from megaflow_hpc.process import sweep_pod_directories
+    from megaflow_hpc.process import sweep_pod_directories, sweep_shared_memory
 
     scratch = arguments.scratch or default_scratch()
     counts = sweep(scratch)
     counts["pods"] = sweep_pod_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    counts["shared_memory"] = sweep_shared_memory()
     if arguments.json:
         print_json({"scratch": str(scratch), **counts})
     else:
         print(
             f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
-            f"{counts['processes']} processes, {counts['mounts']} mounts and {counts['pods']} pods' directories "
-            f"removed, {counts['left']} could not be"
+            f"{counts['processes']} processes, {counts['mounts']} mounts, {counts['pods']} pods' directories and "
+            f"{counts['shared_memory']} files of shared memory removed, {counts['left']} could not be"
         )
     return 1 if counts["left"] else 0

@@ -63,7 +63,7 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
         if "Invalid job id" in str(error):  # every one of them is forgotten
             return {}
         raise
-    found = {}
+    found: dict[str, JobState] = {}
     for line in output.splitlines():
         job_id, state, reason, node = line.split("|", 3)
         for element in expand(job_id):

@@ -4,14 +4,10 @@ RUN=@RUN@
 . "$RUN/env.sh"
 set -u
 
-# A private directory, named by this very process: what a killed shell left of its own goes now.
-born() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
-base=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n)
-for left in "$base".*; do
-    owner=${left#"$base".}
-    [ -O "$left" ] && [ "$(born "${owner%%-*}")" != "$(cut -d- -f2 <<<"${owner%.*}")" ] && rm -rf -- "$left"
-done
-MEGAFLOW_POD_DIR=$(mktemp -d "$base.$$-$(born $$).XXXXXXXX") || exit 1
+# What killed pods of ours left on this node goes first. Our private directory bears this very process's name.
+"$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
+born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
+MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$$-$born.XXXXXXXX") || exit 1
 export MEGAFLOW_POD_DIR
 export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"

@@ -1,0 +1,96 @@
+"""Other ways into the same pods: engines and pod as one job and one world, submitit, a job that is there already."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.errors import ConfigError
+from tests.lab.test_slurm_campaign import pods, until
+from tests.test_campaign import CALL, cli, rows
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
+Make = Callable[..., Path]
+ROOT = Path(__file__).parents[2]
+MODEL = "model: {engine: scripted, script: answers.yaml, gpus: 0, servers: {min: 2, max: 2}}\n"
+
+
+@pytest.fixture
+def together(tmp_path: Path, make_campaign: Make) -> Path:
+    """A campaign of which every rollout asks the model, engines and pod in one allocation."""
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    command = json.dumps("python3 -c '" + CALL.replace("'", "'\\''") + "'")
+    extra = MODEL + pods(count=1) + "  together: true\n  servers: {partition: gpu, extra: {mem: 400M}}\n"
+    campaign = make_campaign(6, extra, agent=f"{{name: command, args: {{command: {command}}}}}")
+    campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
+    return campaign
+
+
+def test_engines_and_pod_are_one_heterogeneous_job_and_one_world(together: Path) -> None:
+    run = Campaign.from_yaml(together).submit()
+    summary = run.wait(timeout_s=240)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == {f"task{n}/default/0": ("completed", 1) for n in range(6)}
+    [pod] = summary["pods"]
+    events = [json.loads(line) for path in run.dir.events.glob("*.jsonl") for line in path.read_text().splitlines()]
+    start = next(event for event in events if event["event"] == "pod")
+    assert start["ranks"] == 4, "two of the pod and one for each engine"
+    engines = [event for event in events if event["event"] == "engine"]
+    assert {event["node"][:3] for event in engines} == {"gpu"}
+    assert len(engines) == 2
+    assert pod["node"].startswith("cpu")
+    assert [record["role"] for record in run.fleet.arrays.records()] == ["pods", "gather"]
+    until(lambda: run.live_jobs(0) == set(), "engines end with the pod")
+
+
+def test_the_script_of_one_allocation_is_printed_and_submitted_by_hand(together: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    dry = json.loads(cli("submit", together, "--dry-run", "--run-dir", run, "--json").stdout)["scripts"]
+    assert dry["pods-0"].count("#SBATCH hetjob") == 2
+    assert cli("plan", together, "--run-dir", run).returncode == 0
+    (tmp_path / "together.sbatch").write_text(dry["pods-0"])
+    done = subprocess.run(["sbatch", "--wait", tmp_path / "together.sbatch"], timeout=240, check=False)
+    assert done.returncode == 0
+    assert cli("gather", run).returncode == 0
+    assert rows(run) == {f"task{n}/default/0": ("completed", 1) for n in range(6)}
+
+
+def test_one_allocation_has_one_pod_and_something_to_be_together_with(tmp_path: Path, make_campaign: Make) -> None:
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    campaign = make_campaign(1, pods(count=1) + "  together: true\n")
+    with pytest.raises(ConfigError, match="no model to be together with"):
+        Campaign.from_yaml(campaign).plan()
+    text = campaign.read_text().replace("count: 1", "count: 2").replace("[oracle, nop]", "mini-swe-agent")
+    campaign.write_text(text + MODEL)
+    with pytest.raises(ConfigError, match=r"campaign\.yaml:\d+: slurm\.together: 2 pods, expected one"):
+        Campaign.from_yaml(campaign).plan()
+
+
+def test_a_pod_runs_inside_a_job_that_is_there_already(tmp_path: Path, make_campaign: Make) -> None:
+    run = cli("plan", make_campaign(3, pods(), agent="oracle")).stdout.strip()
+    script = tmp_path / "mine.sbatch"
+    script.write_text(
+        f"#!/bin/bash\n#SBATCH --ntasks-per-node=2 --cpus-per-task=1 --mem=1G --time=10\n"
+        f"MEGAFLOW_REQUEUES=0 bash {ROOT}/sbatch/sandbox_pods.sbatch {run}\necho my own work goes on\n"
+    )
+    log = tmp_path / "log"
+    assert subprocess.run(["sbatch", "--wait", "-o", log, script], timeout=180, check=False).returncode == 0
+    assert log.read_text().rstrip().endswith("my own work goes on")
+    assert cli("gather", run).returncode == 0
+    assert rows(run) == {f"task{n}/oracle/0": ("completed", 1) for n in range(3)}
+
+
+def test_submitit_runs_a_campaign_and_returns_its_summary(tmp_path: Path, make_campaign: Make) -> None:
+    campaign = make_campaign(2, pods(count=1), agent="oracle")
+    command = [sys.executable, ROOT / "launchers" / "submitit_campaign.py", campaign, "--partition", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["rollouts"]["completed"] == 2
+    assert rows(result["run"]) == {f"task{n}/oracle/0": ("completed", 1) for n in range(2)}
