@@ -6,6 +6,8 @@ neither slurmctld nor this process.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -263,6 +265,10 @@ class Fleet:
                 site.ask("scancel", *sorted(live))
                 break
             time.sleep(LEAVE_S / 2)  # they look for the finished mark every few seconds and leave by themselves
+        for path in self._run.endpoints.glob("*.json"):  # of servers that were killed, which took nothing back
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(path.read_text()).get("url"):
+                    path.unlink()
         return sorted(live)
 
     def until_gone(self) -> None:
