@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.fleet import ASK_SLURM_S, Fleet
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
+from megaflow_hpc.ledger.duty import SCALER, Duty
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir
@@ -81,7 +82,26 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        return self.monitor.status(self.live_jobs())
+        status = self.monitor.status(self.live_jobs())
+        status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
+        return status
+
+    def _waiting_servers(self, known: Collection[str]) -> list[dict[str, Any]]:
+        """Engine servers that are in Slurm's queue, or on their way from there to an endpoint file."""
+        found = []
+        servers = self._content["servers"]
+        for number, state in sorted((self.fleet.servers() or {}).items() if servers else ()):
+            name = f"{servers[number]['policy']}.{number}"
+            if name in known or not state.live:
+                continue
+            shown = {"server": name, "policy": servers[number]["policy"], "node": state.node, "job_id": state.id}
+            if state.held:
+                by = Duty(self.dir, SCALER).holder()
+                remedy = f"nobody lets it go: keep megaflow-hpc watch {self.dir} open, or use scale --servers"
+                found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+            else:
+                found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
+        return found
 
     def pods_live(self) -> bool | None:
         """Whether any pod is queued or running; ``None`` if that cannot be told now."""

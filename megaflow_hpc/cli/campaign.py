@@ -164,7 +164,7 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
         elif counts["failed"]:
             print(f"run the failed again with: megaflow-hpc resume {result['run']} --failed")
         print(f"results: {result['run']}")
-    return 1 if missing or counts["failed"] or counts["cancelled"] else 0
+    return 1 if missing or counts["failed"] else 0  # cancelled: by the campaign's own rules of groups
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -212,7 +212,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if status["pods"]:
         _print_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored")
     if status["servers"]:
-        _print_table(status["servers"], "server", "state", "policy", "node", "cause")
+        _print_table(status["servers"], "server", "state", "policy", "node", "weight_version", "cause")
     if arguments.rollouts:
         _print_table(status["rollout_list"], "id", "status", "reward", "turns", "seconds", "kind", "error")
     return 0

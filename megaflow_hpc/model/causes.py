@@ -10,19 +10,26 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"No space left on device", "no space left on a disk"),
     (r"[Aa]ddress already in use", "its port was taken"),
     (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
-    (r"unrecognized arguments: .*|invalid choice: .*", "it does not know an option"),
+    (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option"),
     (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
-     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)", "the model cannot be found"),
+     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID|script of answers)",
+     "the model cannot be found"),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
+
+LASTING = ("its virtual environment lacks a module", "it does not know an option", "the model cannot be found")
+"""Causes that another start would meet again."""
 
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
 """Errors that only say that there was another."""
 
+ASIDE = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b"
+"""Lines of engines that go on: they tell of missing modules too."""
+
 
 def cause(log_tail: str, exit_code: int | None) -> str:
     """Why an engine ended, in one line: a known cause and the line that shows it, else the last error line."""
-    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
+    lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(ASIDE, x)]
     for pattern, meaning in CAUSES:
         for line in reversed(lines):
             if re.search(pattern, line):
@@ -30,6 +37,11 @@ def cause(log_tail: str, exit_code: int | None) -> str:
     errors = [x for x in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", x) and not re.search(FOLLOWS, x)]
     last = _plain((errors or lines or ["it printed nothing"])[-1])
     return f"exit code {exit_code}: {last}" if exit_code is not None else last
+
+
+def lasting(cause: str) -> bool:
+    """Whether trying again is of no use."""
+    return any(meaning in cause for meaning in LASTING)
 
 
 def _plain(line: str) -> str:

@@ -78,6 +78,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         built_in["tensor-parallel-size"] = gpus
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the paths that change weights: on the socket, and behind the admin key
+    if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
+        env["VLLM_RPC_BASE_PATH"] = str(private)
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
     result = Launch(

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.ledger.duty import SCALER, Duty
-from megaflow_hpc.model import engines
+from megaflow_hpc.model import causes, engines
 from megaflow_hpc.model.demand import Gauge
 from megaflow_hpc.model.engine_process import EngineProcess
 from megaflow_hpc.model.loading import Follower
@@ -134,9 +134,11 @@ class EngineServer:
                 failures = 1 if time.monotonic() - started > STEADY_S and self.files.beats else failures + 1
                 self.files.unregister()
                 self._say(f"start {failures} of {STARTS}: {error}")
+                lasting = causes.lasting(str(error))
+                failures = STARTS if lasting else failures
                 if failures >= STARTS and not version.path:
                     self._give_up(str(error))
-                    return 1
+                    return ConfigError.exit_status if lasting else 1
                 if failures >= STARTS:  # what was published does not run; what was there before it may
                     self.weights.refused[version.version] = str(error)
                     failures = 0

@@ -116,9 +116,11 @@ class Monitor:
             failed = path.name.endswith(".failed.json")
             shown = {
                 key: content[key]
-                for key in ("server", "policy", "node", "job_id", "model_name", "cause")
+                for key in ("server", "policy", "node", "job_id", "model_name", "weight_version", "waiting", "cause")
                 if key in content
             }
+            if refused := content.get("refused"):
+                shown["cause"] = f"weights {refused['version']} could not be loaded: {refused['cause']}"
             found.append({**shown, "state": "failed" if failed else "serving"})
         return found
 

@@ -49,7 +49,8 @@ class Servers:
         number = len(self.entries)
         self.entries.append({"policy": policy, "model": dict(model)})
         policies = {entry["policy"]: {"model": entry["model"]} for entry in self.entries}
-        self.run.write_run({"servers": self.entries, "policies": policies})
+        about = {"campaign": {"name": "served"}, "total": 0}
+        self.run.write_run({"servers": self.entries, "policies": policies, **about})
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
@@ -65,7 +66,7 @@ class Servers:
     def file(self, number: int) -> Path:
         return self.run.endpoint(f"{self.entries[number]['policy']}.{number}")
 
-    def record(self, number: int, timeout_s: float = 30.0) -> dict[str, Any]:
+    def record(self, number: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """The endpoint file, once it is there."""
         deadline = time.monotonic() + timeout_s
         while not self.file(number).exists():
@@ -104,6 +105,21 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def conversation(*texts: str) -> list[dict[str, str]]:
     """User and assistant in turn."""
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
+
+
+def listeners(pid: int) -> tuple[list[int], list[str]]:
+    """Where ``pid`` and what it started listen: TCP ports, and paths of Unix sockets."""
+    inodes = set()
+    for process in {pid, *descendants(pid)}:
+        for fd in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+            except OSError:
+                pass
+    rows = [row.split() for t in ("tcp", "tcp6") for row in Path(f"/proc/net/{t}").read_text().splitlines()[1:]]
+    ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
+    local = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sorted(ports), sorted({row[7] for row in local if len(row) > 7 and row[6] in inodes})
 
 
 def descendants(pid: int) -> Sequence[int]:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from serving import Servers, conversation, descendants
+from serving import Servers, conversation, descendants, listeners
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model import causes, engines
 from megaflow_hpc.model.registration import assignment
+from megaflow_hpc.monitor.status import Monitor
 
 ANSWER = {"default": ["fine"]}
 SLOW = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.5}]}]}
@@ -97,21 +98,7 @@ def test_no_key_stands_on_a_command_line(servers: Servers) -> None:
 def test_only_the_proxy_listens_on_tcp(servers: Servers) -> None:
     servers.script(ANSWER)
     record = servers.record(0)
-    pids = {servers.processes[0].pid, *descendants(servers.processes[0].pid)}
-    sockets = {}
-    for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                sockets[os.readlink(fd)] = pid
-            except OSError:
-                pass
-    ports = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for row in Path(table).read_text().splitlines()[1:]:
-            cells = row.split()
-            if cells[3] == "0A" and f"socket:[{cells[9]}]" in sockets:
-                ports.append(int(cells[1].rpartition(":")[2], 16))
-    assert ports == [int(record["url"].rpartition(":")[2])]
+    assert listeners(servers.processes[0].pid)[0] == [int(record["url"].rpartition(":")[2])]
 
 
 def test_a_crashed_engine_is_started_again(servers: Servers) -> None:
@@ -130,12 +117,29 @@ def test_a_crashed_engine_is_started_again(servers: Servers) -> None:
 
 def test_an_engine_that_cannot_start_leaves_one_line_of_cause(servers: Servers, tmp_path: Path) -> None:
     servers.start({"engine": "scripted", "script": str(tmp_path / "none.yaml")})
-    assert servers.processes[0].wait(60) == 1
+    assert servers.processes[0].wait(120) == 2  # no other start would find it, nor another node
     failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
     assert "none.yaml" in failed["cause"]
     assert "\n" not in failed["cause"]
     assert failed["policy"] == "default"
     assert "url" not in failed
+
+
+def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers, tmp_path: Path) -> None:
+    """Three starts in a row, then the cause in one line of ``status``."""
+    program = tmp_path / "venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho 'torch.OutOfMemoryError: CUDA out of memory.' >&2\nexit 1\n")
+    program.chmod(0o755)
+    section = {"engine": "vllm", "path": "model", "python": str(program)}
+    servers.start(section)
+    assert servers.processes[0].wait(120) == 1
+    failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
+    assert failed["cause"] == "out of GPU memory: torch.OutOfMemoryError: CUDA out of memory."
+    assert (servers.run.logs / "default.0.engine.log").read_text().count("CUDA out of memory") == 3
+    (shown,) = Monitor(servers.run).servers()
+    assert shown["state"] == "failed"
+    assert shown["cause"] == failed["cause"]
 
 
 def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
@@ -177,6 +181,9 @@ def test_engine_options_become_flags() -> None:
         ("OSError: x does not appear to have a file named config.json", "the model cannot be found"),
         ("noise\nValueError: odd thing\nEngineDeadError: See stack trace", "ValueError: odd thing"),
         ("", "it printed nothing"),
+        ("WARNING 01-01 10:00:00 [x.py:1] No module named 'vllm._C'\nRuntimeError: boom", "RuntimeError: boom"),
+        ("Error: No such option: --frce-model", "it does not know an option"),
+        ("ERROR 01-01 10:00:00 [c.py:1] ValueError: No available memory for the cache blocks.", "out of GPU memory"),
     ],
 )
 def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from serving import Servers
+from serving import Servers, listeners
 
 from megaflow_hpc import weights
 from megaflow_hpc.model import ModelGateway, tiny
@@ -95,6 +95,14 @@ async def agrees(vllm: Servers, sequence: TokenSequence) -> None:
     pairs = [(a, b) for a, b, m in zip(sequence.logprobs, again, sequence.loss_mask, strict=True) if m]
     assert pairs
     assert max(abs(a - b) for a, b in pairs) < 1e-2
+
+
+def test_no_other_user_can_reach_any_of_its_sockets(vllm: Servers) -> None:
+    """One TCP port, the proxy's; the engine's own sockets lie where nobody else comes."""
+    ports, rooms = listeners(vllm.processes[0].pid)
+    assert ports == [int(vllm.record(0)["url"].rpartition(":")[2])]
+    assert len(rooms) > 1
+    assert {Path(room).parent.stat().st_mode & 0o077 for room in rooms} == {0}
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 24}, {"max_tokens": 400, "logit_bias": {"256": 3.5}}])

@@ -1,0 +1,26 @@
+"""Runs a program as another user of this machine: a subordinate id of ours, in a user namespace on the same network.
+
+To the kernel it is a stranger: it owns nothing of ours and shares no group with us. It needs ``newuidmap`` (Debian's
+``uidmap``) and a range in /etc/subuid, which ``useradd`` gives every user.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+COMMAND = ["unshare", "--user", "--map-root-user", "--map-auto", "setpriv", "--reuid=1000", "--regid=1000"]
+PROBE = "import os; print(os.stat('/proc/self').st_uid)"
+
+
+def as_second_user(program: str, told: Any) -> Any:
+    """Runs a Python program with the system's interpreter; it gets ``told`` on standard input and prints JSON."""
+    python = shutil.which("python3", path="/usr/bin:/bin") or pytest.fail("/usr/bin/python3 is missing")
+    command = [*COMMAND, "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", python, "-c", program]
+    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{done.stderr}\n(needs newuidmap and a range in /etc/subuid)"
+    return json.loads(done.stdout)
