@@ -21,6 +21,7 @@ import yaml
 import megaflow_hpc
 from megaflow_hpc import provenance
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.rundir import RunDir, write_atomic
@@ -92,7 +93,8 @@ def make(
     check_agents(policies, config.environment.network, where)
     check_supported(config, where)
     check_together(config, where)
-    rollouts = [rollout for rollout in expand(tasks, policies) if wanted(rollout, only)]
+    config = within_caps(config, len(list_servers(policies)), where)
+    rollouts = [rollout for rollout in expand(tasks, policies, config.scheduling.spare) if wanted(rollout, only)]
     if not rollouts:
         shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
         raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
@@ -115,14 +117,14 @@ def make(
     return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source)
 
 
-def expand(tasks: Sequence[Task], policies: dict[str, Policy]) -> list[Rollout]:
-    """Every rollout, the samples of a group side by side."""
+def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
+    """Every rollout, the samples of a group side by side, ``spare`` ones last."""
     return [
         Rollout(task.id, name, sample, policy.agent.name)
         for task in tasks
         for name, policy in policies.items()
         if not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include)
-        for sample in range(policy.samples)
+        for sample in range(policy.samples + spare if policy.samples else 0)
     ]
 
 
@@ -135,20 +137,33 @@ def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
 def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
     """The engine array: ``servers.max`` elements a policy, those with equal GPUs side by side."""
     servers = [
-        {"policy": name, "model": policy.model.model_dump(mode="json", exclude={"agent"}), "held": number >= least}
+        {"policy": name, "model": model.model_dump(mode="json", exclude={"agent", "also"}), "held": number >= least}
         for name, policy in policies.items()
         if policy.model
-        for least in (policy.model.servers.min,)
-        for number in range(policy.model.servers.max)
+        for model in policy.model.kinds()
+        for least in (model.servers.min,)
+        for number in range(model.servers.max)
     ]
     return sorted(servers, key=lambda server: (-server["model"]["gpus"], server["held"]))
 
 
+def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
+    """With the quotas that hold: its own, and its site's caps where it states none."""
+    caps, source = site_caps()
+    try:
+        quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
+    except ConfigError as error:
+        raise ConfigError(f"{where('quotas')}: {error}") from None
+    return config.model_copy(update={"quotas": quotas})
+
+
 def check_supported(config: CampaignConfig, where: Where) -> None:
     """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
-    for field in ("core_hours", "gpu_hours", "wall"):
-        if getattr(config.limits, field) is not None:
-            raise ConfigError(f"{where(f'limits.{field}')}: limits.{field} is not enforced yet; leave it out")
+    if config.limits.gpu_hours is not None:
+        raise ConfigError(f"{where('limits.gpu_hours')}: limits.gpu_hours is not enforced yet; leave it out")
+    if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
+        place = where("scheduling.retry_every")
+        raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:

@@ -346,8 +346,8 @@ class Recording:
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
     protocols: dict[str, int] = field(default_factory=dict)
-    """Calls by how they were recorded: ``split`` and ``replay`` know every token exactly, ``plain`` does where an answer's
-    text encodes to what was sampled, ``text`` knows no tokens."""
+    """Calls by how they were recorded. ``split`` and ``replay``: every token is known; ``plain``: the sampled ones, and
+    a history that encodes to others starts a sequence; ``text``: none."""
 
 
 class Gateway(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import explain, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
@@ -47,6 +48,7 @@ class CampaignConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     limits: LimitsConfig = LimitsConfig()
+    quotas: QuotasConfig = QuotasConfig()
 
     @field_validator("name")
     @classmethod
@@ -99,7 +101,7 @@ class CampaignConfig(Section):
             name: Policy(
                 agent=(model and model.agent) or self.agent[0],
                 model=model,
-                samples=(model and model.samples) or self.samples,
+                samples=self.samples if model is None or model.samples is None else model.samples,
                 include=model.include if model else (),
             )
             for name, model in models.items()

@@ -75,13 +75,17 @@ class WeightsConfig(Section):
     """Requests being sampled finish on the old version, or are continued on the new one."""
 
 
+ALSO = ("engine", "path", "servers", "gpus", "args", "python", "base_url", "api_key_file", "script", "weight")
+"""What further servers of a policy may have of their own."""
+
+
 class ModelConfig(Section):
     """What answers the agents of one policy."""
 
-    engine: Literal["vllm", "sglang", "transformers", "scripted", "external"] = "vllm"
-    """Which inference engine; ``external`` is an endpoint that exists already."""
+    engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
+    """Which inference engine; ``external`` is an endpoint that exists already, ``replay`` a recorded campaign."""
     path: str | None = None
-    """Model directory or name."""
+    """Model directory or name; for ``replay`` a run directory or trajectories file."""
     servers: ServerCount = ServerCount()
     """Size of the engine array."""
     gpus: int = Field(1, ge=0)
@@ -100,8 +104,12 @@ class ModelConfig(Section):
     """``scripted`` only: the answers."""
     agent: AgentConfig | None = None
     """Instead of the campaign's agent, for this policy."""
-    samples: int | None = Field(None, ge=1)
-    """Instead of the campaign's samples, for this policy."""
+    samples: int | None = Field(None, ge=0)
+    """Instead of the campaign's samples, for this policy; 0: it only answers agents of other policies, by its name."""
+    weight: float = Field(1.0, gt=0)
+    """Requests that one of its servers gets for one of a server of weight 1."""
+    also: tuple[dict[str, Any], ...] = ()
+    """Further kinds of servers for this policy: what differs from this section (engine, gpus, servers, weight…)."""
     include: tuple[str, ...] = ()
     """Shell patterns on task ids: this policy runs only these."""
 
@@ -112,11 +120,23 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelConfig:
-        needs = {"vllm": "path", "sglang": "path", "transformers": "path", "scripted": "script", "external": "base_url"}
-        field = needs[self.engine]
+        field = {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
         if getattr(self, field) is None:
             raise ValueError(f"engine {self.engine} needs {field!r}")
+        for name in sorted({name for other in self.also for name in other} - set(ALSO)):
+            raise ValueError(f"also: {name!r} belongs to the whole policy; further servers may have {', '.join(ALSO)}")
+        self.kinds()
         return self
+
+    def kinds(self) -> list[ModelConfig]:
+        """The kinds of servers of this policy; none for ``replay``, which needs none."""
+        if self.engine == "replay":
+            return []
+        common = {"also": (), "agent": None}
+        return [
+            self.model_copy(update=common),
+            *(ModelConfig.model_validate({**self.model_dump(), **common, **other}) for other in self.also),
+        ]
 
 
 class SandboxLimits(Section):
@@ -255,19 +275,34 @@ class SchedulingConfig(Section):
     """Which rollout starts next, and where."""
 
     order: Literal["fifo", "longest", "fair"] = "fifo"
-    """As planned; longest expected first; or the policy that was given the least."""
+    """As planned; longest expected first; or the share that was given the least."""
+    share: Literal["policy", "dataset"] = "policy"
+    """What shares are of, for ``fair``; a dataset is the directory or file that a task comes from."""
     weights: dict[str, float] = {}
-    """Of policies, for ``fair``; 1 where not named."""
+    """Of shares, for ``fair``; 1 where not named."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """What a task asks for that a rank must have free beside a slot."""
+    groups: Literal["spread", "together"] = "spread"
+    """``together``: samples of a group go to the rank where the last of them went, while it has a slot."""
+    spare: int = Field(0, ge=0)
+    """Samples planned beyond ``samples``; a group with ``samples`` rewards is closed and the rest of it cancelled."""
+    signal_after: int | None = Field(None, ge=2)
+    """Equal rewards after which what waits of a group is dropped; samples behind these let other groups go first."""
+    retry_every: int | None = Field(None, ge=1)
+    """Of a group dropped by ``signal_after`` every so many-th sample runs; the rest too, if its reward differs."""
+    copies: bool = False
+    """Start stragglers once more when nothing else is left; the first result counts, which favours short ones."""
 
 
 class LimitsConfig(Section):
     """When a campaign stops by itself."""
 
     core_hours: float | None = Field(None, gt=0)
+    """CPU cores of all pods' allocations times hours, used or not, after which pods start no more."""
     gpu_hours: float | None = Field(None, gt=0)
     failures: int | None = Field(None, ge=1)
     """Failed rollouts after which a pod starts no more."""
+    systematic: int | None = Field(32, ge=4)
+    """Last results of a pod of which nine in ten failed for one cause: it starts no more. null: go on all the same."""
     wall: float | None = Field(None, gt=0)
-    """Hours."""
+    """Hours since the first pod started, after which pods start no more."""

@@ -26,6 +26,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -37,6 +38,7 @@ from megaflow_hpc.model.calling import Ask, Called, Caller
 from megaflow_hpc.model.dialects import DIALECTS, BadRequest, dialect_of, messages
 from megaflow_hpc.model.limits import CallLimits
 from megaflow_hpc.model.recorder import Recorder
+from megaflow_hpc.model.replay import Replay, body_of
 from megaflow_hpc.model.session import SEEDS, Session
 from megaflow_hpc.types import Budget, ModelEndpoint, Recording
 
@@ -67,6 +69,7 @@ class ModelGateway:
         host: Address to listen on; the port is chosen by the kernel.
         policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
         limits: What this gateway may ask of the engines.
+        replays: Policies that are answered from a recorded campaign.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class ModelGateway:
         host: str = "127.0.0.1",
         policies: Sequence[str] = (),
         limits: CallLimits | None = None,
+        replays: Mapping[str, Replay] | None = None,
     ) -> None:
         self.host, self.port = host, 0
+        self._replays = dict(replays or {})
         self.policies = frozenset(policies)
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._by_id: dict[str, Session] = {}
@@ -140,6 +145,8 @@ class ModelGateway:
         del self._by_token[session.token]
         if session.inside is not None:
             await session.inside.stop()
+        for replay in self._replays.values():
+            replay.end(session.token)
         return session.recorder.finish()
 
     def trouble(self, rollout_id: str) -> str:
@@ -244,6 +251,8 @@ class ModelGateway:
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
                 asked["messages"] = recorder.restore(asked["messages"], policy)
         session.seeded(asked)
+        if policy in self._replays:
+            return self._replayed(session, policy, path, asked)
         answer, server, model_s, wait_s = await self._call(session, path, asked, backend.ask)
         if self._by_id.get(session.id) is not session:
             raise _Failure(401, "the rollout has ended", "authentication_error")
@@ -258,6 +267,19 @@ class ModelGateway:
             self._caller.limits.charge(int((answer.body.get("usage") or {}).get("total_tokens") or 0))
         recorder.count(answer.protocol)
         return answer.body
+
+    def _replayed(self, session: Session, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The recorded answer to a call, recorded again."""
+        conversation = asked.get("messages") or ()
+        try:
+            sample = self._replays[policy].answer(session.token, session.id, conversation)
+        except ModelServiceError as error:
+            session.trouble = str(error)
+            raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
+        session.trouble = ""
+        session.recorder.add(replace(sample, policy=policy), conversation)
+        session.recorder.count("replay")
+        return body_of(sample, path == CHAT, str(asked.get("model") or policy))
 
     def _policy(self, session: Session, asked: Mapping[str, Any]) -> str:
         """Who is asked: the policy that the request names as its model, where there is one, else the rollout's own."""

@@ -19,6 +19,8 @@ from typing import Any
 
 Clock = Callable[[], float]
 _sleep = asyncio.sleep
+_NOTHING = 1e-6
+"""Less than this is missing only because numbers are rounded."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,17 @@ class Quotas:
         """From the ``quotas:`` section of a campaign."""
         return cls(*(section.get(name) for name in ("requests_per_s", "tokens_per_s", "in_flight")))
 
-    def share(self, gateways: int, number: int = 0) -> Quotas:
-        """The part of one of so many gateways (``number`` from 0); the parts of all add up to the whole.
+    def share(self, gateways: int) -> Quotas:
+        """The part of one of so many gateways; the parts of all are no more than the whole.
 
-        A gateway whose part of ``in_flight`` would be nothing has one: :mod:`megaflow_hpc.plan` refuses campaigns with
-        fewer requests in flight than gateways.
+        A gateway has one request in flight at least: planning refuses campaigns with fewer of them than gateways.
         """
         count = max(gateways, 1)
 
         def part(rate: float | None) -> float | None:
             return None if rate is None else rate / count
 
-        flying = self.in_flight
-        if flying is not None:
-            flying = max(1, flying // count + (number % count < flying % count))
+        flying = None if self.in_flight is None else max(1, self.in_flight // count)
         return Quotas(part(self.requests_per_s), part(self.tokens_per_s), flying)
 
 
@@ -68,7 +67,8 @@ class Bucket:
     def wait_s(self, amount: float) -> float:
         """Seconds until so much may be taken; more than the bucket holds is as much as it holds."""
         self._fill()
-        return max(0.0, (min(amount, self._size) - self._level) / self.rate)
+        missing = min(amount, self._size) - self._level
+        return missing / self.rate if missing > _NOTHING else 0.0
 
     def _fill(self) -> None:
         now = self._clock()

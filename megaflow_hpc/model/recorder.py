@@ -16,12 +16,15 @@ sampled; elsewhere 0, NaN and -1. What is stored is what the engine reported; no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from megaflow_hpc.types import Recording, TokenSequence, Turn
 
@@ -148,7 +151,7 @@ class Recorder:
             rendered = array("i", sample.rendered)
             self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop)
         self._keep_messages(messages, sample.message, policy)
-        self._keep_raw(sample, policy)
+        self._keep_raw(sample, policy, messages)
         self._last_answer = time.monotonic()
         return turn
 
@@ -203,13 +206,14 @@ class Recorder:
         if policy == self.policy and len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
 
-    def _keep_raw(self, sample: Sample, policy: str) -> None:
+    def _keep_raw(self, sample: Sample, policy: str, messages: Sequence[Mapping[str, Any]]) -> None:
         if self.sampled > self.raw_tokens:
             return
         self.recording.raw.append(
             {
                 "id": sample.request_id,
                 "policy": policy,
+                "asked": digest(list(messages)),
                 "server": sample.server,
                 "prompt_tokens": len(sample.prompt),
                 "token_ids": list(sample.tokens),
@@ -235,6 +239,15 @@ def _as_written(answers: _Answers, message: Mapping[str, Any], place: int) -> Ma
         given = [call.get("id") for call in message["tool_calls"]]
         answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
     return answer
+
+
+def digest(messages: Any) -> str:
+    """Of a conversation, in OpenAI form, whatever the order of its keys."""
+    try:
+        text = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # half a surrogate pair, or numbers as keys
+        text = repr(messages).encode("utf-8", "backslashreplace")
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -83,6 +83,7 @@ class Registration:
             "key": proxy.key,
             "model_name": launch.model_name,
             "protocol": launch.protocol,
+            "weight": float(self.what.model.get("weight") or 1.0),
             "tls_fingerprint": fingerprint,
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "job_id": job_id(),

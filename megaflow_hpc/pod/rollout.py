@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.limits import Breach
 from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
@@ -26,6 +27,8 @@ from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, verify
 from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.model.gateway import SEEDS, ModelGateway
+from megaflow_hpc.model.limits import CallLimits, Quotas
+from megaflow_hpc.pod.recordings import replays_of
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import (
     Agent,
@@ -63,7 +66,11 @@ class Services:
 
     @classmethod
     async def open(cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str]) -> Services:
-        gateway = ModelGateway()
+        gateway = ModelGateway(
+            policies=[name for name, policy in policies.items() if policy.model],
+            limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
+            replays=replays_of(policies),
+        )
         await gateway.start()
         return cls(config, policies, images, ApptainerProvider(), gateway)
 

@@ -1,0 +1,133 @@
+"""What a campaign may take at once, and what its site lets it: three tiers of limits, all checked when it is planned.
+
+========================================  ==============================================================================
+``requests_per_s tokens_per_s in_flight``  model calls, shared out over the gateways of the campaign (one a worker rank)
+``slots``                                  rollouts at once in the whole campaign, shared out in the same way
+site file                                  the most that a campaign may ask for; also where it asks for nothing
+========================================  ==============================================================================
+
+Nobody keeps count for all: each gateway and rank has an equal part from the start, so the whole is never passed, and is
+not reached while pods wait in the queue or have ended. A site file is YAML, ``/etc/megaflow-hpc/site.yaml`` or (only
+where that does not exist) the file that ``MEGAFLOW_SITE_FILE`` names::
+
+    caps: {slots: 512, requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
+    users: {alice: {slots: 1024}}        # instead of caps, cap by cap
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from megaflow_hpc.config.sections import PodsConfig, Section
+from megaflow_hpc.errors import ConfigError
+
+SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
+RANKS_PER_NODE = 2
+"""Where the campaign does not say."""
+
+
+class QuotasConfig(Section):
+    """What the campaign may take at once; null is unlimited."""
+
+    requests_per_s: float | None = Field(None, gt=0)
+    """Model calls a second."""
+    tokens_per_s: float | None = Field(None, gt=0)
+    """Tokens a second, of prompts and answers together."""
+    in_flight: int | None = Field(None, ge=1)
+    """Model calls at once."""
+    slots: int | None = Field(None, ge=1)
+    """Rollouts at once."""
+
+    @property
+    def any(self) -> bool:
+        return any(value is not None for value in self.model_dump().values())
+
+
+class Caps(QuotasConfig):
+    """What a site lets a campaign ask for."""
+
+    pods: int | None = Field(None, ge=1)
+    """Pods of all pools."""
+    servers: int | None = Field(None, ge=1)
+    """Engine servers of all policies."""
+
+
+class _SiteFile(Section):
+    caps: Caps = Caps()
+    users: dict[str, Caps] = Field(default_factory=dict)
+
+
+def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, str]:
+    """The caps of a user (by default who runs this) and the file they stand in; none where there is no file.
+
+    Raises:
+        ConfigError: The file cannot be read or holds something else.
+    """
+    named = os.environ.get("MEGAFLOW_SITE_FILE")
+    path = file or (SITE_FILE if SITE_FILE.exists() or not named else Path(named))
+    if file is None and not named and not path.exists():
+        return Caps(), ""
+    try:
+        site = _SiteFile.model_validate(yaml.safe_load(path.read_text()) or {})
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"{path}: the site file cannot be used, ask who keeps it: {error}") from None
+    own = site.users.get(user or getpass.getuser(), Caps())
+    stated = {name: value for name, value in own.model_dump().items() if name in own.model_fields_set}
+    return site.caps.model_copy(update=stated), str(path)
+
+
+def gateways(pods: PodsConfig) -> int:
+    """Worker ranks of all pods: rank 0 of each schedules, the others have a gateway each."""
+    ranks = pods.ranks_per_node or RANKS_PER_NODE
+
+    def workers(nodes: int) -> int:
+        return max(1, nodes * ranks - 1)
+
+    return pods.count * workers(pods.nodes) + sum(p.count * workers(p.nodes or pods.nodes) for p in pods.pools)
+
+
+def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, source: str) -> QuotasConfig:
+    """The quotas that hold: the campaign's own, and the site's caps where it states none.
+
+    Args:
+        servers: Engine servers that the campaign asks for at most.
+        source: The site file, for messages.
+
+    Raises:
+        ConfigError: The campaign asks for more than the site lets it, or a quota is less than one for each rank.
+    """
+    asked: Mapping[str, Any] = {
+        **{f"quotas.{name}": value for name, value in quotas.model_dump().items()},
+        "slurm.pods (of all pools)": pods.total,
+        "servers (of all policies)": servers,
+    }
+    most = {**{f"quotas.{n}": getattr(caps, n) for n in QuotasConfig.model_fields}}
+    most |= {"slurm.pods (of all pools)": caps.pods, "servers (of all policies)": caps.servers}
+    for name, value in asked.items():
+        cap = most[name]
+        if value is not None and cap is not None and value > cap:
+            raise ConfigError(f"{name}: {value} is more than this site lets a campaign take ({cap}, {source})")
+    stated = {name: value for name, value in quotas.model_dump().items() if value is not None}
+    held = QuotasConfig(**{**{n: getattr(caps, n) for n in QuotasConfig.model_fields}, **stated})
+    count = gateways(pods)
+    for name in ("in_flight", "slots"):
+        value = getattr(held, name)
+        if value is not None and value < count:
+            raise ConfigError(
+                f"quotas.{name}: {value} shared out over {count} worker ranks is less than one each; use fewer pods or "
+                f"ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
+            )
+    return held
+
+
+def slots_of_rank(wanted: int, quotas: Mapping[str, Any], pods: PodsConfig) -> int:
+    """Rollouts at once on one worker rank: what was asked for, or its part of the campaign's slots."""
+    slots = quotas.get("slots")
+    return wanted if slots is None else max(1, min(wanted, int(slots) // gateways(pods)))
