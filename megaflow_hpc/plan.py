@@ -101,7 +101,7 @@ def make(
     used = {rollout.task_id for rollout in rollouts}
     tasks = [task for task in tasks if task.id in used]
     environment = config.environment
-    require((task.network or environment.network for task in tasks), private_directory(default_scratch()))
+    require((environment.network_of(task) for task in tasks), private_directory(default_scratch()))
     images = resolve_images(
         tasks,
         environment.images,

@@ -69,7 +69,9 @@ class Task:
     verifier_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
     network: Network | None = None
-    """What the task demands; ``None`` leaves it to the campaign."""
+    """The most that the task allows; ``None`` leaves it to the campaign."""
+    mode: SandboxMode | None = None
+    """``None`` leaves it to the campaign."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

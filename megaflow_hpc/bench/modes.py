@@ -1,8 +1,8 @@
 """Sandboxes in each way this node offers, and what holding them to their limits costs.
 
-Starts are taken from each form of image the node can use (unpacked, mounted once per job, the SIF by itself) and with
-layers in memory. The watchdog is measured by its own thread's CPU time beside 32 sandboxes, idle and at work; a hog by
-what it held when it was ended.
+Starts are taken from each form of image the node can use (unpacked, mounted once per job, the SIF by itself), with
+layers in memory, and as on nodes without an overlay, where every sandbox is a copy of its image. The watchdog is
+measured by its own thread's CPU time beside 32 sandboxes, idle and at work; a hog by what it held when it was ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ HELP = "sandbox starts by form of image, and the cost of limits"
 GOALS_MS = {"tree": 60.0, "mount": 90.0}
 NAMES = {"tree": "an unpacked image", "mount": "one mount per job", "direct": "the SIF itself"}
 HOG = ["python3", "-c", "held = []\nwhile True: held.append(b'x' * 10_000_000)"]
-WATCH_S = 6.0
 
 Note = Callable[[str], None]
 
@@ -37,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
     parser.add_argument("--image", metavar="SIF", default=default, help="with python3; default MEGAFLOW_TEST_BASE_SIF")
     parser.add_argument("--starts", type=int, default=20, metavar="N", help="per form; default 20")
+    parser.add_argument("--copies", type=int, default=5, metavar="N", help="starts of copies; default 5")
     parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="under the watchdog; default 32")
+    parser.add_argument("--watch-s", type=float, default=6.0, metavar="S", help="for the watchdog's share; default 6")
+    parser.add_argument("--hogs", type=int, default=5, metavar="N", help="memory hogs; default 5")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
@@ -51,10 +53,14 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         for form in _forms(scratch, note):
             note(f"{arguments.starts} starts from {NAMES[form]}")
             figures.append(_starts(image, form, scratch, arguments.starts))
+        if arguments.copies:
+            note(f"{arguments.copies} starts of copies")
+            with _set("MEGAFLOW_LAYER", "copy"):
+                figures.append(_starts(image, "tree", scratch, arguments.copies, ", copied: no overlay"))
         note(f"{arguments.sandboxes} sandboxes under the watchdog")
-        figures += asyncio.run(_watchdog(image, scratch, arguments.sandboxes))
+        figures += asyncio.run(_watchdog(image, scratch, arguments.sandboxes, arguments.watch_s))
         note("a memory hog")
-        figures += asyncio.run(_hog(image, scratch))
+        figures += asyncio.run(_hog(image, scratch, arguments.hogs))
     if os.access("/dev/shm", os.W_OK):
         note("layers in memory")
         with _directory(Path("/dev/shm")) as memory:
@@ -73,6 +79,18 @@ def _directory(base: Path) -> Iterator[Path]:
     finally:
         sweep(path)
         remove_tree(path)
+
+
+@contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _forms(scratch: Path, note: Note) -> list[str]:
@@ -100,19 +118,12 @@ def _starts(image: str, form: str, scratch: Path, count: int, where: str = "") -
                 await sandbox.stop()
             return taken[1:]
 
-    before = os.environ.get("MEGAFLOW_IMAGE_FORM")
-    os.environ["MEGAFLOW_IMAGE_FORM"] = form
-    try:
-        return median(
-            f"fresh sandbox ready, from {NAMES[form]}{where}", "ms", asyncio.run(measure()), GOALS_MS.get(form)
-        )
-    finally:
-        os.environ.pop("MEGAFLOW_IMAGE_FORM")
-        if before is not None:
-            os.environ["MEGAFLOW_IMAGE_FORM"] = before
+    goal = None if "copied" in where else GOALS_MS.get(form)
+    with _set("MEGAFLOW_IMAGE_FORM", form):
+        return median(f"fresh sandbox ready, from {NAMES[form]}{where}", "ms", asyncio.run(measure()), goal)
 
 
-async def _watchdog(image: str, scratch: Path, count: int) -> list[Figure]:
+async def _watchdog(image: str, scratch: Path, count: int, watch_s: float) -> list[Figure]:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     async def work(provider: ApptainerProvider, busy: bool) -> float:
@@ -123,9 +134,9 @@ async def _watchdog(image: str, scratch: Path, count: int) -> list[Figure]:
         if busy:
             script = "while :; do dd if=/dev/zero of=/tmp/x bs=64k count=16 2>/dev/null; sleep 0.2; done"
             running = [asyncio.create_task(sandbox.exec(script, timeout_s=60)) for sandbox in sandboxes]
-        await asyncio.sleep(2)
+        await asyncio.sleep(watch_s / 3)
         before, began = provider.watchdog.cpu_s(), time.perf_counter()
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(watch_s)
         share = (provider.watchdog.cpu_s() - before) / (time.perf_counter() - began) * 100
         for task in running:
             task.cancel()
@@ -143,7 +154,7 @@ async def _watchdog(image: str, scratch: Path, count: int) -> list[Figure]:
     return figures
 
 
-async def _hog(image: str, scratch: Path, limit_mb: int = 300, times: int = 5) -> list[Figure]:
+async def _hog(image: str, scratch: Path, times: int, limit_mb: int = 300) -> list[Figure]:
     """How far a process that allocates as fast as it can gets past its limit before it is ended."""
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 

@@ -139,11 +139,16 @@ def _apptainer() -> Iterator[Finding]:
         return
     layers = f"writable layers by {'the kernel' if found.overlay_by == 'kernel' else found.overlay_by}"
     remedy = "set MEGAFLOW_SCRATCH to a local disk, or ask for fuse-overlayfs and an open /dev/fuse"
-    yield _can("overlay", layers, found.overlay, remedy)
+    if found.overlay and not found.copy:
+        cost = f"every sandbox is a copy of its image, in time and in room on scratch: {found.overlay}"
+        yield Finding("overlay", "warn", cost, remedy)
+    else:
+        yield _can("overlay", layers, found.overlay and f"{found.overlay}; and no copies: {found.copy}", remedy)
     remedy = "use environment.network: host, or ask the site"
     yield _can("network none", "sandboxes without a network", found.private_network, remedy, "warn")
     remedy = f"use environment.network: {'host' if found.private_network else 'none or host'}"
-    yield _can("gateway", "only the model is reached", found.gateway, remedy, "warn")
+    way = {"nsenter": "entered from outside", "helper": "a helper inside listens"}.get(found.gateway_by, "")
+    yield _can("gateway", f"only the model is reached ({way})", found.gateway, remedy, "warn")
     remedy = "images are unpacked to scratch once per node instead of mounted"
     yield _can("image mount", "one mount per image and job", found.mount, remedy, "warn")
     yield _can("processes", "bounded by the kernel", found.processes, "the watchdog counts them instead", "warn")
@@ -170,7 +175,7 @@ def _scratch() -> Iterator[Finding]:
         yield Finding("scratch", "warn", f"{found}; it is memory", remedy)
     elif kind == "network":
         remedy = "set MEGAFLOW_SCRATCH to a node-local directory"
-        yield Finding("scratch", "FAIL", f"{found}; no writable layer can lie there", remedy)
+        yield Finding("scratch", "warn", f"{found}; every sandbox is a copy of its image there", remedy)
     elif free < 5 or (room.f_files and room.f_favail < 200_000):
         remedy = "set MEGAFLOW_SCRATCH to a node-local directory with room for the images"
         yield Finding("scratch", "warn", found, remedy)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megaflow_hpc.types import Network, SandboxMode
+from megaflow_hpc.types import Network, SandboxMode, Task
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
@@ -30,6 +30,8 @@ class TaskSource(Section):
     """Shell patterns on task ids to leave out, applied after ``include``."""
     limit: int | None = Field(None, ge=1)
     """Take at most this many, in order of id."""
+    mode: SandboxMode | None = None
+    """Of these tasks' sandboxes, whatever the tasks say; default: what each says, else ``environment.mode``."""
 
 
 class AgentConfig(Section):
@@ -173,6 +175,14 @@ class EnvironmentConfig(Section):
     """What one sandbox may use where its task does not say."""
     verification: Literal["shared", "fresh"] = "shared"
     """``shared``: tests run in the agent's sandbox; ``fresh``: in the image with the agent's work directory alone."""
+
+    def network_of(self, task: Task) -> Network:
+        """The narrower of what the campaign gives and the task allows."""
+        widths = get_args(Network)
+        return min(self.network, task.network or self.network, key=widths.index)
+
+    def mode_of(self, task: Task) -> SandboxMode:
+        return task.mode or self.mode
 
 
 def _walltime(value: Any) -> Any:

@@ -10,6 +10,9 @@ direct   the SIF itself, mounted by each sandbox for itself    most, and a proce
 
 Unpacking is paid once and saves something at every start, so it depends on how often the image will be used; it needs
 room in bytes and inodes. Where scratch is memory, what is unpacked is charged to the job.
+
+Over the image lies an overlay, the kernel's or by FUSE. Where neither can be had (an old kernel, scratch on a network
+file system, containers that only root's rights start), an image is unpacked and every sandbox gets a copy of it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from megaflow_hpc.environments.staging import ImageCache
 from megaflow_hpc.errors import ConfigError, SandboxError
 
 Form = Literal["tree", "mount", "direct"]
+Writes = Literal["overlay", "copy"]
 
 START_S = {"tree": 0.05, "mount": 0.06, "direct": 0.20}
 """Of one sandbox, as ``bench modes`` measures them; only their differences count."""
@@ -80,8 +84,18 @@ def choose(
 class Access:
     """One sandbox's hold on its image, from :meth:`ImageAccess.acquire` to :meth:`release`."""
 
-    def __init__(self, form: Form, rootfs: str, release: Callable[[], None], mounted: Mounted | None = None) -> None:
+    def __init__(
+        self,
+        form: Form,
+        rootfs: str,
+        release: Callable[[], None],
+        mounted: Mounted | None = None,
+        *,
+        copies: bool = False,
+    ) -> None:
         self.form = form
+        self.copies = copies
+        """Each sandbox writes to a copy of the image: there is no overlay here."""
         self.rootfs = rootfs
         """The image's files as the host sees them; the SIF itself with form ``direct``."""
         self.release = release
@@ -92,6 +106,14 @@ class Access:
     ) -> tuple[Sequence[str], list[str]]:
         """The words of a container with a writable layer over the image: those that change what it runs as, and where;
         then Apptainer's."""
+        binds = (f"{control}:{CONTROL_DIR}", *spec.binds)
+        if self.copies:
+            root = os.path.join(layer, "root")
+            points = [f"/:/{name}" for name in overlay.MOUNT_POINTS if not os.path.lexists(os.path.join(root, name))]
+            for bind in (*points, *binds):
+                _bind_point(root, bind)
+            argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
+            return namespace_root(spec), argv
         merged = f"{layer}.root"
         uid = None if spec.as_root else os.getuid()
         if self._mounted is not None:
@@ -101,7 +123,7 @@ class Access:
         if prefix is None:
             argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
             return namespace_root(spec), argv
-        for bind in (f"{control}:{CONTROL_DIR}", *spec.binds):
+        for bind in binds:
             _bind_point(os.path.join(layer, "upper"), bind)
         return prefix, exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
 
@@ -111,22 +133,29 @@ class Access:
             raise SandboxError(f"{self.rootfs}: the mount of the image has ended")
 
 
-def _bind_point(upper: str, bind: str) -> None:
-    """Makes the place that ``SRC:DEST`` covers in a writable layer: Apptainer makes none in a writable root.
+def _bind_point(root: str, bind: str) -> None:
+    """Makes the place that ``SRC:DEST`` covers in a writable tree: Apptainer makes none in a writable root.
 
     The layer is the agent's work: nothing here follows a link in it.
     """
     source, _, rest = bind.partition(":")
     parts = [part for part in (rest.partition(":")[0] or source).split("/") if part]
-    place = upper
-    for number, part in enumerate(parts):
-        place = os.path.join(place, part)
-        if os.path.islink(place):
-            raise SandboxError(f"{bind}: the sandbox has a symbolic link there; nothing can be bound")
-        if number == len(parts) - 1 and os.path.isfile(source):
-            os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
-        elif not os.path.isdir(place):
-            os.mkdir(place, 0o755)
+    place = root
+    try:
+        for number, part in enumerate(parts):
+            place = os.path.join(place, part)
+            if os.path.islink(place):
+                raise SandboxError(f"{bind}: the sandbox has a symbolic link there; nothing can be bound")
+            if number == len(parts) - 1 and os.path.isfile(source):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                os.close(os.open(place, flags, 0o644))
+            elif not os.path.isdir(place):
+                os.mkdir(place, 0o755)
+    except OSError as error:
+        raise SandboxError(
+            f"{bind}: no place for it can be made in the sandbox ({place}: {error.strerror}): see that scratch is not "
+            "full, and that the bind's target is a directory or a file as its source is"
+        ) from error
 
 
 class ImageAccess:
@@ -146,10 +175,28 @@ class ImageAccess:
         self._kind = kind
         self._expected: dict[str, float] = {}
         self._forms: dict[str, Form] = {}
+        self._writes: Writes | None = None
 
     def expect(self, image: str, starts: float) -> None:
         """So many sandboxes of an image will be started on this node; unknown ones count as many."""
         self._expected[image] = starts
+
+    @property
+    def writes(self) -> Writes:
+        """How sandboxes write: ``MEGAFLOW_LAYER`` (overlay, copy), else by overlay where one can be had."""
+        if self._writes is None:
+            named = os.environ.get("MEGAFLOW_LAYER", "auto")
+            if named not in ("overlay", "copy", "auto"):
+                raise ConfigError(f"MEGAFLOW_LAYER={named}: expected overlay, copy or auto")
+            if named != "auto":
+                self._writes = named  # type: ignore[assignment]
+            elif self._kind == "network":
+                self._writes = "copy"
+            elif os.geteuid() != 0 and overlay.works(str(self._scratch)):
+                self._writes = "overlay"
+            else:
+                self._writes = "copy" if self._site().overlay else "overlay"
+        return self._writes  # type: ignore[return-value]
 
     def form(self, image: str) -> Form:
         """The form for an image, decided once: ``MEGAFLOW_IMAGE_FORM`` (tree, mount, direct), else by cost."""
@@ -159,6 +206,8 @@ class ImageAccess:
         return known
 
     def _decide(self, image: str) -> Form:
+        if self.writes == "copy":
+            return "tree"
         named = os.environ.get("MEGAFLOW_IMAGE_FORM", "auto")
         if named in ("tree", "mount", "direct"):
             return named  # type: ignore[return-value]
@@ -188,14 +237,14 @@ class ImageAccess:
         if self._forms.get(image, "tree" if os.path.isdir(image) else None) != "tree":
             return None
         lease = self.images.ready(image, "tree")
-        return Access("tree", lease.path, lease.release) if lease else None
+        return Access("tree", lease.path, lease.release, copies=self.writes == "copy") if lease else None
 
     def acquire(self, image: str) -> Access:
         """The image in its form; blocks while it is staged or mounted."""
         form = "tree" if os.path.isdir(image) else self.form(image)
         if form == "tree" or form == "direct":
             lease = self.images.acquire(image, form)
-            return Access(form, lease.path, lease.release)
+            return Access(form, lease.path, lease.release, copies=self.writes == "copy")
         facts = self.images.facts(image)
         copy = Room(facts.bytes, 4) <= self.images.room() and self._kind == "disk"
         lease = self.images.acquire(image, "sif" if copy else "direct")

@@ -76,6 +76,16 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
     return unshare() if spec.as_root and os.geteuid() != 0 else ()
 
 
+@functools.cache
+def only_by_root() -> bool:
+    """Whether there are no user namespaces for users, so that a setuid Apptainer is the one way to a container.
+
+    Commands run as the caller then, without any capability. (Inside a user namespace a setuid Apptainer does not use
+    its rights, so where there are namespaces it is as good as any.)
+    """
+    return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
+
+
 def exec_argv(
     apptainer: str, spec: SandboxSpec, rootfs: str, *, overlay: str | None, control: str, command: Sequence[str]
 ) -> list[str]:
@@ -87,7 +97,7 @@ def exec_argv(
     """
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]
-    if spec.as_root:
+    if spec.as_root and not only_by_root():
         if not namespace_root(spec):
             argv += ["--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command"]
         argv += ["--add-caps", ",".join(f"CAP_{name}" for name in _ROOT_MAY)]

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments import layer
-from megaflow_hpc.environments.sandbox import ApptainerSandbox, LayerPaths
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.writable import LayerPaths
 from megaflow_hpc.rundir import write_json
 from megaflow_hpc.types import Artifact
 

@@ -107,8 +107,6 @@ class Container:
             raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
         finally:
             os.close(errors)
-        if (identity := Identity.of(self._process.pid)) and self._on_started:
-            self._on_started(identity)
         assert self._process.stdout
         for pipe, reader in (
             (self._process.stdout.fileno(), self._read_answers),
@@ -117,6 +115,8 @@ class Container:
             os.set_blocking(pipe, False)
             loop.add_reader(pipe, reader, pipe)
         try:
+            if (identity := Identity.of(self._process.pid)) and self._on_started:
+                self._on_started(identity)
             await asyncio.wait_for(self._ready, timeout_s)
         except TimeoutError:
             await self.kill()

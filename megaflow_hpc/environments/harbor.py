@@ -15,13 +15,13 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from megaflow_hpc.environments.harbor_environment import inside, read_environment, read_network
 from megaflow_hpc.environments.harbor_verifier import read_ending
 from megaflow_hpc.environments.task_toml import Table, read_text, read_toml
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import SandboxMode, Task
 
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
 SCHEMA = (1, 4)
@@ -76,6 +76,7 @@ def read_harbor_task(path: str | os.PathLike[str]) -> Task:
         agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_S) or DEFAULT_AGENT_S,
         verifier_timeout_s=verifier_s,
         network=network,
+        mode=cast("SandboxMode | None", toml.table("metadata").choice("sandbox_mode", *get_args(SandboxMode))),
         metadata={**toml.table("metadata").data, "harbor": harbor},
     )
 

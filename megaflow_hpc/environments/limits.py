@@ -81,6 +81,8 @@ class Watch:
         self.on_breach = on_breach
         self.layer_in_memory = layer_in_memory
         """Scratch is memory: what the layer holds counts as such."""
+        self.occupied = 0
+        """Bytes of the layer that a copy of the image takes, which is not the sandbox's work."""
         self.init: Identity | None = None
         self.group: cgroups.Group | None = None
         self.cpus: frozenset[int] = frozenset()
@@ -249,7 +251,7 @@ class Watch:
         self._du_due = now + max(MEASURE_S, MEASURE_SHARE * self._du_cost)
         if found is None:
             return None
-        self._disk, before = found, self._disk
+        self._disk, before = max(0, found - self.occupied), self._disk
         if self._disk <= allowed:
             return None
         self._du_due = now + 4 * self._du_cost

@@ -17,7 +17,7 @@ from megaflow_hpc.environments.apptainer import unshare
 from megaflow_hpc.environments.files import remove_tree
 
 MOUNT = 'mount -t overlay overlay -o "$1" "$2" && shift 2 && exec "$@"'
-_MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
+MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Apptainer makes none in a root that it does not overlay itself."""
 
 
@@ -34,12 +34,12 @@ def words(lower: str, layer: str, merged: str, uid: int | None) -> list[str] | N
     """
     if any(letter in text for text in (lower, layer, merged) for letter in ',:\\"'):
         return None
-    if os.geteuid() == 0 or not _works(os.stat(layer).st_dev, os.path.dirname(layer)):
+    if os.geteuid() == 0 or not works(os.path.dirname(layer)):
         return None
     remove_tree(f"{layer}/work")
     for path in (f"{layer}/upper", f"{layer}/work", merged):
         os.makedirs(path, mode=0o755, exist_ok=True)
-    for name in _MOUNT_POINTS:
+    for name in MOUNT_POINTS:
         place = f"{layer}/upper/{name}"
         if not os.path.lexists(f"{lower}/{name}") and not os.path.lexists(place):
             os.mkdir(place, 0o755)
@@ -60,8 +60,9 @@ def _options(lower: str, layer: str) -> str:
 _tried: dict[int, bool] = {}
 
 
-def _works(device: int, directory: str) -> bool:
-    """Whether the kernel gives an ordinary user such an overlay on the file system ``device``; tried out once."""
+def works(directory: str) -> bool:
+    """Whether the kernel gives an ordinary user such an overlay on this directory's file system; tried out once."""
+    device = os.stat(directory).st_dev
     if device not in _tried:
         _tried[device] = bool(unshare()) and _try(directory)
     return _tried[device]

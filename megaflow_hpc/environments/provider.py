@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments import site
+from megaflow_hpc.environments import interpreter, site
 from megaflow_hpc.environments.access import Access, ImageAccess
-from megaflow_hpc.environments.apptainer import find_apptainer
+from megaflow_hpc.environments.apptainer import find_apptainer, unshare
 from megaflow_hpc.environments.janitor import sweep
 from megaflow_hpc.environments.limits import Watchdog
 from megaflow_hpc.environments.mounts import sweep_mounts
+from megaflow_hpc.environments.network import Way, how_to_listen
 from megaflow_hpc.environments.pool import Pool
 from megaflow_hpc.environments.prefetch import Prefetcher
 from megaflow_hpc.environments.sandbox import OUTPUT_LIMIT, ApptainerSandbox
@@ -87,6 +88,7 @@ class ApptainerProvider:
         self._pool = Pool(self._start)
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
+        self._gateway_by: Way | None = None
         self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
         self._kind = kind_of(file_system(self.scratch))
         cached = ImageCache(self.cache, self.apptainer)
@@ -139,7 +141,6 @@ class ApptainerProvider:
         access = self.images.ready(spec.image) or await self._acquire(spec.image)
         self._number += 1
         directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
-        directory.mkdir(mode=0o700)
         sandbox = ApptainerSandbox(
             spec,
             access,
@@ -151,15 +152,19 @@ class ApptainerProvider:
             watchdog=self.watchdog,
             layer_in_memory=self._kind == "memory",
             spare=self._pool.take if spec.mode == "persistent" else None,
+            kit=self._kit if spec.network == "gateway" and self._listens_by_helper() else None,
         )
-        if snapshot is not None:
-            try:
-                await asyncio.to_thread(sandbox.restore, snapshot)
-            except BaseException:
-                await sandbox.stop()
-                raise
-        await sandbox.start()
+        await sandbox.start(snapshot)
         return sandbox
+
+    def _listens_by_helper(self) -> bool:
+        """Whether a listener gets into private networks by a command of the sandbox (network.py)."""
+        if self._gateway_by is None:
+            self._gateway_by, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "there are none")
+        return self._gateway_by == "helper"
+
+    def _kit(self) -> Path:
+        return interpreter.kit(self.scratch)
 
     async def standing_by(self, spec: SandboxSpec) -> bool:
         """Waits for what starts in the background; whether a sandbox of mode ``persistent`` stands by for ``spec``."""

@@ -1,44 +1,33 @@
 """A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
 
-::
-
-    DIRECTORY/
-      layer/upper  layer/work   the writable layer (kernel overlay)
-      control-N/                the N-th container's control directory (container.py)
-      owner                     identity of the container's process on the host, for the janitor
-      tmp/                      Apptainer's own TMPDIR
-
 ``kill_processes``, ``restart`` and ``reset`` replace the container (some 50 ms): nothing is left that could watch, and
-the runner itself is new. The first two keep the layer, ``reset`` empties it.
+the runner itself is new. The first two keep the layer, ``reset`` empties it. The files are bundle.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments import layer, snapshot, transfer
+from megaflow_hpc.environments import transfer
 from megaflow_hpc.environments.access import Access
-from megaflow_hpc.environments.apptainer import CONTROL_DIR
+from megaflow_hpc.environments.bundle import Bundle
 from megaflow_hpc.environments.commands import Commands
 from megaflow_hpc.environments.container import Container
-from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
-from megaflow_hpc.environments.network import listen_inside
-from megaflow_hpc.environments.processes import continue_all, descendants, is_runner, stop_all
+from megaflow_hpc.environments.network import LISTEN_S, listen_by_helper, listen_inside
+from megaflow_hpc.environments.processes import continue_all, stop_all
 from megaflow_hpc.environments.session import Session
 from megaflow_hpc.environments.snapshot import Snapshot
 from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.environments.writable import LayerPaths
 from megaflow_hpc.errors import LimitError, SandboxError
-from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
@@ -46,16 +35,6 @@ OUTPUT_LIMIT = 512 * 1024
 
 LIKE_A_LOST_IMAGE = (124, 126, 127, 128 + signal.SIGBUS, 128 + signal.SIGKILL)
 """Exit codes of commands whose program, directory or pages went away; of others too, so the image is looked at then."""
-
-
-@dataclass(frozen=True)
-class LayerPaths:
-    """Where a sandbox's files are on the host."""
-
-    upper: Path
-    """The overlay's upper directory: what the sandbox changed."""
-    rootfs: Path
-    """The image below it, read-only; not a directory where the image is not unpacked."""
 
 
 class ApptainerSandbox:
@@ -74,19 +53,14 @@ class ApptainerSandbox:
         watchdog: Watchdog | None = None,
         layer_in_memory: bool = False,
         spare: Callable[[SandboxSpec], Awaitable[ApptainerSandbox | None]] | None = None,
+        kit: Callable[[], Path] | None = None,
     ) -> None:
         self.spec = spec
         self._first_spec = spec
-        self.directory = directory
         self.workdir = spec.workdir or "/"
-        self._access = access
-        self._apptainer = apptainer
-        self._start_timeout_s = start_timeout_s
+        self._bundle = Bundle(directory, access, apptainer, start_timeout_s)
         self._output_limit = output_limit
         self._on_stop = on_stop
-        self._layer = os.path.join(directory, "layer")
-        self._container: Container | None = None
-        self._containers = 0
         self._uploads = 0
         self._stopped = False
         self._changing = asyncio.Lock()
@@ -94,8 +68,9 @@ class ApptainerSandbox:
         """Limits passed since the start, in order."""
         self._over: Breach | None = None
         self._watchdog = watchdog
-        self._watch = Watch(spec, self._layer, self._on_breach, layer_in_memory=layer_in_memory)
+        self._watch = Watch(spec, self._bundle.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self._spare = spare
+        self._kit = kit
         self._leaving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         if watchdog is not None:
@@ -110,56 +85,42 @@ class ApptainerSandbox:
         await self.stop()
 
     @property
+    def directory(self) -> str:
+        """Of its files on the host."""
+        return self._bundle.directory
+
+    @property
     def pid(self) -> int | None:
         """The container's first process, as the host sees it."""
-        init = self._container.init if self._container else None
+        init = self._bundle.container.init if self._bundle.container else None
         return init.pid if init else None
 
     @property
     def host_pid(self) -> int | None:
         """Apptainer's own process on the host; all of the sandbox's are below it."""
-        return self._container.host_pid if self._container else None
+        return self._bundle.container.host_pid if self._bundle.container else None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Raises :class:`SandboxError` with Apptainer's last line if the container does not come up."""
-        os.makedirs(os.path.join(self.directory, "tmp"), mode=0o700, exist_ok=True)
-        os.makedirs(self._layer, mode=0o700, exist_ok=True)
+    async def start(self, kept: Snapshot | None = None) -> None:
+        """Raises :class:`SandboxError` with Apptainer's last line if the container does not come up.
+
+        Args:
+            kept: files to start with.
+        """
         try:
-            await self._start_container()
+            self._bundle.make()
+            if kept is not None:
+                await asyncio.to_thread(self._bundle.layer.restore, kept)
+            await self._bundle.start(self.spec, self._watch)
         except BaseException:
             await self.stop()
             raise
 
-    async def _start_container(self) -> None:
-        control = os.path.join(self.directory, f"control-{self._containers}")
-        self._containers += 1
-        container = Container(control, on_started=self._record_owner)
-        container.prepare(self.spec.env, self.spec.as_root, self.spec.workdir)
-        runner = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
-        self._access.check()
-        prefix, argv = self._access.command_line(
-            self._apptainer, self.spec, layer=self._layer, control=control, command=runner
-        )
-        try:
-            await container.start(
-                argv,
-                temporary=os.path.join(self.directory, "tmp"),
-                timeout_s=self._start_timeout_s,
-                prefix=prefix,
-            )
-        except SandboxError as error:
-            raise SandboxError(f"{self.spec.image}: {error}") from error
-        self._container = container
-        if container.init is not None:
-            self._watch.attach(container.init)
-        container.commands.prepare()
-
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
         """In the watchdog's thread; what it says is heard before the end of what it kills."""
         try:
-            self._loop.call_soon_threadsafe(self._breached, self._container, breach, number, whole)
+            self._loop.call_soon_threadsafe(self._breached, self._bundle.container, breach, number, whole)
         except RuntimeError:
             pass  # the loop has ended, and the sandbox with it
 
@@ -171,11 +132,6 @@ class ApptainerSandbox:
             container.commands.pays(number, str(breach))
         elif container is not None and whole:
             container.pays(str(breach))
-
-    def _record_owner(self, identity: Identity) -> None:
-        with open(os.path.join(self.directory, "owner"), "w") as file:
-            file.write(f"{identity}\n")
-        self._watch.adopt(identity)
 
     async def kill_processes(self) -> None:
         """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
@@ -193,24 +149,14 @@ class ApptainerSandbox:
         """
         async with self._changing:
             await self._running().check()
-            await self._drop_container()
+            await self._bundle.drop(self._watch)
             if change is not None:
-                await asyncio.to_thread(change, LayerPaths(Path(self._layer, "upper"), Path(self._access.rootfs)))
+                await self._bundle.layer.change(change)
             if spec is not None:
                 self.spec = replace(spec, image=self.spec.image)
                 self.workdir = self.spec.workdir or "/"
             self._renew()
-            await self._start_again()
-
-    async def _start_again(self) -> None:
-        """If no container starts in what was left of the sandbox, what one needs is taken from the image again."""
-        try:
-            await self._start_container()
-        except (SandboxError, OSError):
-            await self._drop_container()
-            upper, rootfs = Path(self._layer, "upper"), Path(self._access.rootfs)
-            await asyncio.to_thread(layer.mend, upper, rootfs, self.spec.workdir)
-            await self._start_container()
+            await self._bundle.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
         """Back to the image and the spec as they were: every process gone, the writable layer emptied.
@@ -223,93 +169,52 @@ class ApptainerSandbox:
             if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
                 self._become(spare)
                 return
-            await self._drop_container()
-            old = f"{self._layer}.old-{self._containers}"
-            os.rename(self._layer, old)
-            os.mkdir(self._layer, 0o700)
-            await asyncio.to_thread(remove_tree, old)
+            await self._bundle.drop(self._watch)
+            await self._bundle.layer.empty()
             self._renew()
-            await self._start_container()
+            await self._bundle.start(self.spec, self._watch)
 
     def _become(self, spare: ApptainerSandbox) -> None:
         """Takes over everything of a sandbox that nobody has used."""
-        old = copy.copy(self)  # what it was, for the clean-up
         spare._stopped = True
         if spare._watchdog is not None:
             spare._watchdog.forget(spare._watch)
         self._watch.detach()
-        self.directory, self._layer, self._access = spare.directory, spare._layer, spare._access
-        self._container, self._containers = spare._container, spare._containers
-        self._watch.layer = self._layer
-        self._renew()
-        if self._container is not None and self._container.init is not None:
-            self._watch.attach(self._container.init)
-        leaving = self._loop.create_task(old._discard())
+        leaving = self._loop.create_task(_discard(self._bundle))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
-
-    async def _discard(self) -> None:
-        container, self._container = self._container, None
-        try:
-            if container is not None:
-                await container.kill()
-            await asyncio.to_thread(remove_tree, self.directory)
-        except OSError:
-            pass  # the janitor's
-        finally:
-            self._access.release()
+        self._bundle = spare._bundle
+        self._watch.layer, self._watch.occupied = self._bundle.layer.path, self._bundle.layer.occupied
+        self._renew()
+        if self._bundle.container is not None and self._bundle.container.init is not None:
+            self._watch.attach(self._bundle.container.init)
 
     async def settled(self) -> None:
         """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
         try:
-            await asyncio.wait_for(self._running().commands.settled.wait(), self._start_timeout_s)
+            await asyncio.wait_for(self._running().commands.settled.wait(), self._bundle.start_timeout_s)
         except TimeoutError:
             raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
 
     def used(self) -> str:
         """Why this is not as it was when it started, in words; empty if it can be proved to be."""
-        container = self._container
-        if self._stopped or container is None or not container.alive or container.init is None:
-            return "its container has ended"
-        if container.commands.count:
-            return "a command has run in it"
-        if any(Identity.of(pid) and not is_runner(pid) for pid in descendants(container.init.pid)):
-            return "a process runs in it"
-        made = {self.workdir.lstrip("/"), CONTROL_DIR.lstrip("/"), "dev", "proc", "sys", "tmp", "etc"} | {
-            bind.split(":")[-1].lstrip("/") for bind in self.spec.binds
-        }
-        upper = os.path.join(self._layer, "upper")
-        for place, directories, files in os.walk(upper):
-            inside = os.path.relpath(place, upper)
-            expected = inside == "." or any(f"{path}/".startswith(f"{inside}/") for path in made)
-            if not expected or files:
-                return f"its layer holds {inside if not expected else os.path.join(inside, files[0])}"
-            directories[:] = [name for name in directories if not os.path.islink(os.path.join(place, name))]
-        return ""
+        return "it is stopped" if self._stopped else self._bundle.used(self.spec)
 
     async def stop(self) -> None:
         """Ends every process and removes the writable layer. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
+        self._watch.detach()
         try:
-            await self._drop_container()
-            await asyncio.to_thread(remove_tree, self.directory)
+            await self._bundle.remove()
             if self._leaving:
                 await asyncio.gather(*self._leaving)
         finally:
             if self._watchdog is not None:
                 self._watchdog.forget(self._watch)
-            self._access.release()
             if self._on_stop is not None:
                 self._on_stop(self)
-
-    async def _drop_container(self) -> None:
-        container, self._container = self._container, None
-        if container is not None:
-            self._watch.detach()
-            await container.kill()
-            shutil.rmtree(container.control, ignore_errors=True)
 
     def _renew(self) -> None:
         """What is counted in time begins anew: an agent's use is not the verifier's."""
@@ -319,7 +224,7 @@ class ApptainerSandbox:
 
     async def _alive(self) -> Container:
         """The container; a fresh one on the same layer if a command has killed every process of the last."""
-        container = self._container
+        container = self._bundle.container
         if self._over is not None:
             raise LimitError(f"the sandbox cannot go on: {self._over}")
         self._watch.poke()
@@ -329,16 +234,16 @@ class ApptainerSandbox:
             await container.check()
         async with self._changing:  # another command may have found the same, and be at it
             if not self._running().alive:
-                await self._drop_container()
-                await self._start_again()
+                await self._bundle.drop(self._watch)
+                await self._bundle.start_again(self.spec, self._watch)
             return self._running()
 
     def _running(self) -> Container:
         if self._stopped:
             raise SandboxError("the sandbox is stopped")
-        if self._container is None:
+        if self._bundle.container is None:
             raise SandboxError("the sandbox has no container: its last start failed")
-        return self._container
+        return self._bundle.container
 
     # --- use ----------------------------------------------------------------------------------------------------
 
@@ -377,7 +282,7 @@ class ApptainerSandbox:
             limit=self._output_limit if output_limit is None else output_limit,
         )
         if result.exit_code in LIKE_A_LOST_IMAGE:
-            self._access.check()
+            self._bundle.access.check()
         return result
 
     async def listen(self, port: int = 0) -> socket.socket:
@@ -388,7 +293,13 @@ class ApptainerSandbox:
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
-        self._running()
+        container = await self._alive()
+        if self._kit is not None:
+
+            async def run(command: Sequence[str], env: Mapping[str, str]) -> ExecResult:
+                return await self.exec(command, cwd="/", env=env, timeout_s=LISTEN_S)
+
+            return await listen_by_helper(run, container.control, await asyncio.to_thread(self._kit), port)
         if self.pid is None:
             raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
         return await listen_inside(self.pid, port)
@@ -434,12 +345,13 @@ class ApptainerSandbox:
             init = self._running().init
             stopped = await asyncio.to_thread(stop_all, init.pid) if init else []
             try:
-                upper = Path(self._layer, "upper")
-                return await asyncio.to_thread(snapshot.take, upper, Path(target), self.spec.image)
+                return await self._bundle.layer.snapshot(Path(target), self.spec.image)
             finally:
                 continue_all(stopped)
 
-    def restore(self, kept: Snapshot) -> None:
-        """Lays a snapshot into the layer; only before the start."""
-        os.makedirs(self._layer, mode=0o700, exist_ok=True)
-        snapshot.lay(kept, Path(self._layer))
+
+async def _discard(bundle: Bundle) -> None:
+    try:
+        await bundle.remove()
+    except OSError:
+        pass  # the janitor's

@@ -1,8 +1,7 @@
 """What this node's Apptainer, kernel and scratch can do, found out by doing it: a container of nothing but the host's
 own ``/usr`` is started with every option that sandboxes use, and only if that fails each option alone is asked for.
-
-One probe takes about a third of a second. Its answer is kept per node in ``SCRATCH/site.json``, until the node is
-booted anew or Apptainer changes.
+It takes about a third of a second. The answer is kept per node in ``SCRATCH/site.json``, until the node boots anew or
+Apptainer changes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaflow_hpc.environments.apptainer import clean_environment, exec_argv, find_apptainer, last_line, version
+from megaflow_hpc.environments.apptainer import (
+    clean_environment,
+    exec_argv,
+    find_apptainer,
+    last_line,
+    namespace_root,
+    version,
+)
 from megaflow_hpc.environments.cgroups import delegated
 from megaflow_hpc.environments.files import remove_tree
+from megaflow_hpc.environments.network import how_to_listen
 from megaflow_hpc.environments.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.process import node_name
 from megaflow_hpc.rundir import write_atomic
 
-FORMAT = 1
+FORMAT = 2
 PROBE_S = 20.0
 """For one container of the probe; a node that needs longer has none to offer."""
 
@@ -48,12 +55,16 @@ class Site:
     container: str
     """Why no container starts at all."""
     overlay: str
-    """Why no writable layer can lie on this scratch."""
+    """Why no overlay's writable layer can lie on this scratch: sandboxes are copies of their images then."""
     overlay_by: Literal["kernel", "fuse-overlayfs", ""]
+    copy: str
+    """Why a sandbox cannot be a copy of its image; asked only where there is no overlay."""
     private_network: str
     """Why there is no network ``none``."""
     gateway: str
     """Why there is no network ``gateway``."""
+    gateway_by: Literal["nsenter", "helper", ""]
+    """How a listener gets into a private network (network.py)."""
     user_namespaces: str
     mount: str
     """Why an image cannot be mounted once for all sandboxes of a job."""
@@ -67,8 +78,8 @@ class Site:
         """Why no sandbox with this network can be had here; empty if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
-        if self.overlay:
-            return f"no writable layer: {self.overlay}"
+        if self.overlay and self.copy:
+            return f"no writable layer: {self.overlay}; and no copy of an image: {self.copy}"
         if network == "none":
             return self.private_network
         return self.gateway if network == "gateway" else ""
@@ -77,8 +88,7 @@ class Site:
 def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
     """Asks the node; ``scratch`` is where writable layers would lie. Leaves nothing behind.
 
-    Raises:
-        SiteError: there is no Apptainer, or scratch cannot be written.
+    Raises :class:`SiteError` where there is no Apptainer, or scratch cannot be written.
     """
     apptainer = apptainer or find_apptainer()
     namespaces = _said(["unshare", "--user", "--map-root-user", "--mount", "true"])
@@ -88,15 +98,14 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
     except OSError as error:
         raise SiteError(f"{scratch}: not writable ({error.strerror}); set MEGAFLOW_SCRATCH") from error
     try:
-        container, overlay, network = _try_containers(apptainer, where)
+        container, overlay, copy, network = _try_containers(apptainer, where)
         overlay_by = "" if overlay else ("fuse-overlayfs" if _kernel_overlay(where) else "kernel")
     finally:
         remove_tree(where)
+    gateway_by: Literal["nsenter", "helper", ""] = ""
     gateway = network
-    if not gateway and setuid:
-        gateway = "a setuid Apptainer keeps its network namespace from its user"
-    if not gateway and shutil.which("nsenter") is None:
-        gateway = "nsenter is not on PATH"
+    if not gateway:
+        gateway_by, gateway = how_to_listen(namespaces)
     release = os.uname().release
     number = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
     group = delegated()
@@ -107,8 +116,10 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         container=container,
         overlay=overlay,
         overlay_by=overlay_by,  # type: ignore[arg-type]
+        copy=copy,
         private_network=network,
         gateway=gateway,
+        gateway_by=gateway_by,
         user_namespaces=namespaces,
         mount=why_no_mount(namespaces) or ("" if overlay_by == "kernel" else "the kernel gives users no overlay here"),
         kernel=release,
@@ -208,36 +219,36 @@ def why_no_mount(namespaces: str) -> str:
 # --- containers of the probe ----------------------------------------------------------------------------------------
 
 
-def _try_containers(apptainer: str, where: str) -> tuple[str, str, str]:
-    """Why not: (any container, a writable layer on scratch, a network of its own)."""
+def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
+    """Why not: (any container, an overlay's layer on scratch, a copy of the image there, a network of its own)."""
     root = Path(where, "root")
     binds = _host_image(root)
     control = Path(where, "control")
     control.mkdir()
 
-    def start(overlay: bool, network: Literal["none", "host"]) -> str:
-        layer = Path(where, f"layer-{overlay}-{network}")
+    def start(writes: Literal["overlay", "copy", ""], network: Literal["none", "host"]) -> str:
+        layer = Path(where, f"layer-{writes}-{network}")
         layer.mkdir()
         spec = SandboxSpec(str(root), binds=tuple(binds), network=network)
         argv = exec_argv(
             apptainer,
             spec,
             str(root),
-            overlay=str(layer),
+            overlay=str(layer) if writes == "overlay" else None,
             control=str(control),
-            command=["/bin/sh", "-c", "echo x > /probe" if overlay else ":"],
+            command=["/bin/sh", "-c", "echo x > /probe" if writes else ":"],
         )
-        if not overlay:
-            at = argv.index("--overlay")
-            del argv[at : at + 2]
-        return _said(argv, where)
+        if not writes:
+            argv.remove("--writable")
+        return _said([*namespace_root(spec), *argv], where)
 
-    if not start(True, "none"):
-        return "", "", ""
-    container = start(False, "host")
+    if not start("overlay", "none"):
+        return "", "", "", ""
+    container = start("", "host")
     if container:
-        return container, container, container
-    return "", start(True, "host"), start(False, "none")
+        return container, container, container, container
+    overlay = start("overlay", "host")
+    return "", overlay, overlay and start("copy", "host"), start("", "none")
 
 
 def _host_image(root: Path) -> list[str]:
@@ -322,11 +333,11 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
     """Where writable layers go, and a warning if that is not what was asked for.
 
     ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp``, ``/dev/shm``: the first that is a directory and does
-    not lie on a network file system, which takes no overlay's upper directory. Memory is the last resort: what is
-    written there is charged to the job.
+    not lie on a network file system, which takes no overlay's upper directory. Memory comes late: what is written there
+    is charged to the job. Where all is remote the first of them it is, and sandboxes are copies of their images.
     """
     environ = os.environ if environ is None else environ
-    passed = ""
+    passed = first = ""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR", "/tmp", "/dev/shm"):
         base = name if name.startswith("/") else environ.get(name, "")
         if not base or not os.path.isdir(base):
@@ -334,5 +345,6 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
         type_ = file_system(base, mountinfo)
         if kind_of(type_) != "network":
             return base, f"{passed}; {base} is used instead" if passed else ""
-        passed = passed or f"{name}={base} is on {type_}, where no writable layer can lie"
-    return "/tmp", f"{passed}; nothing local was found" if passed else ""
+        first = first or base
+        passed = passed or f"{name}={base} is on {type_}, where no overlay can lie"
+    return first or "/tmp", f"{passed}; nothing local was found: sandboxes are copies of their images" if passed else ""

@@ -4,11 +4,12 @@
 
     DIRECTORY/
       upper/          what the sandbox changed: its files, and marks of what it deleted
-      snapshot.json   image and workdir, written last into a directory that is renamed into place
+      snapshot.json   image, and how deletions are marked; written last into a directory that is renamed into place
 
 A whiteout is a character device 0/0, which Linux lets any user make, and an opaque directory an extended attribute of
 ``user.overlay``: both are ordinary to ``cp -a``. It runs as uid 0 of a user namespace where that is to be had, in which
-it may read the owner's own files whatever their modes say, and shares blocks where the file system can.
+it may read the owner's own files whatever their modes say, and shares blocks where the file system can. What a sandbox
+without an overlay deleted is marked by files (copies.py); they become whiteouts where an overlay takes the snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +39,8 @@ class Snapshot:
 
     path: str
     image: str
+    marks: str = ""
+    """What the names of files begin with that stand for deleted ones; empty: whiteouts do."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -45,7 +50,7 @@ class Snapshot:
                 content = json.load(file)
             if content["format"] != FORMAT:
                 raise SandboxError(f"{path}: a snapshot of format {content['format']}; this version reads {FORMAT}")
-            return cls(str(path), str(content["image"]))
+            return cls(str(path), str(content["image"]), str(content.get("marks", "")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SandboxError(f"{path}: not a snapshot of a sandbox ({error})") from error
 
@@ -53,7 +58,7 @@ class Snapshot:
         remove_tree(self.path)
 
 
-def take(upper: Path, target: Path, image: str) -> Snapshot:
+def take(upper: Path, target: Path, image: str, marks: str = "") -> Snapshot:
     """Copies a layer that nobody writes to. Appears at ``target`` whole or not at all.
 
     Raises:
@@ -68,10 +73,10 @@ def take(upper: Path, target: Path, image: str) -> Snapshot:
         raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
     try:
         if upper.is_dir():
-            _copy(upper, partial / "upper")
+            copy(upper, partial / "upper")
         else:
             (partial / "upper").mkdir()
-        snapshot = Snapshot(str(target), image)
+        snapshot = Snapshot(str(target), image, marks)
         write_json(partial / "snapshot.json", {"format": FORMAT, **asdict(snapshot)})
         os.rename(partial, target)
     except OSError as error:
@@ -82,20 +87,43 @@ def take(upper: Path, target: Path, image: str) -> Snapshot:
     return snapshot
 
 
-def lay(snapshot: Snapshot, layer: Path) -> None:
-    """Copies a snapshot into the layer of a sandbox that has not started."""
-    _copy(Path(snapshot.path, "upper"), layer / "upper")
-    (layer / "work").mkdir(mode=0o700)
+def lay(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
+    """Copies a snapshot into the layer of a sandbox that has not started.
+
+    Args:
+        whiteouts: the layer is an overlay's, which knows no other marks of what was deleted.
+    """
+    copy(Path(snapshot.path, "upper"), layer / "upper")
+    if whiteouts and snapshot.marks:
+        _make_whiteouts(layer / "upper", snapshot.marks)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _make_whiteouts(upper: Path, marks: str) -> None:
+    program = """
+import os, stat, sys
+for place, _, names in os.walk(os.fsencode(sys.argv[1])):
+    for name in names:
+        if name.startswith(os.fsencode(sys.argv[2])):
+            os.unlink(os.path.join(place, name))
+            os.mknod(os.path.join(place, name[len(sys.argv[2]):]), stat.S_IFCHR, 0)
+"""
+    _run([sys.executable, "-I", "-S", "-c", program, str(upper), marks], f"{upper}: deletions cannot be marked")
+
+
+def copy(source: Path, target: Path) -> None:
+    """``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
     program = shutil.which("cp")
     if program is None:
         raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")
-    argv = [*(unshare() if os.geteuid() else ()), program, "-a", "--reflink=auto", "--", str(source), str(target)]
+    _run([program, "-a", "--reflink=auto", "--", str(source), str(target)], f"{source}: cannot be copied to {target}")
+
+
+def _run(argv: Sequence[str], failed: str) -> None:
+    """As uid 0 of a user namespace, where that is to be had."""
+    words = [*(unshare() if os.geteuid() else ()), *argv]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=COPY_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=COPY_S, check=False)
     except subprocess.TimeoutExpired:
-        raise SandboxError(f"{source}: could not be copied in {COPY_S:g} s") from None
+        raise SandboxError(f"{failed}: not done in {COPY_S:g} s") from None
     if done.returncode:
-        raise SandboxError(f"{source}: cannot be copied to {target}: {done.stderr.strip()[-500:]}")
+        raise SandboxError(f"{failed}: {done.stderr.strip()[-500:]}")

@@ -23,7 +23,7 @@ def load_tasks(sources: Sequence[Mapping[str, Any] | str], base_dir: str | os.Pa
     """Every task of every source, in order of source and, within one, of id.
 
     Args:
-        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are
+        sources: ``{path, include, exclude, limit, mode}`` as in the campaign file; a bare string is a path. Paths are
             globs relative to ``base_dir``; include and exclude are shell patterns on ids.
 
     Raises:
@@ -44,6 +44,8 @@ def load_tasks(sources: Sequence[Mapping[str, Any] | str], base_dir: str | os.Pa
                 f"tasks: {options['path']}: {len(found)} tasks, but none is left by include {list(include)} and "
                 f"exclude {list(exclude)}; ids are such as {found[0].id}"
             )
+        if mode := options.get("mode"):
+            kept = [replace(task, mode=mode) for task in kept]
         for task in formats.settle(kept[: options.get("limit") or None]):
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:

@@ -27,8 +27,9 @@ from megaflow_hpc.environments.artifacts import Collected, carry, collect, entri
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.harborignore import TaskFiles
 from megaflow_hpc.environments.rewards import read_logs, read_rewards
-from megaflow_hpc.environments.sandbox import ApptainerSandbox, LayerPaths
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.environments.writable import LayerPaths
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import Artifact, Network, Task
 

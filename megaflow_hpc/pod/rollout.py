@@ -87,12 +87,12 @@ def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
         env=dict(task.env),
         workdir=task.workdir,
         user=task.user,
-        network=task.network or environment.network,
+        network=environment.network_of(task),
         memory_mb=limits.memory_mb or default.memory_mb,
         cpus=limits.cpus or default.cpus,
         disk_mb=limits.disk_mb or default.disk_mb,
         processes=default.processes or limits.processes or 512,
-        mode=environment.mode,
+        mode=environment.mode_of(task),
         cpu_s=limits.cpu_s or default.cpu_s,
         wall_s=limits.wall_s or default.wall_s,
     )
@@ -277,7 +277,7 @@ async def _open_model(
     services: Services, rollout: Rollout, task: Task, agent: Agent, sandbox: Sandbox, seed: int
 ) -> ModelEndpoint:
     """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
-    network = task.network or services.config.environment.network
+    network = services.config.environment.network_of(task)
     limits = services.policies[rollout.policy].agent
     budget = Budget(calls=limits.max_turns, tokens=limits.max_tokens)
     if network == "gateway" and getattr(agent, "in_sandbox", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,45 @@ def small_rootfs(rootfs: str, scratch: Path) -> str:
     return str(small)
 
 
-@pytest.fixture
-def in_sandbox(rootfs: str, scratch: Path) -> Callable[..., Any]:
-    """Runs ``use(sandbox)`` in a fresh sandbox and returns what it returns."""
+@pytest.fixture(scope="session")
+def busybox_rootfs(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image of nothing but a static busybox, its ``sh`` and the other programs it is."""
+    program = base_sif.parent / "busybox"
+    if not program.exists():
+        pytest.fail(f"{program} does not exist; launchers/busybox.sh {program} provides it, as launchers/setup does")
+    root = tmp_path_factory.mktemp("busybox")
+    for name in ("bin", "etc", "proc", "sys", "dev", "tmp", "usr/bin", "usr/lib", "opt", "root"):
+        (root / name).mkdir(parents=True)
+    shutil.copy2(program, root / "bin" / "busybox")
+    for name in subprocess.run([program, "--list"], capture_output=True, text=True, check=True).stdout.split():
+        if name != "busybox":
+            (root / "bin" / name).symlink_to("busybox")
+    (root / "etc" / "profile").write_text("# nothing\n")
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    return str(root)
+
+
+def runs(image: str, scratch: Path) -> Callable[..., Any]:
+    """Runs ``use(sandbox)`` in a fresh sandbox of ``image`` and returns what it returns."""
 
     def run(use: Use, **spec: Any) -> Any:
         async def main() -> Any:
             async with ApptainerProvider(scratch) as provider:
-                async with await provider.start(SandboxSpec(rootfs, **spec)) as sandbox:
+                async with await provider.start(SandboxSpec(image, **spec)) as sandbox:
                     return await use(sandbox)
 
         return asyncio.run(main())
 
     return run
+
+
+@pytest.fixture
+def in_sandbox(rootfs: str, scratch: Path) -> Callable[..., Any]:
+    """See :func:`runs`; of the base image."""
+    return runs(rootfs, scratch)
+
+
+@pytest.fixture(params=["rootfs", "busybox_rootfs"], ids=["debian", "busybox"])
+def in_any_sandbox(request: pytest.FixtureRequest, scratch: Path) -> Callable[..., Any]:
+    """See :func:`runs`; of the base image, and of one that is nothing but busybox."""
+    return runs(request.getfixturevalue(request.param), scratch)

@@ -193,8 +193,8 @@ def test_a_kernel_without_network_namespaces_is_found_out(tmp_path: Path) -> Non
     assert found.refuses("host") == ""
 
 
-def test_scratch_that_takes_no_layer_is_found_out(tmp_path: Path) -> None:
-    """An overlay cannot lie on an overlay; without FUSE nothing can take its place."""
+def test_scratch_that_takes_no_overlay_is_found_out_and_copies_are_left(tmp_path: Path) -> None:
+    """An overlay cannot lie on an overlay; without FUSE sandboxes are copies of their images."""
     for name in ("l", "u", "w", "m"):
         (tmp_path / name).mkdir()
     options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
@@ -207,7 +207,10 @@ def test_scratch_that_takes_no_layer_is_found_out(tmp_path: Path) -> None:
         assert (found.overlay, found.overlay_by) == ("", "fuse-overlayfs")
     else:
         assert "fuse" in found.overlay
-        assert found.refuses("host").startswith("no writable layer")
+        assert (found.copy, found.refuses("host")) == ("", "")
+        without = replace(found, copy="scratch is read-only")
+        assert without.refuses("host").startswith("no writable layer: ")
+        assert without.refuses("host").endswith("no copy of an image: scratch is read-only")
 
 
 def test_a_campaign_that_demands_what_the_site_cannot_give_is_refused(tmp_path: Path, rootfs: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec, interpreter, site
+from megaflow_hpc.environments.network import _receive, how_to_listen
+from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.types import Network
 
 InSandbox = Callable[..., Any]
@@ -141,3 +142,113 @@ def test_only_a_gateway_sandbox_has_a_listener(in_sandbox: InSandbox) -> None:
 
     with pytest.raises(SandboxError, match="only 'gateway' has"):
         in_sandbox(use, network="none")
+
+
+# --- a listener without entering from outside ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only root's rights start containers, so that nobody may enter their namespaces."""
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+
+
+async def echo(sandbox: ApptainerSandbox, port: int = 0) -> tuple[asyncio.Server, int]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.readline()).upper())
+        writer.close()
+
+    listener = await sandbox.listen(port)
+    return await asyncio.start_server(answer, sock=listener), listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_a_helper_inside_any_image_listens_where_namespaces_cannot_be_entered(
+    busybox_rootfs: str, scratch: Path, by_helper: None, user: str | None
+) -> None:
+    """In an image of nothing but busybox; again after the processes were replaced; and twice at once."""
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(busybox_rootfs, network="gateway", user=user)) as sandbox:
+                said = []
+                for _ in range(2):
+                    server, port = await echo(sandbox)
+                    other, _ = await echo(sandbox, 8123)
+                    async with server, other:
+                        for number in (port, 8123, 8124):
+                            asked = await sandbox.exec(f"echo hello | nc -w 3 127.0.0.1 {number}; echo $?")
+                            said.append(asked.stdout)
+                    await sandbox.kill_processes()
+                # Nothing of it runs on, and what it brought cannot be changed.
+                server, _ = await echo(sandbox)
+                server.close()
+                said.append((await sandbox.exec("cat /proc/[0-9]*/cmdline | grep -c python/[l]oader")).stdout)
+                return [*said, (await sandbox.exec("echo x > /.megaflow/python/loader || echo refused")).stdout]
+
+    answered = ["HELLO\n0\n", "HELLO\n0\n", "1\n"]
+    assert asyncio.run(main()) == [*answered, *answered, "0\n", "refused\n"]
+
+
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_with_a_helper_too_no_listener_of_the_host_is_reached(
+    in_sandbox: InSandbox, listeners: list[list[Any]], by_helper: None, user: str | None
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
+        server, _ = await echo(sandbox)
+        async with server:
+            done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
+            found: dict[str, bool] = json.loads(done.stdout)
+            return found
+
+    assert in_sandbox(use, network="gateway", user=user) == {name: False for name, *_ in listeners}
+
+
+def test_a_port_that_is_taken_is_said(in_sandbox: InSandbox, by_helper: None) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        first = await sandbox.listen(8123)
+        with first, pytest.raises(SandboxError, match=r"no listener on port 8123 in the sandbox: .*in use"):
+            await sandbox.listen(8123)
+
+    in_sandbox(use, network="gateway")
+
+
+def test_what_is_passed_out_instead_of_a_listener_is_refused() -> None:
+    """What passes descriptors out shares its sandbox with an agent."""
+    for passed in ("a file", "two", "nothing"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs, open(os.devnull) as file, socket.create_server(("127.0.0.1", 0)) as server:
+            descriptors = {"a file": [file.fileno()], "two": [file.fileno(), server.fileno()], "nothing": []}[passed]
+            before = len(os.listdir("/proc/self/fd"))
+            socket.send_fds(theirs, [b"x"], descriptors)
+            found = _receive(ours)
+            assert (found is not None) == (passed == "two")
+            if found is not None:
+                assert found.getsockname() == server.getsockname()
+                found.close()
+            assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_way_of_a_listener_is_chosen_by_what_the_node_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert how_to_listen("") == ("nsenter", "")
+    assert how_to_listen("no user namespaces") == ("helper", "")
+    monkeypatch.setattr(interpreter, "why_not", lambda: "this Python cannot be taken along")
+    assert how_to_listen("") == ("nsenter", "")
+    assert how_to_listen("no user namespaces") == ("", "no user namespaces; and this Python cannot be taken along")
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+    assert how_to_listen("") == ("", "this Python cannot be taken along")
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "other")
+    with pytest.raises(ConfigError, match="MEGAFLOW_GATEWAY=other"):
+        how_to_listen("")
+
+
+def test_a_campaign_that_demands_a_gateway_where_no_way_leads_to_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+    monkeypatch.setattr(interpreter, "why_not", lambda: "this Python cannot be taken along")
+    with pytest.raises(SiteError, match=r"network 'gateway' .* cannot be had on .*: this Python cannot be taken along"):
+        site.require(["gateway"], tmp_path)
+    site.require(["none", "host"], tmp_path)

@@ -8,10 +8,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megaflow_hpc import open_trajectories
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.tasks import load_tasks
+from megaflow_hpc.model.gateway import ModelGateway
+from megaflow_hpc.pod.rollout import Services, sandbox_spec
+from megaflow_hpc.types import Network, Task
+from tests.environments.test_tasks import write_task
 
 LOOK = (
     "ls -A /tmp /dev/shm; ls -d /kept /opt 2>&1; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 500'; pwd"
@@ -80,14 +90,60 @@ def test_what_cannot_be_proved_clean_is_not_handed_out(rootfs: str, scratch: Pat
                 elif tamper == "file":
                     Path(spare.directory, "layer", "upper", "planted").write_text("x")
                 else:
-                    assert spare._container is not None
-                    await spare._container.kill()
+                    assert spare._bundle.container is not None
+                    await spare._bundle.container.kill()
                 assert spare.used()
                 await sandbox.reset()
                 assert sandbox.directory != spare.directory
                 assert (await sandbox.exec("ls /planted")).exit_code != 0
 
     asyncio.run(main())
+
+
+def test_a_task_has_the_mode_of_its_source_else_its_own_else_the_campaigns(
+    rootfs: str, scratch: Path, tmp_path: Path
+) -> None:
+    toml = '[metadata]\nsandbox_mode = "{}"\n[environment]\ndocker_image = "base"\n'
+    for name, mode in (("lasting", "persistent"), ("fresh", "ephemeral")):
+        write_task(tmp_path / "own", name, toml.format(mode))
+    write_task(tmp_path, "silent", '[environment]\ndocker_image = "base"\n')
+    for name in ("forced", "other"):
+        write_task(tmp_path / "source", name, toml.format("ephemeral"))
+    config = CampaignConfig.model_validate(
+        {
+            "name": "modes",
+            "tasks": ["own/*", "silent", {"path": "source/*", "include": ["forced"], "mode": "persistent"}],
+            "agent": "nop",
+            "environment": {"mode": "ephemeral", "network": "none"},
+        }
+    )
+    tasks = load_tasks([source.model_dump() for source in config.tasks], tmp_path)
+
+    async def main() -> dict[str, bool]:
+        found = {}
+        async with ApptainerProvider(scratch) as provider:
+            services = Services(config, {}, {"base": rootfs}, provider, ModelGateway())
+            for task in tasks:
+                spec = replace(sandbox_spec(services, task), env={"TASK": task.id})  # nobody else's stands by
+                async with await provider.start(spec):
+                    found[task.id] = await provider.standing_by(spec)
+        return found
+
+    assert asyncio.run(main()) == {"fresh": False, "lasting": True, "silent": False, "forced": True}
+
+
+@pytest.mark.parametrize(
+    ("campaign", "task", "given"),
+    [
+        *(("none", "gateway", "none"), ("gateway", "gateway", "gateway"), ("host", "gateway", "gateway")),
+        *(("none", None, "none"), ("host", None, "host"), ("host", "none", "none"), ("gateway", "host", "gateway")),
+    ],
+)
+def test_the_network_is_the_narrower_of_what_the_campaign_gives_and_the_task_allows(
+    campaign: Network, task: Network | None, given: Network
+) -> None:
+    environment = EnvironmentConfig(network=campaign)
+    assert environment.network_of(Task("t", "", "base", "/t", network=task)) == given
 
 
 def test_a_campaign_of_mode_persistent_runs_and_every_rollout_starts_clean(make_campaign: Callable[..., Path]) -> None:

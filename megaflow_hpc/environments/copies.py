@@ -1,0 +1,195 @@
+"""A writable root where there is no overlay: a copy of the image, and what in it differs from the image.
+
+::
+
+    LAYER/root    the image's files and the sandbox's, as one tree that a container writes to
+    LAYER/upper   the sandbox's files alone, in the form of an overlay's upper directory
+
+One of the two is there at a time: ``lay_out`` makes ``root`` of the image and ``upper``, ``gather`` the reverse. So
+all that is done with a layer while nothing runs (the verifier's restoring of programs, snapshots) is done on ``upper``
+and need not know how the sandbox writes. A deleted name is marked by an empty file ``.wh.NAME`` there: devices and
+extended attributes, the kernel's marks, cannot be had on every file system.
+
+What differs is found by comparing contents, not times, which an agent may set. Blocks are shared where the file system
+can (reflinks), never hard links: what a sandbox writes into must not be the image.
+
+The standard library alone: it is run by its path, as uid 0 of a user namespace where that can be had, in which it may
+read the owner's files whatever their modes say. Usage: ``copies.py lay_out|gather IMAGE LAYER``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+
+DELETED = ".wh."
+OPAQUE_MARK = ".wh..wh..opq"
+OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
+_BLOCK = 1 << 20
+
+
+def lay_out(image: str, layer: str) -> int:
+    """Copies the image to ``LAYER/root`` and puts ``LAYER/upper`` over it, which is gone then.
+
+    Returns:
+        Bytes on disk that the copy takes by itself.
+    """
+    root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "root.partial"))
+    if os.path.isdir(partial):
+        shutil.rmtree(partial)
+    setpriv = shutil.which("setpriv")
+    words = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+    copied = subprocess.run(
+        [*words, "cp", "-a", "--reflink=auto", "--", os.path.realpath(image), partial],
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if copied.returncode:
+        raise OSError((copied.stderr.strip().splitlines() or ["cp failed"])[-1])
+    size = _size(partial)
+    if os.path.isdir(upper):
+        _put_over(upper, partial)
+        shutil.rmtree(upper)
+    os.rename(partial, root)
+    return size
+
+
+def _size(root: str) -> int:
+    seen: set[int] = set()
+    total = os.lstat(root).st_blocks * 512
+    for entry in _walk(root):
+        found = entry.stat(follow_symlinks=False)
+        if found.st_nlink == 1 or found.st_ino not in seen:
+            total += found.st_blocks * 512
+        if found.st_nlink > 1:
+            seen.add(found.st_ino)
+    return total
+
+
+def _walk(root: str) -> Iterator[os.DirEntry[str]]:
+    waiting = [root]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+
+
+def _put_over(upper: str, root: str) -> None:
+    """Moves what is in ``upper`` to its places in ``root``, and removes what it marks as deleted."""
+    if _is_opaque(upper):
+        _empty(root)
+    with os.scandir(upper) as entries:
+        for entry in list(entries):
+            found, place = entry.stat(follow_symlinks=False), os.path.join(root, entry.name)
+            if entry.name == OPAQUE_MARK:
+                continue
+            if entry.name.startswith(DELETED):
+                _remove(os.path.join(root, entry.name.removeprefix(DELETED)))
+            elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+                _remove(place)
+            elif entry.is_dir(follow_symlinks=False) and os.path.isdir(place) and not os.path.islink(place):
+                _put_over(entry.path, place)
+            else:
+                _remove(place)
+                os.rename(entry.path, place)
+    shutil.copystat(upper, root)
+
+
+def _is_opaque(directory: str) -> bool:
+    if os.path.lexists(os.path.join(directory, OPAQUE_MARK)):
+        return True
+    for name in OPAQUE:
+        try:
+            if os.getxattr(directory, name, follow_symlinks=False) == b"y":
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def gather(image: str, layer: str) -> None:
+    """Moves what differs from the image from ``LAYER/root`` to ``LAYER/upper``; ``root`` is gone then."""
+    root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "upper.partial"))
+    if os.path.isdir(partial):  # of a gathering that was killed: what it had moved cannot be told from the image's
+        raise OSError(f"{partial}: the layer was left half gathered")
+    os.mkdir(partial, 0o755)
+    _take_changes(os.path.realpath(image), root, partial)
+    os.rename(partial, upper)
+    shutil.rmtree(root)
+
+
+def _take_changes(image: str, root: str, upper: str) -> None:
+    before = set(os.listdir(image))
+    with os.scandir(root) as entries:
+        now = list(entries)
+    for entry in now:
+        below, place = os.path.join(image, entry.name), os.path.join(upper, entry.name)
+        if entry.name not in before:
+            os.rename(entry.path, place)
+        elif entry.is_dir(follow_symlinks=False) and os.path.isdir(below) and not os.path.islink(below):
+            os.mkdir(place, 0o755)
+            _take_changes(below, entry.path, place)
+            if not os.listdir(place) and _same_directory(entry.path, below):
+                os.rmdir(place)
+        elif not same(entry.path, below):
+            os.rename(entry.path, place)
+    for name in before - {entry.name for entry in now}:
+        os.close(os.open(os.path.join(upper, DELETED + name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    shutil.copystat(root, upper)
+
+
+def _same_directory(one: str, other: str) -> bool:
+    return os.lstat(one).st_mode == os.lstat(other).st_mode
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two entries that are not both directories are alike: type, mode, time, contents."""
+    first, second = os.lstat(one), os.lstat(other)
+    if first.st_mode != second.st_mode:
+        return False
+    if stat.S_ISLNK(first.st_mode):
+        return os.readlink(one) == os.readlink(other)
+    if not stat.S_ISREG(first.st_mode):
+        return first.st_rdev == second.st_rdev
+    if (first.st_size, first.st_mtime_ns // 1000) != (second.st_size, second.st_mtime_ns // 1000):
+        return False
+    try:
+        with open(one, "rb", buffering=0) as left, open(other, "rb", buffering=0) as right:
+            while True:
+                data = left.read(_BLOCK)
+                if data != right.read(_BLOCK):
+                    return False
+                if not data:
+                    return True
+    except PermissionError:
+        return False
+
+
+def _empty(directory: str) -> None:
+    for name in os.listdir(directory):
+        _remove(os.path.join(directory, name))
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1] == "gather":
+            gather(*sys.argv[2:])
+        else:
+            print(lay_out(*sys.argv[2:]))
+    except (OSError, shutil.Error) as error:
+        sys.exit(str(error))
