@@ -1,0 +1,126 @@
+"""What a cluster does to a campaign, on a lab of the test's own: daemons away, jobs cancelled, and seeded chaos."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.bench.chaos import check, trial
+from megaflow_hpc.campaign import Run
+from megaflow_hpc.rundir import write_atomic
+from megaflow_hpc.slurm import limits, site
+from megaflow_hpc.trajectories.frames import read_frames
+from megaflow_hpc.trajectories.journal import JournalWriter
+from tests.lab.labs import Lab
+from tests.lab.test_slurm_campaign import pods, stored, until
+from tests.test_campaign import rows
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("faults"))
+    lab.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(lab.dir / "slurm.conf"))
+        site.configuration.cache_clear()
+        yield lab
+    site.configuration.cache_clear()
+    lab.call("stop")
+
+
+def solved(tasks: int) -> dict[str, tuple[str, float]]:
+    return {f"task{n}/oracle/0": ("completed", 1) for n in range(tasks)}
+
+
+def submit(make_campaign: Make, tasks: int, seconds: float, count: int = 2) -> Run:
+    campaign = make_campaign(
+        tasks, pods(count=count, ranks=1), agent="oracle", solution=f"sleep {seconds}; echo 42 > answer"
+    )
+    return Campaign.from_yaml(campaign).submit()
+
+
+def test_a_campaign_ends_without_slurmctld_and_slurmdbd(lab: Lab, make_campaign: Make) -> None:
+    lab.kill("slurmdbd", "mariadbd")
+    assert limits.allowance({}).submit is None, "what cannot be asked limits nothing"
+    run = submit(make_campaign, 8, 3, count=1)
+    until(lambda: run.status()["rollouts"]["running"], "a running rollout, without accounting")
+    lab.kill("slurmctld")
+    assert run.live_jobs(0) is None, "nobody to ask"
+    assert run.status()["state"] == "running"
+    until(lambda: run.ledger.finished, "every rollout is done, without a controller")
+    assert stored(run) == 8
+    assert lab.call("start").returncode == 0
+    summary = run.wait(timeout_s=120)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == solved(8)
+    assert [pod["pod"].rpartition(".")[2] for pod in summary["pods"]] == ["0"], "the pod was never restarted"
+    until(lambda: run.live_jobs(0) == set(), "every job has left")
+
+
+def test_a_cancelled_element_costs_nothing_and_the_campaign_beside_it_even_less(
+    lab: Lab, make_campaign: Make, tmp_path: Path
+) -> None:
+    first = submit(make_campaign, 8, 2)
+    second = Campaign.from_yaml(tmp_path / "campaign.yaml").submit()
+    until(lambda: len([p for p in first.status()["pods"] if p["running"]]) == 2, "both pods run rollouts")
+    gone = first.job_ids("pods")[0] + "_0"
+    subprocess.run(["scancel", gone], check=True)
+    for run in (first, second):
+        assert run.wait(timeout_s=240)["state"] == "finished"
+        assert rows(run.path) == solved(8)
+    left = {pod["job_id"]: pod["state"] for pod in first.status()["pods"]}
+    assert left[gone] == "drained"
+    starts = [pod["pod"].rpartition(".")[2] for run in (first, second) for pod in run.status()["pods"]]
+    assert set(starts) == {"0"}, "no other pod was touched"
+
+
+def test_a_campaign_cancelled_and_resumed_three_times_has_every_rollout_once(lab: Lab, make_campaign: Make) -> None:
+    run = submit(make_campaign, 8, 2, count=1)
+    for times in range(3):
+        until(lambda times=times: stored(run) > times * 2 and run.status()["rollouts"]["running"], "progress")
+        subprocess.run(["scancel", *run.job_ids()], check=True)
+        until(lambda: run.live_jobs(0) == set(), "all jobs are gone")
+        assert not run.ledger.finished
+        assert Run(run.path).resume(launcher="slurm")
+    summary = Run(run.path).wait(timeout_s=240)
+    assert summary["state"] == "finished"
+    assert rows(run.path) == solved(8)
+    assert len(run.job_ids("pods")) == 4
+
+
+def test_chaos_loses_and_doubles_nothing(lab: Lab, base_sif: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    before = dict(os.environ)
+    try:
+        verdict = trial(5, tmp_path / "trial", tmp_path / "scratch", base_sif, said.append, 8, 2, ("runner", "slurmd"))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert (verdict.lost, verdict.double, verdict.left) == ([], [], []), said
+    assert verdict.planned == 8
+    assert verdict.strikes, said
+
+
+def test_the_check_of_chaos_misses_a_record_that_was_taken_out(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(3, agent="oracle")).submit(launcher="local")
+    run.wait(timeout_s=120)
+    assert check(run) == (3, [], [], [])
+    [journal] = run.dir.journal.glob("*.journal")
+    frames = list(read_frames(journal))
+    copy = journal.with_name("copy")
+    with JournalWriter(copy) as writer:
+        for frame in frames[1:]:
+            writer.append(frame.payload)
+        writer.commit()
+    write_atomic(journal, copy.read_bytes())
+    copy.unlink()
+    planned, lost, double, _ = check(run)
+    assert (planned, len(lost), double) == (3, 1, [])
