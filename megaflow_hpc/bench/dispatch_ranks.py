@@ -9,10 +9,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.rundir import RunDir, write_json
 from megaflow_hpc.types import Rollout
+
+if TYPE_CHECKING:
+    from megaflow_hpc.pod.comm import Comm
+    from megaflow_hpc.pod.parts import Pod
 
 
 def plan(path: Path, count: int) -> None:
@@ -26,41 +30,44 @@ def plan(path: Path, count: int) -> None:
     write_json(run.run_json, {"rollouts": count})
 
 
-def lead(run: RunDir) -> dict[str, Any]:
-    """Rank 0: the real master over the real ledger and journal."""
+def make_pod(run: RunDir, comm: Comm, **more: Any) -> Pod:
+    """A pod over the real ledger and journal of a run directory that :func:`plan` made."""
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
-    from megaflow_hpc.pod.__main__ import tune
-    from megaflow_hpc.pod.comm import MpiComm
     from megaflow_hpc.pod.events import Events
-    from megaflow_hpc.pod.master import Master, Pod
+    from megaflow_hpc.pod.parts import Pod
     from megaflow_hpc.process import Identity
     from megaflow_hpc.trajectories.journal import JournalWriter
 
-    comm = MpiComm()
     me = Identity.of(os.getpid())
     assert me is not None
-    ledger = Ledger(run, PodIdentity("bench", "0", "", os.uname().nodename, me.pid, me.start))
-    journal = JournalWriter(run.journal_file("bench", "0"))
-    tasks = {
-        r.task_id: {"id": r.task_id, "instruction": "", "image": "none"} for b in read_blocks(run) for r in b.rollouts
-    }
-    pod = Pod(
+    return Pod(
         run=run,
         comm=comm,
-        ledger=ledger,
-        journal=journal,
+        ledger=Ledger(run, PodIdentity("bench", "0", "", os.uname().nodename, me.pid, me.start)),
+        journal=JournalWriter(run.journal_file("bench", "0")),
         events=Events(run.event_file("bench", "0")),
         init={"op": "init"},
-        tasks=tasks,
+        tasks={r.task_id: {"id": r.task_id, "image": "none"} for b in read_blocks(run) for r in b.rollouts},
         servers={},
         journal_length=lambda owner: 0,
         stored=set,
+        **more,
     )
+
+
+def lead(run: RunDir) -> dict[str, Any]:
+    """Rank 0: the real master over the real ledger and journal."""
+    from megaflow_hpc.pod.__main__ import tune
+    from megaflow_hpc.pod.comm import MpiComm
+    from megaflow_hpc.pod.master import Master
+
+    comm = MpiComm()
+    pod = make_pod(run, comm)
     tune()
     began, cpu = time.monotonic(), time.process_time()
     state = Master(pod).run()
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu
-    journal.close()
+    pod.journal.commit()
     comm.flush(5.0)
     assert state == "done", state
     size = sum(file.stat().st_size for file in run.journal.iterdir())

@@ -102,7 +102,8 @@ class Node:
         pipe.write(json.dumps(message) + "\n")
 
     def run(self) -> list[Figure]:
-        from megaflow_hpc.pod.scheduler import Scheduler, Work
+        from megaflow_hpc.pod.scheduler import Scheduler
+        from megaflow_hpc.pod.work import Work
         from megaflow_hpc.types import Rollout
 
         arguments = self.arguments

@@ -24,7 +24,8 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
 from megaflow_hpc.pod.engine import accompany, start_server
 from megaflow_hpc.pod.events import Events
-from megaflow_hpc.pod.master import Master, Pod
+from megaflow_hpc.pod.master import Master
+from megaflow_hpc.pod.parts import Pod
 from megaflow_hpc.pod.walltime import Walltime
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.process import Identity
@@ -112,9 +113,10 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         tasks=content["tasks"],
         servers=dict(Counter(server["policy"] for server in content["servers"])),
         journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
-        stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status in ("completed", "truncated")},
+        stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status != "failed"},
         drain_file=Path(directory) / "drain" if directory else None,
-        failure_limit=content["campaign"]["limits"]["failures"],
+        limits=content["campaign"]["limits"],
+        samples={name: policy["samples"] for name, policy in content["policies"].items()},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
         scheduling=content["campaign"].get("scheduling", {}),
         room=room_per_rank(content),

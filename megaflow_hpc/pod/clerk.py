@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megaflow_hpc.ledger import Claim, Ledger
+from megaflow_hpc.pod import budget as budgets
+from megaflow_hpc.pod.budget import Budget
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.holdings import Holdings
@@ -52,10 +54,19 @@ class Clerk:
     """All methods are called by rank 0's loop and none of them waits, but for :meth:`finish`."""
 
     def __init__(
-        self, journal: Journal, ledger: Ledger, holdings: Holdings, events: Events, endpoints: Endpoints
+        self,
+        journal: Journal,
+        ledger: Ledger,
+        holdings: Holdings,
+        events: Events,
+        endpoints: Endpoints,
+        budget: Budget,
     ) -> None:
         self._journal, self._ledger, self._holdings = journal, ledger, holdings
-        self._events, self._endpoints = events, endpoints
+        self._events, self._endpoints, self._budget = events, endpoints, budget
+        self._budgeted = -budgets.LOOK_S
+        self.exceeded = ""
+        """The limit of the whole campaign that is passed."""
         self._wake = threading.Event()
         self._filed: deque[Filed] = deque()
         self._appended: list[Filed] = []
@@ -140,7 +151,7 @@ class Clerk:
     @property
     def quiet(self) -> bool:
         """Nothing is under way: ledger and holdings may be looked at from outside."""
-        return not self.filing and not self.claiming
+        return not self.filing and not self.claiming and not self._holdings.sharing
 
     @property
     def stuck_s(self) -> float:
@@ -183,9 +194,13 @@ class Clerk:
                 self._claims.append(self._holdings.claim())
                 self.claim_s = time.monotonic() - began
                 self._claiming = False
+            self._holdings.share()
             if self._listing:
                 self._listing = False
                 self._listed |= self._endpoints.refresh()
+            if self._budget.limited and time.monotonic() - self._budgeted >= budgets.LOOK_S:
+                self._budgeted = time.monotonic()
+                self.exceeded = self.exceeded or self._budget.exceeded()
             self.stuck_since = None
         except OSError as error:
             # A full disk or quota: what was handed over waits in memory, and each look tries again.
@@ -202,7 +217,8 @@ class Clerk:
             self._journal.append(self._appended[-1].record)  # what it refuses it keeps, and writes with the next
         if not self._appended:
             return
-        self._journal.commit()
+        if not self._ledger.committed(self._journal.commit):
+            return  # too late: whoever takes over may not see it
         settled, self._appended = self._appended, []
         for filed in settled:
             self._holdings.settled(filed.block, filed.outcome.id)

@@ -108,9 +108,10 @@ class Blame:
         """Results, of any rank, that had a sandbox."""
         self._bad: dict[int, tuple[int, int]] = {}
         """Rank → (starts in a row that failed, good results before them)."""
+        self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:
-        """Takes a result of ``rank``; whether it is one too many."""
+        """Takes a result of ``rank``; whether it is the one too many."""
         rule = RULES.get(cause)
         if rule is None or not rule.blames_rank:
             self._good += cause != "node"
@@ -118,4 +119,7 @@ class Blame:
             return False
         failed, before = self._bad.get(rank, (0, self._good))
         self._bad[rank] = failed + 1, before
-        return failed + 1 >= BAD_STARTS and self._good > before
+        if rank in self._named or failed + 1 < BAD_STARTS or self._good == before:
+            return False
+        self._named.add(rank)
+        return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -41,6 +42,11 @@ class Holdings:
         self._gifts: list[tuple[int, list[Rollout], str]] = []
         """Block, rollouts and token of what is to be given: kept until that is known to be done."""
         self._gift = 0
+        self._offers: deque[tuple[list[tuple[int, Rollout]], int]] = deque()
+        self._wanted = self._said = 0
+        self._ask = self._looking = False
+        self._answers: deque[int] = deque()
+        self._served: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -74,6 +80,55 @@ class Holdings:
             if not held.missing:
                 self._finish(block)
 
+    # --- sharing: called by the loop, carried out by share() ---
+
+    @property
+    def others(self) -> bool:
+        """Other pods hold blocks, as far as is known."""
+        return self._ledger.others
+
+    @property
+    def claimed_all(self) -> bool:
+        """No block was free when this pod looked last."""
+        return not self._ledger.unclaimed
+
+    def want(self, slots: int) -> None:
+        """Asks other pods to fill so many slots; 0: no more."""
+        self._wanted, self._ask = slots, slots > 0
+
+    def look(self) -> None:
+        """Has the ledger looked at for hungry pods; :meth:`asked` gives the answers."""
+        self._looking = True
+
+    def asked(self) -> Iterator[int]:
+        """Slots that other pods want filled, each request once."""
+        while self._answers:
+            yield self._answers.popleft()
+
+    def offer(self, rollouts: list[tuple[int, Rollout]], each: int) -> None:
+        """Has rollouts given away that were taken out of the queue; see :meth:`give`."""
+        self._offers.append((rollouts, each))
+
+    @property
+    def sharing(self) -> bool:
+        """Something is on its way to other pods."""
+        return bool(self._offers or self._gifts)
+
+    def share(self) -> None:
+        """Carries out what was asked for above."""
+        self.hand_over()
+        while self._offers:
+            self.give(*self._offers.popleft())
+        if self._ask or (self._said and not self._wanted):
+            self._ask, self._said = False, self._wanted
+            self._ledger.hunger(self._said)
+        if self._looking:
+            self._looking = False
+            for request, slots in self._ledger.hungry().items():
+                if request not in self._served:
+                    self._served.add(request)
+                    self._answers.append(slots)
+
     def give(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
         """Hands rollouts that were not started, with the blocks they are of, to other pods.
 
@@ -105,7 +160,8 @@ class Holdings:
 
     def release(self) -> None:
         """Gives back every block that is not done."""
-        self.hand_over()
+        self._wanted = 0
+        self.share()
         if not self._held:
             return
         sealed = self._journal_length(self._ledger.identity.name) if self._ledger.identity else 0

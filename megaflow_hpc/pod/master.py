@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
-from megaflow_hpc.ledger import Claim, Ledger
-from megaflow_hpc.pod.clerk import LOOK_S, Clerk, Filed, Journal
-from megaflow_hpc.pod.comm import Backoff, Comm
+from megaflow_hpc.ledger import Claim
+from megaflow_hpc.pod.budget import cores_of
+from megaflow_hpc.pod.clerk import LOOK_S, Clerk
+from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.estimates import Estimates
-from megaflow_hpc.pod.events import Events
-from megaflow_hpc.pod.failures import may_retry
 from megaflow_hpc.pod.holdings import Holdings
-from megaflow_hpc.pod.outcome import Outcome, attempt_of
+from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.pod.parts import Pod
 from megaflow_hpc.pod.ranks import Ranks
+from megaflow_hpc.pod.results import Results
 from megaflow_hpc.pod.scheduler import Scheduler
+from megaflow_hpc.pod.sharing import Sharing
 from megaflow_hpc.pod.starts import Starts
-from megaflow_hpc.pod.walltime import Walltime
+from megaflow_hpc.pod.stragglers import Stragglers
 from megaflow_hpc.pod.wire import STOP, Message
-from megaflow_hpc.pod.work import NOTHING, Demand, Work
+from megaflow_hpc.pod.work import Work
 from megaflow_hpc.process import node_name
-from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.types import Attempt, Rollout, Trajectory
+from megaflow_hpc.types import Rollout
 
 TICK_S = 1.0
 """How often the drain file and heartbeats are looked at."""
@@ -53,35 +51,10 @@ STUCK_S = 120.0
 """How long the run directory may refuse or not answer before the pod gives up and is started anew."""
 SLOW_S = 5.0
 """A run directory that does not answer for this long is spoken of."""
+HOARD = 4
+"""Rollouts a slot that stand back for others and may be queued here beside what starts next."""
 TURN = 256
 """Messages taken in one turn of the loop: a flood of results must not keep dispatch waiting."""
-
-
-@dataclass
-class Pod:
-    """What the master works with; put together by ``__main__``."""
-
-    run: RunDir
-    comm: Comm
-    ledger: Ledger
-    journal: Journal
-    events: Events
-    init: Message
-    tasks: dict[str, Any]
-    """Task dictionaries by id."""
-    servers: dict[str, int]
-    """Engine servers that the campaign asks for, by policy; empty where no policy has a model."""
-    journal_length: Callable[[str], int]
-    stored: Callable[[], set[str]]
-    """Ids of the rollouts that were stored and did not fail; asked when a block is taken over."""
-    drain_file: Path | None = None
-    failure_limit: int | None = None
-    job_id: str = ""
-    scheduling: Mapping[str, Any] = field(default_factory=dict)
-    """``order``, ``weights``, ``pack`` of the campaign file."""
-    room: tuple[float | None, int | None] = (None, None)
-    """Cpus and MB of memory that a worker rank has, where they are known."""
-    walltime: Walltime = field(default_factory=Walltime)
 
 
 class Master:
@@ -94,21 +67,23 @@ class Master:
             pod.scheduling.get("order", "fifo"),
             pod.scheduling.get("weights"),
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
+            pod.scheduling.get("groups") == "together",
         )
+        self._stragglers = Stragglers(self._estimates) if pod.scheduling.get("copies") else None
         self._held = Holdings(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored)
+        self._sharing = Sharing(self._held, self.scheduler)
         self._endpoints = Endpoints(pod.run, pod.servers)
-        self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints)
+        self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints, pod.budget())
+        self._cores, self._began = cores_of(), time.monotonic()
         self._ranks = Ranks(pod.comm)
         self._starts = Starts(pod.tasks, pod.job_id)
-        self._attempts: dict[str, list[Attempt]] = {}
+        self._results = Results(pod, self.scheduler, self._clerk, self._ranks, self._estimates, self._drain)
         self.scheduler.waiting = set(pod.servers)
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
         self._dry = False
         self._slow = False
         self._grace_s = DRAIN_S
-        self._failures = 0
-        self._stored = 0
         self._started = 0
         self._per_s = 0.0
         self._announced: list[str] = []
@@ -140,7 +115,7 @@ class Master:
         return state
 
     def _ended(self) -> str | None:
-        if not self._ranks.all:
+        if not self._ranks.all or not (self.scheduler.slots or self._ranks.awaited):
             return "lost"
         if not self.pod.ledger.may_commit or self._clerk.stuck_s > STUCK_S:
             return "lost"
@@ -150,20 +125,17 @@ class Master:
                 return None
             if self._clerk.quiet and not self._held and self.pod.ledger.finished:
                 return "done"
-            return "paused" if self._paused else "drained"
+            return "paused" if self._results.paused else "drained"
         claimed_all = self._dry or self.scheduler.too_long
         if self.scheduler.running or self.scheduler.queued or not self._clerk.quiet or not claimed_all:
             return None
+        if self._sharing.stays and not self._held:
+            return None  # others may hand something over
         if self.pod.ledger.unsettled and not self._held:
             return None  # whoever holds the rest may be dead: stay until that is known
         if self.scheduler.too_long:
             self._drain("what is left is not expected to end before the walltime")
         return "drained" if self._held else "done"
-
-    @property
-    def _paused(self) -> bool:
-        limit = self.pod.failure_limit
-        return limit is not None and self._failures >= limit
 
     def _due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()
@@ -194,8 +166,7 @@ class Master:
         self._ranks.join(rank, str(message["node"]))
         self._announced = []  # so that this rank is told as well
         self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
-        for work in self.scheduler.impossible():
-            self._refuse(work)
+        self._results.refuse()
         self.pod.events.write("worker", rank=rank, state="ready", slots=message["slots"], node=message["node"])
         if self._endpoints.all:
             self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
@@ -208,79 +179,25 @@ class Master:
         self._lose(rank, str(message.get("why", "it left")))
 
     def _on_result(self, rank: int, message: Message) -> None:
-        outcome = Outcome.from_message(message)
-        work = self.scheduler.finish(rank, outcome.id)
-        if work is not None and work.attempt == outcome.attempt:
-            self._settle(work, outcome, rank)
+        self._results.ended(rank, Outcome.from_message(message))
 
     def _lose(self, rank: int, why: str) -> None:
         self._ranks.leave(rank)
-        lost = self.scheduler.leave(rank)
-        self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=len(lost))
-        for work in lost:
-            self._settle(work, self._unrun(work, "node", f"worker rank {rank} was lost: {why}"), rank)
-
-    def _unrun(self, work: Work, kind: str, error: str) -> Outcome:
-        """The end of an attempt of which nothing came back."""
-        now = time.time()
-        trajectory = Trajectory(
-            id=work.rollout.id,
-            task_id=work.rollout.task_id,
-            group_id=work.rollout.group_id,
-            policy=work.rollout.policy,
-            agent=work.rollout.agent,
-            sample_index=work.rollout.sample_index,
-            status="failed",
-            error_kind=kind,
-            error=error,
-            attempt=work.attempt,
-            job_id=self.pod.job_id,
-            started_at=now,
-            finished_at=now,
-            epoch=work.epoch,
-        )
-        return Outcome.of(trajectory, self._attempts.get(work.rollout.id, ()))
-
-    # --- results ---
-
-    def _settle(self, work: Work, outcome: Outcome, rank: int) -> None:
-        """Retries a failure, or hands the outcome to the clerk."""
-        if outcome.status == "cancelled":
-            # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
-            # whoever takes it runs this rollout again.
-            self._drain("a rollout was stopped by a signal to the step")
-            return
-        cause, failed = outcome.cause, outcome.status == "failed"
-        if failed and self._draining_since is not None and may_retry((*work.causes, cause)):
-            return  # the engines and sandboxes of an ending job fail; whoever takes the block tries again
-        if failed and self.scheduler.retry(work, cause, rank):
-            self._attempts.setdefault(outcome.id, []).append(attempt_of(outcome))
-            self.pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=cause, error=outcome.error)
-            return
-        if not failed:
-            self._estimates.observe(outcome.task_id, outcome.policy, outcome.seconds)
-        self._attempts.pop(outcome.id, None)
-        self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
+        rollouts = self._results.lost(rank, why)
+        self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=rollouts)
 
     def _collect(self) -> bool:
         """Takes note of what the clerk has done."""
         durable = self._clerk.durable()
-        for filed in durable:
-            self._count(filed)
-        if self._paused and self._draining_since is None:
-            self._drain(f"{self._failures} rollouts failed, limits.failures is {self.pod.failure_limit}")
+        self._results.count(durable)
         claimed = self._clerk.claimed()
         for answer in claimed:
             self._on_claimed(answer)
         if self._clerk.listed():
             self._tell_endpoints()
+        if self._clerk.exceeded:
+            self._results.pause(self._clerk.exceeded)
         return bool(durable or claimed)
-
-    def _count(self, filed: Filed) -> None:
-        outcome = filed.outcome
-        self._stored += 1
-        self._failures += outcome.status == "failed"
-        self.pod.events.rollout(outcome)
 
     # --- work ---
 
@@ -288,21 +205,29 @@ class Master:
         if self._draining_since is not None or self._clerk.full or self._clerk.stuck_since is not None:
             return False
         self._claim()
-        walltime, comm = self.pod.walltime, self.pod.comm
+        walltime = self.pod.walltime
         remaining_s = walltime.remaining_s
         started = 0
         while (next_ := self.scheduler.next(remaining_s, walltime.whole_s)) is not None:
-            rank, work = next_
-            comm.send(rank, self._starts.pack(work, rank, self._attempts.get(work.rollout.id, ())))
+            self._start(*next_)
             started += 1
+            if self._stragglers is not None:
+                self._stragglers.started(next_[1].rollout.id, time.monotonic())
         self._started += started
         return started > 0
+
+    def _start(self, rank: int, work: Work) -> None:
+        rollout = work.rollout
+        self.pod.comm.send(rank, self._starts.pack(work, rank, self._results.attempts.get(rollout.id, ())))
+        if len(self._results.groups):
+            self._results.groups.started(rollout.group_id, rollout.id)
 
     def _claim(self) -> None:
         """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
         waits here, another pod cannot start."""
         ahead = int(2 * self._per_s * self._clerk.claim_s)
-        if self.scheduler.queued >= self.scheduler.free + ahead or self._clerk.claiming:
+        waiting = self.scheduler.queued - min(self.scheduler.later, HOARD * self.scheduler.slots)
+        if waiting >= self.scheduler.free + ahead or self._clerk.claiming:
             return
         if not self.pod.ledger.may_commit or self.scheduler.too_long:
             return
@@ -316,38 +241,31 @@ class Master:
             return
         if self._draining_since is not None:
             return  # it goes back when the pod leaves
+        self._sharing.fed()
         claim, todo = answer
         for _, group in groupby(todo, key=lambda rollout: rollout.group_id):
             self.scheduler.add(self._group(list(group), claim))
-        for work in self.scheduler.impossible():
-            self._refuse(work)
+        self._results.refuse()
 
     def _group(self, rollouts: list[Rollout], claim: Claim) -> Iterator[Work]:
         """The work of one group: its samples are alike in what is known of them."""
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
-        demand = self._demand(first.task_id)
+        demand, share = self.pod.demand(first.task_id), self.pod.share(first.task_id, first.policy)
+        # Samples that are not here ran elsewhere, or will: they count as rewarded.
+        elsewhere = max(0, self.pod.planned(first.policy) - len(rollouts))
+        ids = [rollout.id for rollout in rollouts]
+        later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
         for rollout in rollouts:
-            yield Work(rollout, claim.block, claim.epoch, expected_s=expected_s, demand=demand, share=rollout.policy)
-
-    def _demand(self, task: str) -> Demand:
-        pack = self.pod.scheduling.get("pack", ())
-        if not pack:
-            return NOTHING
-        limits = self.pod.tasks[task].get("limits", {})
-        return Demand(
-            float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
-            int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
-        )
-
-    def _refuse(self, work: Work) -> None:
-        """No worker could ever hold it: final, and said."""
-        cpus, memory = self.pod.room
-        self._settle(
-            work,
-            self._unrun(work, "user", f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"),
-            -1,
-        )
+            yield Work(
+                rollout,
+                claim.block,
+                claim.epoch,
+                expected_s=expected_s,
+                demand=demand,
+                share=share,
+                later=rollout.id in later,
+            )
 
     def _tick(self) -> None:
         pod = self.pod
@@ -362,9 +280,24 @@ class Master:
             self._clerk.list_endpoints()
         if self._due("images", AHEAD_S):
             self._announce_images()
+        if self._stragglers is not None and self._dry and self._draining_since is None:
+            self._copy_stragglers(self._stragglers)
+        self._sharing.tick(self._dry, self._draining_since is not None or len(self._results.groups) > 0)
         self._say_slow()
         self._per_s, self._started = self._started / TICK_S, 0
-        pod.events.write("progress", running=self.scheduler.running, queued=self.scheduler.queued, stored=self._stored)
+        core_s = round(self._cores * (time.monotonic() - self._began), 1)
+        running, queued = self.scheduler.running, self.scheduler.queued
+        pod.events.write("progress", running=running, queued=queued, stored=self._results.stored, core_s=core_s)
+
+    def _copy_stragglers(self, stragglers: Stragglers) -> None:
+        """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""
+        if self.scheduler.queued or not self.scheduler.free:
+            return
+        for rollout in stragglers.overdue(self.scheduler.running_work(), time.monotonic()):
+            copy = self.scheduler.copy(rollout)
+            if copy is not None:
+                self._start(*copy)
+                self.pod.events.write("copy", id=rollout, rank=copy[0], attempt=copy[1].attempt)
 
     def _say_slow(self) -> None:
         """A run directory that does not answer is spoken of where it can be: on stderr, and later in the events."""
@@ -394,6 +327,7 @@ class Master:
         if self._draining_since is not None:
             return
         self._draining_since = time.monotonic()
+        self._results.draining = True
         self.scheduler.clear()
         self.pod.events.write("pod", state="draining", why=why)
 
@@ -404,12 +338,11 @@ class Master:
         self._ranks.tell(STOP)
         pod.comm.push()
         if state == "lost":
-            pod.events.write("pod", state=state, stored=self._stored)
+            pod.events.write("pod", state=state, stored=self._results.stored)
             self._clerk.finish(LOOK_S)
             return  # nothing is given back: whoever takes over seals what counts
         if self._clerk.finish(STUCK_S):
             self._held.release()
-        for filed in self._clerk.durable():
-            self._count(filed)
-        pod.events.write("pod", state=state, stored=self._stored)
+        self._results.count(self._clerk.durable())
+        pod.events.write("pod", state=state, stored=self._results.stored)
         pod.events.close()

@@ -132,9 +132,17 @@ class Scheduler:
         """The workers on which a rollout runs: none, one, or two."""
         return [rank for rank, worker in self._workers.items() if rollout_id in worker.running]
 
+    def running_work(self) -> list[Work]:
+        """Every attempt that runs."""
+        return [work for worker in self._workers.values() for work in worker.running.values()]
+
+    def waiting_work(self) -> list[Work]:
+        """What is queued, in the order in which it would start but for what it has to wait for."""
+        return [entry[2] for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
+
     def coming(self, count: int) -> list[str]:
         """Tasks of what runs, then of what starts next, each once; about ``count`` of the latter are looked at."""
-        running = [work.rollout.task_id for worker in self._workers.values() for work in worker.running.values()]
+        running = [work.rollout.task_id for work in self.running_work()]
         waiting = [entry for lane in self._lanes.values() for entry in lane.first(count)]
         return list(dict.fromkeys([*running, *(work.rollout.task_id for _, _, work in sorted(waiting)[:count])]))
 

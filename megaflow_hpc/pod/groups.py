@@ -1,0 +1,147 @@
+"""Groups: the samples of one task under one policy, compared with one another. Pure, no clock.
+
+*Over-provisioning.* Where more samples were planned than are wanted, the group is closed when it has as many rewards as
+it wants, and what is left of it is cancelled: nobody waits for the slowest, or for one that failed.
+
+*Groups without signal.* Samples that all get the same reward teach nothing. After ``signal_after`` equal rewards the
+samples that wait are dropped; with ``retry_every`` every so many-th of them runs all the same, and if it is rewarded
+differently the rest of the group runs after all. So that there is something to drop, the samples behind the first
+``signal_after`` start only while nothing else can.
+
+A sample is *waiting* (queued), *asleep* (taken out of the queue, may come back), running, or ended. Some sample of a
+group with sleepers is always waiting or running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """What the campaign file says of groups."""
+
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    """Rewards a group needs, by policy, where more samples than that are planned."""
+    signal_after: int = 0
+    """Equal rewards after which a group is held to have no signal; 0: never."""
+    retry_every: int = 0
+    """Of the samples of a group without signal, every so many-th runs; 0: none."""
+
+    @property
+    def idle(self) -> bool:
+        return not self.wanted and not self.signal_after
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows from the end of a sample, by rollout id."""
+
+    cancel: Sequence[str] = ()
+    """Will not be needed: waiting, asleep or running."""
+    sleep: Sequence[str] = ()
+    """To be taken out of the queue."""
+    wake: Sequence[str] = ()
+    """To be queued again."""
+    why: str = ""
+
+
+NOTHING_TO_DO = Step()
+
+
+@dataclass
+class _Group:
+    wanted: int = 0
+    waiting: list[str] = field(default_factory=list)
+    asleep: list[str] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    rewards: list[float] = field(default_factory=list)
+    lively: bool = False
+    """Its rewards differ: all of it runs."""
+
+    @property
+    def equal(self) -> bool:
+        return len(set(self.rewards)) == 1
+
+
+class Groups:
+    """The groups of one pod that have samples to run."""
+
+    def __init__(self, rules: GroupRules) -> None:
+        self._rules = rules
+        self._groups: dict[str, _Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def admit(self, group: str, policy: str, rollouts: Sequence[str], ended: int = 0) -> set[str]:
+        """Takes in samples of a group that are about to be queued; which of them may wait.
+
+        Args:
+            ended: samples of it that have a reward already, from before this pod had it.
+        """
+        if self._rules.idle:
+            return set()
+        known = self._groups.setdefault(group, _Group())
+        known.wanted = max(0, self._rules.wanted.get(policy, 0) - ended)
+        known.waiting += rollouts
+        first = self._rules.signal_after
+        return set(known.waiting[first:]) & set(rollouts) if first else set()
+
+    def started(self, group: str, rollout: str) -> None:
+        known = self._groups.get(group)
+        if known is not None and rollout in known.waiting:
+            known.waiting.remove(rollout)
+            known.running.add(rollout)
+
+    def requeued(self, group: str, rollout: str) -> None:
+        """It will be tried again."""
+        known = self._groups.get(group)
+        if known is not None:
+            known.running.discard(rollout)
+            known.waiting.insert(0, rollout)
+
+    def ended(self, group: str, rollout: str, reward: float | None) -> Step:
+        """A sample has ended for good; ``reward`` is ``None`` where it has none."""
+        known = self._groups.get(group)
+        if known is None:
+            return NOTHING_TO_DO
+        known.running.discard(rollout)
+        if rollout in known.waiting:
+            known.waiting.remove(rollout)
+        if reward is not None:
+            known.rewards.append(reward)
+        step = self._step(known)
+        if not (known.waiting or known.asleep or known.running):
+            del self._groups[group]
+        return step
+
+    def _step(self, known: _Group) -> Step:
+        if known.wanted and len(known.rewards) >= known.wanted:
+            left = [*known.waiting, *known.asleep, *sorted(known.running)]
+            known.waiting, known.asleep, known.running = [], [], set()
+            return Step(cancel=left, why=f"its group has the {known.wanted} rewards that were asked for")
+        after = self._rules.signal_after
+        if not after or len(known.rewards) < after:
+            return NOTHING_TO_DO
+        if known.equal:
+            return self._doze(known)
+        if known.lively:
+            return NOTHING_TO_DO
+        known.lively, known.waiting, known.asleep = True, [*known.waiting, *known.asleep], []
+        return Step(wake=known.waiting)  # those that wait as well: they need no longer stand back
+
+    def _doze(self, known: _Group) -> Step:
+        """No signal so far: drops what waits, but for the sample that is tried all the same."""
+        held, known.waiting, known.asleep = [*known.waiting, *known.asleep], [], []
+        every = self._rules.retry_every
+        why = f"its group has {len(known.rewards)} rewards and all are {known.rewards[0]:g}"
+        if not every:
+            return Step(cancel=held, why=why)
+        if known.running:  # one of these may yet be different
+            known.asleep = held
+            return Step(sleep=held, why=why)
+        cancel, rest = held[: every - 1], held[every - 1 :]
+        known.waiting, known.asleep = rest[:1], rest[1:]
+        return Step(cancel=cancel, sleep=known.asleep, wake=known.waiting, why=why)
