@@ -73,6 +73,13 @@ class Runner:
         rollout = Rollout(**message["rollout"])
         self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
 
+    async def _on_cancel(self, message: Message) -> None:
+        """Nobody waits for this rollout any more; its result will say ``cancelled``."""
+        await asyncio.sleep(0)  # one that has not begun could not say how it ended
+        task = self._rollouts.get(message["id"])
+        if task is not None:
+            task.cancel()
+
     async def _on_endpoints(self, message: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
         self._services.gateway.update_endpoints(message["endpoints"])
