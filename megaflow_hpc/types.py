@@ -277,6 +277,8 @@ class Trajectory:
     """Seconds of the agent, its model calls and commands included."""
     verify_s: float | None = None
     """Seconds of the verifier."""
+    inexact: int = 0
+    """Model calls of which not every token is known, since the engine lacks what that takes."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -347,6 +349,8 @@ class Recording:
     """Per call the engine's answer in brief (token ids, log-probabilities, text), for audit; bounded."""
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
+    inexact: int = 0
+    """Calls that were recorded with less than their engine was meant to give: plainly instead of split, text alone."""
     protocols: dict[str, int] = field(default_factory=dict)
     """Calls by how they were recorded. ``split`` and ``replay``: every token is known; ``plain``: the sampled ones, and
     a history that encodes to others starts a sequence; ``text``: none."""

@@ -53,7 +53,8 @@ def advantages(
     centred = r - mean[group]
     if kind == "grpo":
         spread = np.sqrt(np.bincount(group, centred**2) / np.maximum(size - ddof, 1))
-        value = centred / (spread[group] + epsilon)
+        divisor = spread[group] + epsilon  # 0 without an epsilon where a group's rewards are equal: no signal, not NaN
+        value = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
     elif kind == "drgrpo":
         value = centred
     elif kind == "rloo":

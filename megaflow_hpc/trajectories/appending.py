@@ -38,9 +38,11 @@ Packed = tuple[bytes, Array]
 
 def encode(values: Array, shuffle: bool, level: int = 1) -> bytes:
     """A chunk as HDF5's shuffle and deflate leave it."""
-    if shuffle and values.dtype.itemsize > 1:
-        values = np.ascontiguousarray(values.view(np.uint8).reshape(len(values), -1).T)
-    return compress(values.tobytes(), level)
+    size = values.dtype.itemsize
+    values = np.ascontiguousarray(values).view(np.uint8)
+    if shuffle and size > 1:
+        values = np.ascontiguousarray(values.reshape(-1, size).T)
+    return compress(values.data, level)
 
 
 def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
@@ -139,25 +141,56 @@ class Column:
             self._flush()
 
     def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
-        """Appends entries ``[start, end)`` of a dataset; returns how many were taken over without being inflated."""
-        taken = 0
+        """Appends entries ``[start, end)`` of a dataset; returns how many were taken over deflated."""
         size = source.chunks[0] if source.chunks else 0
-        alike = source.dtype == self.dtype and size == self._chunk and source.shuffle == self._shuffle
-        alike = alike and source.compression == "gzip" and not source.fletcher32 and not source.scaleoffset
-        while start < end:
-            stop = min(end, start + self._chunk - len(self) % self._chunk)
-            whole = stop - start == self._chunk and start % self._chunk == 0
-            raw = self._raw(source, start) if alike and whole else None
+        readable = size and source.dtype == self.dtype and source.compression == "gzip"
+        if not readable or source.fletcher32 or source.scaleoffset:
+            for first in range(start, end, 1 << 20):
+                self.put(source[first : min(end, first + (1 << 20))])
+            return 0
+        alike = size == self._chunk and source.shuffle == self._shuffle
+        if alike and start % size == len(self) % size:
+            return self._take_over(source, start, end)
+        waiting: deque[Future[Array]] = deque()
+        step = max(1, _BATCH_BYTES // (size * self.dtype.itemsize)) * size
+        for first in range(start - start % size, end, step):
+            numbers = range(first, min(first + step, end), size)
+            raw = [chunk for number in numbers if (chunk := self._raw(source, number)) is not None]
+            cut = slice(max(start - first, 0), min(end - first, step))
+            if len(raw) < len(numbers):  # some were never written: only HDF5 knows what is there
+                waiting.append(self._threads.submit(source.__getitem__, slice(first + cut.start, first + cut.stop)))
+            else:
+                waiting.append(self._threads.submit(_decode_all, raw, self.dtype, source.shuffle, cut))
+            if len(waiting) > 2 * THREADS:
+                self.put(waiting.popleft().result())
+        for values in waiting:
+            self.put(values.result())
+        return 0
+
+    def _take_over(self, source: h5py.Dataset, start: int, end: int) -> int:
+        """The same where both grids of chunks meet: whole chunks stay as they are."""
+        taken, size = 0, self._chunk
+        step = max(1, _BATCH_BYTES // (size * self.dtype.itemsize))
+        whole: list[bytes] = []
+
+        def hand_over() -> None:
+            if whole:
+                self._flush()
+                self._submit(self._threads.submit(_decode_each, list(whole), self.dtype, self._shuffle), len(whole))
+                whole.clear()
+
+        for first in range(start - start % size, end, size):
+            begin, stop = max(first, start), min(first + size, end)
+            raw = self._raw(source, first) if stop - begin == size else None
             if raw is None:
-                reading = end if not alike or start % self._chunk != len(self) % self._chunk else stop
-                reading = min(reading, start + (1 << 20))
-                self.put(source[start:reading])
-                start = reading
+                hand_over()
+                self.put(source[begin:stop])
                 continue
-            self._flush()
-            self._submit(self._threads.submit(_decode_one, raw, self.dtype, self._shuffle), 1)
-            taken += self._chunk
-            start = stop
+            whole.append(raw)
+            taken += size
+            if len(whole) == step:
+                hand_over()
+        hand_over()
         return taken
 
     def finish(self) -> None:
@@ -244,8 +277,12 @@ def _encode_all(values: Array, chunk: int, shuffle: bool, level: int) -> list[Pa
     return [(encode(part, shuffle, level), np.ascontiguousarray(part)) for part in parts]
 
 
-def _decode_one(raw: bytes, dtype: Any, shuffle: bool) -> list[Packed]:
-    return [(raw, decode(raw, dtype, shuffle))]
+def _decode_all(raw: list[bytes], dtype: Any, shuffle: bool, cut: slice) -> Array:
+    return np.concatenate([decode(chunk, dtype, shuffle) for chunk in raw])[cut]
+
+
+def _decode_each(raw: list[bytes], dtype: Any, shuffle: bool) -> list[Packed]:
+    return [(chunk, decode(chunk, dtype, shuffle)) for chunk in raw]
 
 
 def text_crc(values: Array, crc: int) -> int:

@@ -17,7 +17,7 @@ except ImportError:  # no wheel for this processor: the same bytes, slower
     crc32: Callable[..., int] = zlib.crc32
     decompress: Callable[..., bytes] = zlib.decompress
 
-    def compress(data: bytes, level: int = 1) -> bytes:
+    def compress(data: bytes | memoryview, level: int = 1) -> bytes:
         return zlib.compress(data, 1 if level == 1 else 4)
 
 else:
@@ -25,7 +25,7 @@ else:
     crc32 = isal_zlib.crc32
     decompress = isal_zlib.decompress
 
-    def compress(data: bytes, level: int = 1) -> bytes:
+    def compress(data: bytes | memoryview, level: int = 1) -> bytes:
         """A zlib stream. ISA-L's level 1 is as small as zlib's, level 3 nearly as its level 4."""
         packed: bytes = isal_zlib.compress(data, level)
         return packed

@@ -19,6 +19,7 @@ class GuardedFile(io.RawIOBase):
         super().__init__()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._place = 0
+        self._end = 0
         self._kept: list[tuple[int, bytes]] = []
         self.error: OSError | None = None
 
@@ -37,8 +38,7 @@ class GuardedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        base = {0: 0, 1: self._place, 2: self._end()}[whence]
-        self._place = base + offset
+        self._place = offset + (0, self._place, self._end)[whence]
         return self._place
 
     def tell(self) -> int:
@@ -56,6 +56,7 @@ class GuardedFile(io.RawIOBase):
         if done < len(view):
             self._kept.append((self._place + done, bytes(view[done:])))
         self._place += len(view)
+        self._end = max(self._end, self._place)
         return len(view)
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -78,6 +79,7 @@ class GuardedFile(io.RawIOBase):
                 os.ftruncate(self._file, size)
             except OSError as error:
                 self.error = error
+        self._end = size
         return size
 
     def flush(self) -> None:
@@ -87,6 +89,3 @@ class GuardedFile(io.RawIOBase):
         if not self.closed:
             os.close(self._file)
         super().close()
-
-    def _end(self) -> int:
-        return max([os.fstat(self._file).st_size, *(start + len(data) for start, data in self._kept)])

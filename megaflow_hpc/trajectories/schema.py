@@ -66,7 +66,12 @@ GROUPS = (
             ("node", STRING, "n", "host that carried it out"),
             ("job_id", STRING, "n", "Slurm job, `<array job>_<element>`"),
             ("rank", "int32", "n", "rank of the pod that carried it out; -1 where unknown"),
-            ("seed", "int64", "n", "seed that its sampling was given; -1 where it was given none"),
+            (
+                "seed",
+                "int64",
+                "n",
+                "of its sampling: model call i, from 0, was asked for with `(seed + i) % 2**31`; -1 without one",
+            ),
             ("sample_index", "int32", "n", "number of the sample within its group, from 0"),
             ("attempt", "int32", "n", "number of the attempt that counts, from 0"),
             ("epoch", "int32", "n", "epoch of the claim under which it was committed"),

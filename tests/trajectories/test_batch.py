@@ -188,6 +188,9 @@ def test_the_median_of_an_odd_group_gets_nothing_and_equal_rewards_neither():
     assert odd.tolist() == [4, -1, 0]
     for kind in ("grpo", "drgrpo", "rloo", "median"):
         assert advantages(np.ones(4, np.float32), np.zeros(4), kind).tolist() == [0, 0, 0, 0]
+    with np.errstate(all="raise"):  # equal rewards, and a group of one, with nothing added to a divisor of 0
+        rewards, groups = np.array([0.1, 0.1, 0.1, 1, 0, 3], np.float32), np.array(list("aaabbc"))
+        assert advantages(rewards, groups, "grpo", epsilon=0, ddof=0).tolist() == [0, 0, 0, 1, -1, 0]
     with pytest.raises(ConfigError, match="advantage 'ppo': there are grpo"):
         advantages(REWARDS, GROUPS, "ppo")
 
