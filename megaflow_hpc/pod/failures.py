@@ -1,7 +1,7 @@
 """What goes wrong with rollouts, whose fault it is, and what is done about it: pure.
 
 A *cause* is finer than the ``error_kind`` that is stored: it decides what is done. Each cause has a bound of its own
-and is counted for itself, so that a rollout which was preempted twice has lost none of its retries after a bad node.
+and is counted for itself, so that a rollout which met two dead engines has lost none of its retries after a bad node.
 
 =================  ============  =======  ==========================================================================
 cause              stored as     retries  what it is
@@ -12,10 +12,13 @@ cause              stored as     retries  what it is
 ``sandbox-lost``   sandbox       2        the sandbox went away while it was needed
 ``verifier``       verifier      1        tests left no verdict
 ``node``           node          3        the worker rank was lost
-``walltime``       walltime      3        the allocation ended first; goes on in the next one
-``preemption``     walltime      8        Slurm took the allocation back; goes on in the next one
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
+``walltime``       not at all    n/a      the allocation ended first; goes back with its block
+``preemption``     not at all    n/a      Slurm took the allocation back; goes back with its block
 =================  ============  =======  ==========================================================================
+
+The last two are nobody's failure: an event says that it happened, nothing is judged, and how often it may happen to an
+element of the array is ``slurm.requeues``.
 
 *Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
 results failed for one cause, going on would burn the allocation.
@@ -50,14 +53,11 @@ RULES: dict[str, Rule] = {
     "sandbox-lost": Rule("sandbox", 2),
     "verifier": Rule("verifier", 1),
     "node": Rule("node", 3),
-    "walltime": Rule("walltime", 3),
-    "preemption": Rule("walltime", 8),
     "user": Rule("user", 0),
 }
 
-MOST_ATTEMPTS = 8
-"""Failures of all causes together after which a rollout is given up; ends of allocations do not count."""
-_NOT_ITS_FAULT = ("walltime", "preemption")
+MOST_FAILURES = 6
+"""Failures of all causes together after which a rollout is given up."""
 
 NEARLY_ALL = 0.9
 """Share of the last results that failed for one cause, from which on failures are systematic."""
@@ -69,9 +69,7 @@ def may_retry(causes: Sequence[str]) -> bool:
     """Whether a rollout whose attempts failed so, the last cause last, is tried again."""
     last = causes[-1]
     rule = RULES.get(last)
-    if rule is None or causes.count(last) > rule.retries:
-        return False
-    return last in _NOT_ITS_FAULT or sum(cause not in _NOT_ITS_FAULT for cause in causes) <= MOST_ATTEMPTS
+    return rule is not None and causes.count(last) <= rule.retries and len(causes) < MOST_FAILURES
 
 
 class Pattern:

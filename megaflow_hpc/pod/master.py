@@ -341,6 +341,7 @@ class Master:
             pod.events.write("pod", state=state, stored=self._results.stored)
             self._clerk.finish(LOOK_S)
             return  # nothing is given back: whoever takes over seals what counts
+        self._results.cut_short(preempted=self._grace_s == DRAIN_NOW_S)
         if self._clerk.finish(STUCK_S):
             self._held.release()
         self._results.count(self._clerk.durable())

@@ -179,6 +179,12 @@ class Results:
         why = f"sandboxes do not start on {node}: {error[:300]}"
         self._pod.events.write("worker", rank=rank, state="excluded", node=node, why=why)
 
+    def cut_short(self, preempted: bool) -> None:
+        """Says what still runs while the allocation ends; the next one starts it anew."""
+        kind = "preemption" if preempted else "walltime"
+        for work in self._scheduler.running_work():
+            self._pod.events.write("attempt", id=work.rollout.id, attempt=work.attempt, kind=kind, error="")
+
     # --- what is durable ---
 
     def count(self, durable: Sequence[Filed]) -> None:

@@ -7,6 +7,7 @@ two trajectories: a bias that a campaign has to ask for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from megaflow_hpc.pod.estimates import Estimates
@@ -37,13 +38,12 @@ class Stragglers:
     def overdue(self, running: Iterable[Work], now: float) -> list[str]:
         """Stragglers that run once, the one that is longest overdue first."""
         found: dict[str, float] = {}
-        twice: set[str] = set()
+        times: Counter[str] = Counter()
         for work in running:
             rollout = work.rollout
-            if rollout.id in found:
-                twice.add(rollout.id)
+            times[rollout.id] += 1
             usual_s = self._estimates.expect(rollout.task_id, rollout.policy, UNUSUAL)
             if usual_s is not None:
                 found[rollout.id] = now - self._since.get(rollout.id, now) - max(usual_s, self._at_least_s)
-        self._since = {rollout: self._since[rollout] for rollout in found if rollout in self._since}
-        return sorted((i for i, late_s in found.items() if late_s > 0 and i not in twice), key=lambda i: -found[i])
+        self._since = {rollout: self._since[rollout] for rollout in times if rollout in self._since}
+        return sorted((i for i, late_s in found.items() if late_s > 0 and times[i] == 1), key=lambda i: -found[i])
