@@ -7,6 +7,9 @@ void: which records count is decided by readers. It has the columns of the schem
     /journal/time_ns        int64, commit time, monotone within the part
     /journal/block          int64
 
+The tokens, messages and artifacts of a part begin where those of the part before end within their chunks (offsets count
+from there), so that the chunks of a pod's shards can be gathered as they are, one shard behind the other.
+
 A shard is made by a child process of rank 0 when a part is finished (:mod:`~megaflow_hpc.trajectories.sharding`),
 published by rename, and never changed. It is only ever a copy: without it, or where it is damaged or does not fit its
 journal, readers take the journal.
@@ -27,10 +30,10 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.frames import read_frames, unpack_record
 from megaflow_hpc.trajectories.hdf5 import open_file
-from megaflow_hpc.trajectories.journal import SUFFIX, base_of
+from megaflow_hpc.trajectories.journal import SUFFIX, base_of, part_path
 from megaflow_hpc.trajectories.publishing import published
 from megaflow_hpc.trajectories.winners import Entry, Seals, counts, trajectory_of
-from megaflow_hpc.trajectories.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.writer import TrajectoryWriter, lead_behind
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ def write_shard(run: RunDir, journal: Path) -> Path:
     places: list[tuple[int, int, int, int]] = []
     time_ns = 0
     with published(target) as temporary:
-        writer = TrajectoryWriter(temporary, run.path.name, f"megaflow-hpc {__version__}")
+        software = f"megaflow-hpc {__version__}"
+        writer = TrajectoryWriter(temporary, run.path.name, software, lead=_lead(run, journal))
         try:
             for frame in read_frames(journal, size, tolerant=True):
                 time_ns = max(time_ns, frame.time_ns)
@@ -84,6 +88,18 @@ def write_shard(run: RunDir, journal: Path) -> Path:
             file.attrs["journal_base"] = np.int64(base_of(journal))
             file.attrs["journal_head"] = np.frombuffer(_head(journal), np.uint8)
     return target
+
+
+def _lead(run: RunDir, journal: Path) -> dict[str, int]:
+    """Where the columns of a part begin: behind the shard of the part before, if there is one."""
+    stem, _, number = journal.name.removesuffix(SUFFIX).rpartition("+")
+    if not stem:
+        return {}
+    before = open_shard(run, part_path(journal.with_name(f"{stem}{SUFFIX}"), int(number) - 1))
+    if before is None:
+        return {}
+    with before:
+        return lead_behind(before)
 
 
 def open_shard(run: RunDir, journal: Path) -> h5py.File | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from megaflow_hpc.trajectories import appending
 from megaflow_hpc.trajectories.guarded import GuardedFile
-from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
+from megaflow_hpc.trajectories.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
 from megaflow_hpc.trajectories.texts import clean, message_json, reward_name
 from megaflow_hpc.types import Trajectory
 
@@ -40,6 +40,11 @@ _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "start
 
 _ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 """Items of a row: their extent and the offsets that say which."""
+
+_FLAT = {"k": "sequences/token_offset", "qb": "messages/offset", "fb": "artifacts/offset"}
+"""Extents of the large columns, and the offsets into them."""
+
+_NOT_SAMPLED = {"tokens/logprob": math.nan, "tokens/weight_version": -1}
 
 _PICKED = {"attempts": "a", "artifacts": "f"}
 """Groups of which a part may be kept, and their extents."""
@@ -70,6 +75,8 @@ class TrajectoryWriter:
         software: name and version of what writes.
         sources: what it is gathered from, for later readers to see whether it is still all there is.
         attributes: further root attributes.
+        lead: entries before the first row's in the columns of an extent (``k``, ``qb`` or ``fb``), filled with nothing:
+            a shard's chunks then lie as they will in the file that it is gathered into.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class TrajectoryWriter:
         software: str,
         sources: Mapping[str, Any] | None = None,
         attributes: Mapping[str, str] | None = None,
+        lead: Mapping[str, int] | None = None,
     ) -> None:
         self._below = GuardedFile(path)
         self._file = h5py.File(self._below, "w", libver=("v110", "v110"))
@@ -93,13 +101,16 @@ class TrajectoryWriter:
         self._held: dict[str, list[Any]] = {path: [] for path in COLUMNS}
         self._rewards: dict[str, dict[int, float]] = {}
         self._reward_columns: dict[str, appending.Column] = {}
-        self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
+        self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0) | dict(lead or {})
         self._flushed_rows = 0
         self.copied = 0
         """Entries taken over from other files in compressed form."""
         for column in COLUMNS.values():
             if column.is_offset:
-                self._held[column.path].append(0)
+                self._held[column.path].append(self._counts[_NUMBERED[column.path]])
+            elif lead and column.extent in lead:
+                nothing = _NOT_SAMPLED.get(column.path, 0)
+                self._columns[column.path].put(np.full(lead[column.extent], nothing, column.dtype))
         self._file.create_group("rewards")
 
     def __len__(self) -> int:
@@ -290,6 +301,15 @@ class TrajectoryWriter:
         self._flushed_rows = self._counts["n"]
         for name in self._reward_columns:
             self._reward_column(name)
+
+
+def lead_behind(source: h5py.File) -> dict[str, int]:
+    """The ``lead`` of a file whose rows come right behind those of ``source``: how far its last chunks are filled."""
+    found = {}
+    for extent, path in _FLAT.items():
+        grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
+        found[extent] = int(source[path][-1]) % grid
+    return found
 
 
 def _spans(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:

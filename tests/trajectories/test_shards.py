@@ -233,17 +233,21 @@ def test_chunks_on_the_same_grid_are_taken_over_as_they_are(tmp_path):
                 journal.append(record(0, 0, t))
             journal.commit()
     write_shards(run)
-    source = shard_path(run, "a.0.journal")
+    source, second = shard_path(run, "a.0.journal"), shard_path(run, "a.0+0001.journal")
     rebuilt = digests(gather(run, rebuild=True))
     run.trajectories.unlink()
     path = gather(run)
-    assert digests(path) == rebuilt  # also of the second shard, whose chunks lie on another grid
-    with h5py.File(source) as one, h5py.File(path) as two:
+    assert digests(path) == rebuilt
+    with h5py.File(source) as one, h5py.File(second) as other, h5py.File(path) as whole:
         for name in ("id", "logprob", "loss_mask", "weight_version"):
-            a, b = one[f"tokens/{name}"], two[f"tokens/{name}"]
-            assert b.id.get_num_chunks() > a.id.get_num_chunks() > 2
-            assert (b[: len(a)] == a[:]).all()
-            assert a.id.read_direct_chunk((0,)) == b.id.read_direct_chunk((0,))
+            a, b, c = (file[f"tokens/{name}"] for file in (one, other, whole))
+            size = c.chunks[0]
+            behind = len(a) - len(a) % size
+            for part, chunk, place in ((a, 0, 0), (a, size, size), (b, size, behind + size)):
+                assert part.id.read_direct_chunk((chunk,)) == c.id.read_direct_chunk((place,))
+        lead = len(one["tokens/id"]) % 8192
+        assert other["sequences/token_offset"][0] == lead > 0
+        assert other["messages/offset"][0] == one["messages/offset"][-1] > 0
 
 
 def _long(number: int):
