@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.config.quotas import Caps, QuotasConfig, gateways, settle, site_caps, slots_of_rank
+from megaflow_hpc.config.quotas import Caps, QuotasConfig, check_scale, gateways, settle, site_caps, slots_of_rank
 from megaflow_hpc.config.sections import PodsConfig
 from megaflow_hpc.errors import ConfigError
 
@@ -69,6 +69,16 @@ def test_where_a_campaign_says_nothing_the_cap_holds() -> None:
     caps = Caps(slots=64, requests_per_s=100)
     held = settle(QuotasConfig(requests_per_s=10), PodsConfig(), 1, caps, "/s")
     assert held == QuotasConfig(requests_per_s=10, slots=64)
+
+
+def test_a_campaign_whose_quotas_are_shared_out_cannot_get_more_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaflow_hpc.config.quotas.site_caps", lambda: (Caps(pods=6), "/s"))
+    check_scale(6, PodsConfig(count=2), QuotasConfig())
+    check_scale(2, PodsConfig(count=2), QuotasConfig(slots=8))
+    with pytest.raises(ConfigError, match="shared out among 2 pods"):
+        check_scale(3, PodsConfig(count=2), QuotasConfig(slots=8))
+    with pytest.raises(ConfigError, match=r"--pods 7: more than this site"):
+        check_scale(7, PodsConfig(count=2), QuotasConfig())
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.integers(1, 500), st.integers(1, 64))

@@ -20,26 +20,26 @@ from pathlib import Path
 from megaflow_hpc.model.engines import free_port
 
 PACKAGES = ("litellm[proxy]", "vllm-router")
-START_S = 120.0
+START_S = 300.0
 KEY = "sk-bench"
 Note = Callable[[str], None]
 
 
-def environment(note: Note) -> Path | None:
-    """The peers' virtual environment, made now where it is missing; ``None`` where it cannot be."""
+def environment(note: Note, name: str = "gateway-peers", packages: Sequence[str] = PACKAGES) -> Path | None:
+    """A virtual environment for peers, made now where it is missing; ``None`` where it cannot be."""
     home = Path(os.environ.get("MEGAFLOW_HOME") or "~/.megaflow-hpc").expanduser()
-    place = home / "cache" / "gateway-peers"
+    place = home / "cache" / name
     mark = place / ".complete"
     if mark.exists():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    with open(place.parent / "gateway-peers.lock", "w") as lock:
+    with open(place.parent / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not mark.exists():
-            note(f"installing {', '.join(PACKAGES)} into {place}")
+            note(f"installing {', '.join(packages)} into {place}")
             commands: Sequence[Sequence[str]] = (
                 (sys.executable, "-m", "venv", str(place)),
-                (str(place / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES),
+                (str(place / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages),
             )
             for command in commands:
                 done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -16,8 +16,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str))
+def print_json(value: Any, indent: int | None = 1) -> None:
+    print(json.dumps(value, indent=indent, default=str))
 
 
 def note(text: str) -> None:
@@ -51,7 +51,7 @@ def seconds(value: float | None) -> str:
 
 def summary(result: dict[str, Any]) -> str:
     """The table at the end of a campaign."""
-    head = ("policy", "rollouts", "completed", "truncated", "failed", "solved", "mean reward", "turns")
+    head = ("policy", "rollouts", "completed", "truncated", "failed", "solved", "mean reward", "pass@k", "turns")
     rows = [
         (
             name,
@@ -60,12 +60,29 @@ def summary(result: dict[str, Any]) -> str:
             row["statuses"].get("truncated", 0),
             row["statuses"].get("failed", 0),
             row["solved"],
-            "-" if row["mean_reward"] is None else f"{row['mean_reward']:.3f}",
+            *_evaluated(row.get("evaluation"), row["mean_reward"]),
             row["turns"],
         )
         for name, row in result["policies"].items()
     ]
-    return table(head, rows)
+    notes = [
+        f"{name}: {row['inexact']} model calls were recorded without all their token ids (docs/model-service.md)"
+        for name, row in result["policies"].items()
+        if row.get("inexact")
+    ]
+    return "\n".join([table(head, rows), *notes])
+
+
+def _evaluated(found: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
+    """Mean reward and pass@k of a policy, each with half the width of its 95 % interval."""
+
+    def shown(value: float, half: float | None) -> str:
+        return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
+
+    if not found:
+        return ("-" if mean is None else f"{mean:.3f}"), "-"
+    each = [f"@{k} {shown(p['value'], p['ci95'])}" for k, p in found["pass_at"].items()]
+    return shown(found["mean"], found["ci95"]), ", ".join(each) or "-"
 
 
 class Progress:

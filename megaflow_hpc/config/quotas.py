@@ -127,6 +127,17 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
     return held
 
 
+def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
+    """Raises :class:`ConfigError` where a running campaign may not have so many pods."""
+    caps, source = site_caps()
+    if caps.pods is not None and wanted > caps.pods:
+        raise ConfigError(f"--pods {wanted}: more than this site lets a campaign take ({caps.pods}, {source})")
+    if quotas.any and wanted > pods.total:
+        raise ConfigError(
+            f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan it anew for more"
+        )
+
+
 def slots_of_rank(wanted: int, quotas: Mapping[str, Any], pods: PodsConfig) -> int:
     """Rollouts at once on one worker rank: what was asked for, or its part of the campaign's slots."""
     slots = quotas.get("slots")

@@ -162,7 +162,7 @@ async def plain(call: Call) -> Answer:
     except Refused as refusal:
         if b"return_token_ids" not in refusal.body:
             raise
-        server.protocol = "text"  # it does not know the parameter
+        server.protocol, server.degraded = "text", True  # it does not know the parameter
         return await text(call)
     if chat and (message := _text_alone(reply)) is not None:
         reply["model"] = body.get("model") or server.model_name
@@ -188,7 +188,7 @@ async def split(call: Call) -> Answer:
     except Refused as refusal:
         if refusal.status not in LACKING:
             raise
-        server.protocol = "plain"  # it has no such paths: from now on as one without them
+        server.protocol, server.degraded = "plain", True  # it has no such paths: from now on as one without them
         return await plain(call)
     try:
         rendered, sampling = list(request["token_ids"]), dict(request["sampling_params"])

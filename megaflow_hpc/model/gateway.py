@@ -265,7 +265,7 @@ class ModelGateway:
         if not answer.samples:
             recorder.add_text(conversation, answer.message, policy)
             self._caller.limits.charge(int((answer.body.get("usage") or {}).get("total_tokens") or 0))
-        recorder.count(answer.protocol)
+        recorder.count(answer.protocol, server.degraded)
         return answer.body
 
     def _replayed(self, session: Session, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:

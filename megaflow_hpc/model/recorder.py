@@ -163,9 +163,14 @@ class Recorder:
         self._keep_messages(messages, answer, policy or self.policy)
         self._last_answer = time.monotonic()
 
-    def count(self, protocol: str) -> None:
-        """Notes how a call was recorded; see :attr:`~megaflow_hpc.types.Recording.protocols`."""
+    def count(self, protocol: str, degraded: bool = False) -> None:
+        """Notes how a call was recorded (:attr:`~megaflow_hpc.types.Recording.protocols`).
+
+        Args:
+            degraded: Less is known of it than its server was meant to give.
+        """
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
+        self.recording.inexact += degraded or protocol == "text"
 
     def tip(
         self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""

@@ -46,6 +46,8 @@ class Server:
     """SHA-256 of the certificate in hexadecimal; empty without TLS."""
     protocol: str = "plain"
     """What it can do; see :mod:`megaflow_hpc.model.backend`."""
+    degraded: bool = False
+    """It turned out to lack what its protocol needs, and is asked in a lower one."""
     weight: float = 1.0
     """How many requests it should have for one of a server of weight 1."""
     started: str = ""

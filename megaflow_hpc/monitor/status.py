@@ -6,12 +6,14 @@ A :class:`Monitor` reads each event file on from where it stopped, so looking of
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.rundir import RunDir
 
 RATE_WINDOW_S = 300.0
@@ -33,6 +35,8 @@ class PodView:
     slots: int = 0
     seen_at: float = 0.0
     why: str = ""
+    grown_at: float = 0.0
+    """When we last saw its file grow, by our own clock; a node's own may be off."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -48,10 +52,14 @@ class Monitor:
         content = run.read_run()
         self.name: str = content["campaign"]["name"]
         self._total: int = content["total"]
+        self._evaluation: dict[str, Any] = content["campaign"].get("evaluation") or {}
         self._offsets: dict[Path, int] = {}
         self._rollouts: dict[str, dict[str, Any]] = {}
         self._pods: dict[str, PodView] = {}
         self._recent: deque[float] = deque()
+        self._retries: Counter[str] = Counter()
+        self._began = math.inf
+        """When the first look was over: what files held until then may be of any age."""
 
     def refresh(self) -> None:
         """Reads what was appended since the last look."""
@@ -68,9 +76,10 @@ class Monitor:
                     self._apply(pod, json.loads(line))
                 except (ValueError, KeyError):
                     continue  # a line cut by a full disk
+        self._began = min(self._began, time.monotonic())
 
     def _apply(self, pod: PodView, event: dict[str, Any]) -> None:
-        pod.seen_at = event["t"]
+        pod.seen_at, pod.grown_at = event["t"], time.monotonic()
         kind = event["event"]
         if kind == "pod":
             pod.state = event["state"]
@@ -88,6 +97,8 @@ class Monitor:
             else:
                 pod.live.pop(event["rank"], None)
             pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
+        elif kind == "attempt":
+            self._retries[event["kind"]] += 1
         elif kind == "rollout":
             before = self._rollouts.get(event["id"])
             # A later success replaces a failure (resume --failed); otherwise the first stored result stands.
@@ -98,7 +109,11 @@ class Monitor:
     def settle(self, rollouts: dict[str, dict[str, Any]]) -> None:
         """Takes over what is stored (``status``, ``kind``, ``error``, ``reward``, ``seconds``, ``turns`` by id)."""
         self.refresh()
-        self._rollouts = {rollout_id: {"id": rollout_id, **event} for rollout_id, event in rollouts.items()}
+        known = self._rollouts
+        self._rollouts = {
+            rollout_id: {"id": rollout_id, "inexact": known.get(rollout_id, {}).get("inexact", 0), **event}
+            for rollout_id, event in rollouts.items()
+        }
 
     @property
     def rollouts(self) -> dict[str, dict[str, Any]]:
@@ -151,15 +166,16 @@ class Monitor:
             "pods": pods,
             "servers": self.servers(),
             "failures": dict(Counter(e["kind"] for e in self._rollouts.values() if e["status"] == "failed")),
+            "retries": dict(self._retries),
             "rate_per_s": round(rate, 3),
             "eta_s": round(left / rate) if rate and left else (0 if not left else None),
         }
 
     def _pod(self, pod: PodView, live_jobs: set[str] | None) -> dict[str, Any]:
-        state = pod.state
+        state, silent_s = pod.state, self._silent_s(pod)
         if pod.active and live_jobs is not None and pod.job_id and pod.job_id not in live_jobs:
             state = "gone"
-        elif pod.active and time.time() - pod.seen_at > STALE_S:
+        elif pod.active and silent_s > STALE_S:
             state = "silent"
         running = pod.running if state in ("started", "draining") else 0
         return {
@@ -171,8 +187,14 @@ class Monitor:
             "slots": pod.slots,
             "running": running,
             "stored": pod.stored,
+            **({"silent_s": round(silent_s)} if state == "silent" else {}),
             **({"why": pod.why} if pod.why else {}),
         }
+
+    def _silent_s(self, pod: PodView) -> float:
+        """Seconds since the pod's last sign of life: of our clock from the second look on, of both before."""
+        grown = time.monotonic() - pod.grown_at
+        return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
 
     def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None) -> str:
         ledger = self.run.ledger
@@ -195,21 +217,22 @@ class Monitor:
         return len(self._recent) / max(1.0, now - self._recent[0])
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Per policy: rollouts, statuses, mean reward and how many were solved."""
+        """Per policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says of them."""
         rows: dict[str, dict[str, Any]] = {}
         for rollout_id, event in self._rollouts.items():
-            policy = rollout_id.split("/")[-2]
-            row = rows.setdefault(
-                policy, {"rollouts": 0, "statuses": Counter(), "rewards": [], "turns": 0, "seconds": 0.0}
-            )
+            task, policy, _ = rollout_id.rsplit("/", 2)
+            start = {"rollouts": 0, "statuses": Counter[str](), "rewards": {}, "turns": 0, "seconds": 0.0, "inexact": 0}
+            row = rows.setdefault(policy, start)
+            row["rewards"].setdefault(task, []).append(event.get("reward"))
+            row["inexact"] += event.get("inexact", 0)
             row["rollouts"] += 1
             row["statuses"][event["status"]] += 1
             row["turns"] += event.get("turns", 0)
             row["seconds"] += event.get("seconds", 0.0)
-            if event.get("reward") is not None:
-                row["rewards"].append(event["reward"])
         for row in rows.values():
-            rewards = row.pop("rewards")
+            by_task = row.pop("rewards")
+            row["evaluation"] = evaluate(by_task, **self._evaluation)
+            rewards = [reward for given in by_task.values() for reward in given if reward is not None]
             row["statuses"] = dict(row["statuses"])
             row["solved"] = sum(reward >= 1.0 for reward in rewards)
             row["mean_reward"] = round(sum(rewards) / len(rewards), 4) if rewards else None

@@ -37,7 +37,7 @@ class Events:
             f'{{"t": {time.time():.3f}, "event": "rollout", "id": {_text(outcome.id)}, '
             f'"status": "{outcome.status}", "kind": {_text(outcome.error_kind)}, '
             f'"error": {_text(outcome.error[:300])}, "reward": {reward}, '
-            f'"seconds": {outcome.seconds:.2f}, "turns": {outcome.turns}}}\n'
+            f'"seconds": {outcome.seconds:.2f}, "turns": {outcome.turns}, "inexact": {outcome.inexact}}}\n'
         )
 
     def flush(self) -> None:

@@ -27,6 +27,7 @@ class Outcome:
     job_id: str
     reward: float | None
     turns: int
+    inexact: int
     started_at: float
     finished_at: float
     cause: str

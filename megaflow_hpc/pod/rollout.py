@@ -238,6 +238,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
         turn.sequence += len(trajectory.sequences)
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
     trajectory.turns = [*trajectory.turns, *recording.turns]
+    trajectory.inexact += recording.inexact
     _keep_raw(trajectory, recording)
 
 
