@@ -7,7 +7,7 @@ interleaving of its calls, and over a file system that misbehaves on purpose. Pa
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -89,5 +89,12 @@ class Length:
     owner: str
 
 
-Call = Names | Read | There | Link | Publish | Rewrite | Touch | Remove | Clock | Length
+@dataclass(frozen=True)
+class Do:
+    """Something that makes results durable. No answer."""
+
+    action: Callable[[], object]
+
+
+Call = Names | Read | There | Link | Publish | Rewrite | Touch | Remove | Clock | Length | Do
 Steps = Generator[Call, Any, T]

@@ -87,10 +87,7 @@ class Ledger:
 
     def committed(self, commit: Callable[[], object]) -> bool:
         """Runs ``commit`` and says whether what it made durable counts: the fence was open before *and after* it."""
-        if not self.may_commit:
-            return False
-        commit()
-        return self.may_commit
+        return self._files.carry_out(self._mine.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
         """Every pod that ever registered, by ``<pod>.<start>``: identity and counter."""
@@ -159,9 +156,9 @@ class Ledger:
         return self._mine.unclaimed
 
     @property
-    def unfinished(self) -> bool:
-        """After :meth:`claim`: some block that it saw is not done."""
-        return self._mine.unfinished
+    def others(self) -> bool:
+        """After :meth:`claim`: some block is held by another pod that may be alive."""
+        return self._mine.others
 
     # --- hunger ---
 

@@ -17,7 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.ledger.calls import Call, Clock, Length, Link, Names, Publish, Read, Remove, Rewrite, Steps, T, There
+from megaflow_hpc.ledger.calls import (
+    Call,
+    Clock,
+    Do,
+    Length,
+    Link,
+    Names,
+    Publish,
+    Read,
+    Remove,
+    Rewrite,
+    Steps,
+    T,
+    There,
+)
 from megaflow_hpc.ledger.calls import Touch as TouchCall
 from megaflow_hpc.rundir import RunDir, to_json, write_json
 
@@ -76,6 +90,8 @@ class Files:
         Raises:
             OSError: no room, no permission, or away for longer than :data:`GIVE_UP_S`.
         """
+        if isinstance(call, Do):
+            return self._do(call)  # the journal knows best what its errors mean
         stale, away = 0, 0.0
         while True:
             try:
@@ -100,6 +116,9 @@ class Files:
 
     def _clock(self, call: Clock) -> float:
         return self.clock()
+
+    def _do(self, call: Do) -> None:
+        call.action()
 
     def _length(self, call: Length) -> int:
         return self.journal_length(call.owner)

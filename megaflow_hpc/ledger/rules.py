@@ -18,12 +18,25 @@ all blocks that can be seen are done and as many given ones can be seen as the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import Clock, Length, Link, Names, Publish, Read, Remove, Rewrite, Steps, There, Touch
+from megaflow_hpc.ledger.calls import (
+    Clock,
+    Do,
+    Length,
+    Link,
+    Names,
+    Publish,
+    Read,
+    Remove,
+    Rewrite,
+    Steps,
+    There,
+    Touch,
+)
 from megaflow_hpc.types import Rollout
 
 CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
@@ -136,6 +149,8 @@ class Rules:
         """After :meth:`claim`: some block is held by a pod that was neither seen to renew nor is known to be gone."""
         self.unclaimed = 0
         """After :meth:`claim`: free blocks that it saw and left."""
+        self.others = False
+        """After :meth:`claim`: some block is held by another pod that may be alive."""
         self.unfinished = True
         """After :meth:`claim`: some block that it saw is not done."""
         self._free: list[int] = []
@@ -159,6 +174,13 @@ class Rules:
 
     def may_commit(self) -> Steps[bool]:
         return self.open_at((yield Clock()))
+
+    def committed(self, commit: Callable[[], object]) -> Steps[bool]:
+        """Commits, and says whether it counts: the fence was open before, and still is now that all is durable."""
+        if not (yield from self.may_commit()):
+            return False
+        yield Do(commit)
+        return (yield from self.may_commit())
 
     def renew(self, force: bool = False) -> Steps[None]:
         """Counts the lease up when it is due. One that is too old stays so: somebody may be taking over."""
@@ -212,13 +234,13 @@ class Rules:
         if free and (claim := (yield from self._first(free[:1]))):  # seen at the last look: the link decides
             self._free, self.unclaimed = free[1:], len(free) - 1
             return claim
-        claimed = latest((yield Names(CLAIMS)))
-        free = [block for block in self._blocks if block not in claimed and block not in self._done]
-        if free and (claim := (yield from self._first(free))):
-            return claim
+        if free:
+            claimed = latest((yield Names(CLAIMS)))
+            if claim := (yield from self._first([block for block in free if block not in claimed])):
+                return claim
         self._done = done_blocks((yield Names(DONE)))
         self._blocks = block_numbers((yield Names(TASKS)))  # after the marks: whoever is done has given before
-        self.unsettled, self.unclaimed = False, 0
+        self.unsettled, self.others, self.unclaimed = False, False, 0
         self.unfinished = not all_done(self._done, self._blocks)
         if not self.unfinished:
             yield from self._finish()
@@ -273,6 +295,7 @@ class Rules:
                 content |= yield from self._what_counts(block, owner)
             else:
                 self.unsettled |= owner not in (me, *self._alive)
+                self.others |= owner != me
                 continue
             if (yield from self._take(block, epoch + 1, content)):
                 return self._hold(self._taken(block, epoch + 1, content))

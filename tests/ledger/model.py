@@ -1,0 +1,470 @@
+"""Every interleaving of pods on one ledger, by exhaustion. The rules of the ledger and of winners are the product's;
+the file system, the clock and the journals are a model.
+
+A *state* is the files, the journals, the time and, for each process, the answers that its calls have had so far. From
+each state every process may carry out its next call, may crash, or time may go on by one unit: a process that is not
+chosen while time goes on is paused. What a listing or a reading answers may be old, by as much as a cache may be.
+States that were met before, by whatever path, are not followed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.ledger import rules as rules_module
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
+from megaflow_hpc.ledger.rules import (
+    CLAIMS,
+    FINISHED,
+    GONE,
+    LEASES,
+    RELEASED,
+    TASKS,
+    PodIdentity,
+    Rules,
+    Times,
+    pairs,
+    seals,
+    task_path,
+)
+from megaflow_hpc.trajectories.winners import Entry, counts, decide
+from megaflow_hpc.types import Rollout
+
+TIMES = Times(renew_s=1, commit_s=2, lease_s=4)
+
+Program = Generator[Any, Any, str]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until time has gone on."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rollouts of a block, which never change."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Ids that a reader would find stored."""
+
+
+@dataclass(frozen=True)
+class Append:
+    """One record, durable at once."""
+
+    rollout: str
+    block: int
+    epoch: int
+
+    def __call__(self) -> None:
+        """Carried out by the model."""
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The pod counts its last record."""
+
+
+@dataclass(frozen=True)
+class Journals:
+    """Everything in all journals."""
+
+
+@dataclass(frozen=True)
+class Saw:
+    """What a reader gave out."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Here:
+    """Says all that the rest of a program depends on: paths that lead to the same are one."""
+
+    memory: str
+
+
+class Broken(AssertionError):
+    """An invariant does not hold; the message tells the path."""
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+
+def pod(
+    name: str, make: Callable[..., Rules] = Rules, gives: bool = False, drains: bool = False, times: Times = TIMES
+) -> Program:
+    """A pod: claims, commits one rollout at a time, marks done; as Master, Clerk and Holdings do it together.
+
+    Args:
+        gives: it hands the last rollout of each block back before it begins.
+        drains: it releases its block after one rollout.
+    """
+    identity = PodIdentity(*name.split("."))
+    mine = make(identity, times)
+    yield from mine.renew(force=True)
+    while True:
+        yield Here(repr(vars(mine)))
+        yield from mine.renew()
+        if not (yield from mine.may_commit()):
+            return "fenced"
+        claim = yield from mine.claim()
+        if claim is None:
+            if not mine.unfinished:
+                return "done"
+            yield Wait()
+            continue
+        content = yield Block(claim.block)
+        todo = [rollout.id for rollout in (Rollout(**each) for each in content["rollouts"])]
+        if claim.left is not None:
+            todo = [each for each in todo if each in claim.left]
+        elif claim.epoch:
+            stored = yield Stored()
+            todo = [each for each in todo if each not in stored]
+        todo = [each for each in todo if each not in claim.without]
+        if gives and len(todo) > 1:
+            rollout = next(r for r in (Rollout(**each) for each in content["rollouts"]) if r.id == todo[-1])
+            if (yield from mine.give(claim, [rollout], f"gift.{claim.block}")):
+                todo.pop()
+        for count, each in enumerate(todo):
+            yield Here(repr((vars(mine), claim.block, claim.epoch, todo, count)))
+            if drains and count:
+                yield from mine.release(claim, (yield Length(identity.name)), todo[count:])
+                return "drained"
+            yield from mine.renew()
+            if not (yield from mine.committed(Append(each, claim.block, claim.epoch))):
+                return "fenced"
+            yield Acknowledged()
+        yield Here(repr((vars(mine), claim, "done")))
+        try:
+            yield from mine.mark_done(claim)
+        except LedgerError:
+            return "taken over"
+
+
+def reader() -> Program:
+    """One look: journals first, then seals."""
+    entries = yield Journals()
+    claimed = sorted(pairs((yield Names(CLAIMS))))
+    read = []
+    for block, epoch in claimed:
+        if epoch:
+            read.append((block, epoch, (yield Read(rules_module.claim_path(block, epoch)))))
+    sealed = seals(each for each in read if each[2])
+    valid = [entry for entry, block, end in entries if counts(sealed, block, entry.epoch, entry.journal, end)]
+    yield Saw(tuple(decide(valid)[0].values()))
+    return "read"
+
+
+# --- the world --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    time: int
+    files: frozenset[tuple[str, str]]
+    before: tuple[frozenset[tuple[str, str]], ...]
+    """The files at the end of each of the last units of time, the oldest first."""
+    journals: frozenset[tuple[str, tuple[tuple[str, int, int, int], ...]]]
+    """Owner → (rollout, block, epoch, time) of each record."""
+    processes: tuple[tuple[str, int], ...]
+    """Name, and a number that stands for all answers it has had."""
+    acknowledged: frozenset[tuple[str, int]] = frozenset()
+    """Owner and number of a record."""
+    settled: frozenset[tuple[str, str, int]] = frozenset()
+    """Rollout, owner and number of its first acknowledged winner."""
+    renewed: frozenset[tuple[str, int]] = frozenset()
+    gone: frozenset[str] = frozenset()
+    """Processes that crashed."""
+
+
+@dataclass
+class Model:
+    """
+    Args:
+        programs: by name; those in ``later`` begin when the process they follow has crashed.
+        blocks: rollout ids (of one task each) by number of the block.
+        may_crash: names of processes that may crash, once in all.
+        units: how far time goes.
+        fixed: rooms that nothing changes here: when they are read makes no difference.
+        told: a crash is marked at once, as Slurm would say it.
+        prompt: processes for which time does not go on before they wait: they are never paused.
+        stale: units of time by which answers may be old,
+        cached: where the path asked for begins with this.
+        eager: a clock is read right after the call before it, which leaves out no behaviour that is more dangerous.
+    """
+
+    programs: Mapping[str, Callable[[], Program]]
+    blocks: Mapping[int, int]
+    units: int = 8
+    may_crash: tuple[str, ...] = ()
+    later: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[str, ...] = (GONE, RELEASED, TASKS)
+    told: bool = False
+    prompt: tuple[str, ...] = ()
+    stale: int = 1
+    cached: str = ""
+    eager: bool = True
+
+    states: int = 0
+    ends: set[str] = field(default_factory=set)
+    epochs: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._histories: list[tuple[int, Any]] = [(-1, None)]
+        self._numbers: dict[Any, int] = {}
+        self._pending: dict[tuple[str, int], Any] = {}
+        self._same: dict[tuple[str, str], int] = {}
+        self._dicts: dict[frozenset[tuple[str, str]], dict[str, str]] = {}
+
+    def explore(self) -> Model:
+        """Goes through every state.
+
+        Raises:
+            Broken: an invariant does not hold in one of them.
+        """
+        files = {
+            task_path(number): _json({"rollouts": [vars(Rollout(f"t{number}", "p", n, "nop")) for n in range(count)]})
+            for number, count in self.blocks.items()
+        }
+        self.rollouts = {Rollout(f"t{n}", "p", s, "nop").id for n, count in self.blocks.items() for s in range(count)}
+        begun = tuple((name, 0) for name in self.programs if name not in self.later)
+        start = frozenset(files.items())
+        first = State(0, start, (start,) * self.stale, frozenset(), begun)
+        stack, met = [first], {first}
+        while stack:
+            state = stack.pop()
+            self.states += 1
+            following = list(self._following(state))
+            if not following:
+                self._ended(state)
+            for one in following:
+                if one not in met:
+                    met.add(one)
+                    self._check(one)
+                    stack.append(one)
+        return self
+
+    # --- steps ---
+
+    def _following(self, state: State) -> Iterator[State]:
+        for place, (name, history) in enumerate(state.processes):
+            call = self._call(name, history)
+            if name in state.gone or isinstance(call, str | Wait):
+                continue
+            for world, answer in self._answers(state, name, call):
+                yield self._advance(world, place, answer)
+            if name in self.may_crash and not state.gone:
+                crashed = replace(state, gone=frozenset({name}))
+                if self.told:
+                    crashed = self._write(crashed, f"{GONE}/{name}", "{}")
+                heirs = tuple((heir, 0) for heir, after in self.later.items() if after == name)
+                yield replace(crashed, processes=crashed.processes + heirs)
+        calls = {name: self._call(name, history) for name, history in state.processes if name not in state.gone}
+        late = any(not isinstance(calls[name], Wait | str) for name in self.prompt if name in calls)
+        if state.time < self.units and not late and any(not isinstance(call, str) for call in calls.values()):
+            later = replace(state, time=state.time + 1, before=(*state.before, state.files)[1:])
+            for place, (name, history) in enumerate(later.processes):
+                if isinstance(self._call(name, history), Wait) and name not in state.gone:
+                    later = self._advance(later, place, None)
+            yield later
+
+    def _advance(self, state: State, place: int, answer: Any) -> State:
+        name, history = state.processes[place]
+        history = self._told(history, answer)
+        begins = False
+        while self._at_once(state, call := self._call(name, history)):
+            if begins and isinstance(call, Clock):
+                break  # a pause before an operation is seen by its first look at the clock
+            begins = isinstance(call, Here)
+            if isinstance(call, Here):
+                history = self._same.setdefault((name, call.memory), self._told(history, None))
+                continue
+            if isinstance(call, Acknowledged):
+                state = self._acknowledge(state, name)
+            _, answer = next(self._answers(state, name, call))
+            history = self._told(history, answer)
+        processes = list(state.processes)
+        processes[place] = name, history
+        return replace(state, processes=tuple(processes))
+
+    def _at_once(self, state: State, call: Any) -> bool:
+        """Whether a call makes no difference to the others, nor they to it."""
+        if isinstance(call, Names):
+            return call.room in self.fixed
+        if isinstance(call, Read):
+            # What no cache can miss any more, and never changes.
+            oldest = (*state.before, state.files)[0]
+            return call.path in self._dict(oldest) and not call.path.startswith(LEASES)
+        return isinstance(call, Here | Acknowledged | Block) or (self.eager and isinstance(call, Clock))
+
+    def _acknowledge(self, state: State, name: str) -> State:
+        records = dict(state.journals)[name]
+        _, block, epoch, _ = records[-1]
+        if rules_module.claim_path(block, epoch + 1) in self._files(state):
+            raise Broken(f"{name} committed for block {block} after it had been taken over, at {state.time}")
+        if state.time - dict(state.renewed)[name] >= TIMES.commit_s:
+            raise Broken(f"{name} committed with a lease of {state.time - dict(state.renewed)[name]} units")
+        return self._settle(replace(state, acknowledged=state.acknowledged | {(name, len(records) - 1)}))
+
+    def _told(self, history: int, answer: Any) -> int:
+        key = history, repr(answer)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._histories)
+            self._histories.append((history, answer))
+        return self._numbers[key]
+
+    def _call(self, name: str, history: int) -> Any:
+        """What a process that had these answers asks next; a string when it has ended."""
+        key = name, history
+        if key not in self._pending:
+            answers, number = [], history
+            while number:
+                number, answer = self._histories[number]
+                answers.append(answer)
+            program = self.programs[name]()
+            try:
+                call = next(program)
+                for answer in reversed(answers):
+                    call = program.send(answer)
+            except StopIteration as stop:
+                call = stop.value
+            self._pending[key] = call
+        return self._pending[key]
+
+    def _files(self, state: State) -> dict[str, str]:
+        return self._dict(state.files)
+
+    def _dict(self, files: frozenset[tuple[str, str]]) -> dict[str, str]:
+        if files not in self._dicts:
+            self._dicts[files] = dict(files)
+        return self._dicts[files]
+
+    def _answers(self, state: State, name: str, call: Any) -> Iterator[tuple[State, Any]]:
+        files = self._files(state)
+        if isinstance(call, Names | Read | There):
+            found = []
+            path = call.room if isinstance(call, Names) else call.path
+            for seen in (files, *map(self._dict, state.before if path.startswith(self.cached) else ())):
+                if (answer := _look(seen, call)) not in found:
+                    found.append(answer)
+                    yield state, answer
+        elif isinstance(call, Clock | Acknowledged):
+            yield state, state.time
+        elif isinstance(call, Length):
+            yield state, len(dict(state.journals).get(call.owner, ()))
+        elif isinstance(call, Link):
+            if call.path in files:
+                yield state, False
+            else:
+                if call.path.startswith(CLAIMS):
+                    self.epochs.add(int(call.path.rpartition(".")[2]))
+                yield self._write(state, call.path, _json(call.content)), True
+        elif isinstance(call, Publish | Rewrite):
+            written = self._write(state, call.path, _json(call.content))
+            if call.path.startswith(LEASES):
+                renewed = frozenset({**dict(state.renewed), name: state.time}.items())
+                written = replace(written, renewed=renewed)
+            yield written, None
+        elif isinstance(call, Touch):
+            yield self._write(state, call.path, "{}"), None
+        elif isinstance(call, Remove):
+            yield replace(state, files=frozenset(item for item in state.files if item[0] != call.path)), None
+        elif isinstance(call, Do):
+            append = call.action
+            assert isinstance(append, Append)
+            record = append.rollout, append.block, append.epoch, state.time
+            journals = dict(state.journals)
+            journals[name] = (*journals.get(name, ()), record)
+            yield replace(state, journals=frozenset(journals.items())), None
+        elif isinstance(call, Block):
+            yield state, json.loads(files[task_path(call.number)])
+        elif isinstance(call, Stored):
+            yield state, tuple(sorted(self._winners(state)))
+        elif isinstance(call, Journals):
+            yield state, tuple(self._entries(state))
+        elif isinstance(call, Saw):
+            acknowledged = {(owner, number) for owner, number in state.acknowledged}
+            best = self._winners(state)
+            for entry in call.entries:
+                if (entry.journal.removesuffix(".journal"), entry.start) in acknowledged and best[entry.id] != entry:
+                    raise Broken(f"a reader gave {entry} out, and {best[entry.id]} is the result")
+            yield state, None
+        else:
+            raise AssertionError(call)
+
+    def _write(self, state: State, path: str, content: str) -> State:
+        return replace(state, files=frozenset({**self._files(state), path: content}.items()))
+
+    # --- what must hold ---
+
+    def _entries(self, state: State) -> list[tuple[Entry, int, int]]:
+        return [
+            (Entry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number), block, number + 1)
+            for owner, records in sorted(state.journals)
+            for number, (rollout, block, epoch, time) in enumerate(records)
+        ]
+
+    def _valid(self, state: State) -> list[Entry]:
+        files = self._files(state)
+        claimed = [(b, e) for b, e in pairs(_look(files, Names(CLAIMS))) if e]
+        sealed = seals([(b, e, json.loads(files[rules_module.claim_path(b, e)])) for b, e in claimed])
+        return [
+            entry
+            for entry, block, end in self._entries(state)
+            if counts(sealed, block, entry.epoch, entry.journal, end)
+        ]
+
+    def _winners(self, state: State) -> dict[str, Entry]:
+        return decide(self._valid(state))[0]
+
+    def _check(self, state: State) -> None:
+        valid = {(entry.journal.removesuffix(".journal"), entry.start): entry for entry in self._valid(state)}
+        for record in state.acknowledged:
+            if record not in valid:
+                raise Broken(f"the acknowledged record {record} is lost at {state.time}: {sorted(state.files)}")
+        best = decide(valid.values())[0]
+        settled = {rollout: (owner, number) for rollout, owner, number in state.settled}
+        for rollout, entry in best.items():
+            record = entry.journal.removesuffix(".journal"), entry.start
+            if settled.get(rollout, record) != record:
+                raise Broken(f"{rollout} was settled by {settled[rollout]} and is now {record}: {sorted(state.files)}")
+        if FINISHED in self._files(state) and set(best) != self.rollouts:
+            raise Broken(f"finished at {state.time} without {self.rollouts - set(best)}: {sorted(state.files)}")
+
+    def _settle(self, state: State) -> State:
+        best = self._winners(state)
+        new = {
+            (entry.id, owner, number)
+            for owner, number in state.acknowledged
+            for entry in best.values()
+            if (entry.journal, entry.start) == (f"{owner}.journal", number)
+        }
+        return replace(state, settled=state.settled | new)
+
+    def _ended(self, state: State) -> None:
+        said = {name: self._call(name, history) for name, history in state.processes if name not in state.gone}
+        self.ends |= {how for how in said.values() if isinstance(how, str)}
+        if "done" in said.values() and FINISHED not in self._files(state):
+            raise Broken(f"a pod ended as done and left no mark: {sorted(state.files)}")
+
+
+def _look(files: Mapping[str, str], call: Names | Read | There) -> Any:
+    if isinstance(call, Names):
+        start = call.room + "/"
+        return tuple(sorted(path.removeprefix(start) for path in files if path.startswith(start)))
+    if isinstance(call, There):
+        return call.path in files
+    return json.loads(files[call.path]) if call.path in files else None
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, default=str)

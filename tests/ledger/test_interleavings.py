@@ -1,0 +1,221 @@
+"""The ledger's rules hold in every interleaving of two pods and a reader, and each is needed: whatever is broken on
+purpose is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.ledger import rules
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Read, Rewrite, Steps
+from megaflow_hpc.ledger.rules import DONE, GONE, LEASES, RELEASED, TASKS, Rules, Times, block_numbers, done_blocks
+from tests.ledger.model import TIMES, Broken, Model, pod, reader
+
+Make = Callable[..., Rules]
+
+
+def two(make: Make = Rules, **more: Any) -> Model:
+    """Two pods, one block of one rollout."""
+    return Model({name: partial(pod, name, make) for name in ("a.0", "b.0")}, {0: 1}, **more)
+
+
+def paused(make: Make = Rules, who: str = "a.0", times: Times = TIMES, size: int = 1, **more: Any) -> Model:
+    """The same for longer than a lease; one of them may pause anywhere for as long as it likes."""
+    programs = {name: partial(pod, name, make, times=times) for name in ("a.0", "b.0")}
+    return Model(programs, {0: size}, units=7, prompt=("b.0" if who == "a.0" else "a.0",), **more)
+
+
+def crashed(make: Make = Rules) -> Model:
+    return two(make, units=7, may_crash=("a.0",), prompt=("b.0",))
+
+
+def requeued(make: Make = Rules) -> Model:
+    """The element's next start follows its crash; a second pod claims as well. No time goes by: no lease expires."""
+    programs = {name: partial(pod, name, make) for name in ("a.0", "a.1", "b.0")}
+    return Model(programs, {0: 1}, units=0, may_crash=("a.0",), later={"a.1": "a.0"}, prompt=("a.1",))
+
+
+def giving(make: Make = Rules, units: int = 0, times: Times = TIMES, blocks: int = 1) -> Model:
+    """A pod hands one of two rollouts back, and may die anywhere in this, or, over time, pause."""
+    programs = {
+        "a.0": partial(pod, "a.0", make, gives=True, times=times),
+        "b.0": partial(pod, "b.0", make, times=times),
+    }
+    fixed = (RELEASED,) if not units else (RELEASED, GONE)
+    crash: dict[str, Any] = {"prompt": ("b.0",)} if units else {"may_crash": ("a.0",), "told": True}
+    return Model(programs, {0: 2} | dict.fromkeys(range(1, blocks), 1), units, fixed=fixed, stale=0, **crash)
+
+
+def drained(make: Make = Rules) -> Model:
+    programs = {"a.0": partial(pod, "a.0", make, drains=True), "b.0": partial(pod, "b.0", make)}
+    return Model(programs, {0: 2}, units=1, fixed=(GONE, TASKS), prompt=("b.0",))
+
+
+def read() -> Model:
+    """A reader follows while a pod dies and the other takes over."""
+    programs = {"a.0": partial(pod, "a.0"), "b.0": partial(pod, "b.0"), "reader": reader}
+    return Model(programs, {0: 1}, 0, ("a.0",), told=True, stale=0, fixed=(RELEASED, TASKS))
+
+
+SCENES = {
+    "two pods": (partial(two, units=1), {"done"}, {0}),
+    "a holder that pauses": (paused, {"done", "fenced", "taken over"}, {0, 1}),
+    "a holder that pauses, seen through an old cache": (
+        partial(paused, size=2, stale=3, cached=LEASES),
+        {"done", "fenced", "taken over"},
+        {0, 1},
+    ),
+    "an observer that pauses": (partial(paused, who="b.0"), {"done", "fenced", "taken over"}, {0, 1}),
+    "a holder that crashes": (crashed, {"done", "fenced"}, {0, 1}),
+    "a requeued element": (requeued, {"done"}, {0, 1}),
+    "giving back": (giving, {"done"}, {0, 1}),
+    "draining": (drained, {"done", "drained"}, {0, 1}),
+    "a reader": (read, {"done", "read"}, {0, 1}),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_every_interleaving_keeps_every_rollout_once(scene: str) -> None:
+    make, ends, epochs = SCENES[scene]
+    model = make().explore()
+    print(f"{scene}: {model.states} states")
+    assert model.states > 1000
+    assert model.ends >= ends  # that it was met at all: a model in which nothing happens proves nothing
+    assert model.epochs == epochs
+
+
+# --- rules broken on purpose ------------------------------------------------------------------------------------------
+
+
+class SealsAtFirstSight(Rules):
+    """Measures a journal when its pod is looked at, not when it is known to be gone."""
+
+    def _look_after(self, owners: Any) -> Steps[set[str]]:
+        for owner in sorted(owners):
+            self.__dict__.setdefault("measured", {}).setdefault(owner, (yield Length(owner)))
+        return (yield from super()._look_after(owners))
+
+    def _what_counts(self, block: int, owner: str) -> Steps[dict[str, Any]]:
+        found = yield from super()._what_counts(block, owner)
+        return {**found, "sealed": self.__dict__["measured"][owner]}
+
+
+class CommitsWithoutLooking(Rules):
+    """Believes that what it began in time became durable in time."""
+
+    def committed(self, commit: Any) -> Steps[bool]:
+        if not (yield from self.may_commit()):
+            return False
+        yield Do(commit)
+        return True
+
+
+class RenewsTooLate(Rules):
+    """Renews a lease that others may have seen expire."""
+
+    def renew(self, force: bool = False) -> Steps[None]:
+        now = yield Clock()
+        if self.counter and now - self.renewed < self.times.renew_s:
+            return
+        content = {"counter": self.counter + 1}
+        path = f"{LEASES}/{self.identity.name}"
+        yield (Rewrite(path, content) if self.counter else Publish(path, content))
+        self.counter, self.renewed = self.counter + 1, now
+
+
+class LooksAtTheClockLast(Rules):
+    """Counts a lease's age up to when it got round to it, not up to when it was read."""
+
+    def _look_after(self, owners: Any) -> Steps[set[str]]:
+        found = set()
+        for owner in sorted(owners):
+            lease = yield Read(f"{LEASES}/{owner}")
+            now, counter = (yield Clock()), int(lease["counter"]) if lease else -1
+            seen = self._seen.setdefault(owner, (counter, now))
+            if seen[0] != counter:
+                self._seen[owner] = counter, now
+            elif now - seen[1] > self.times.lease_s:
+                found.add(owner)
+        return found
+
+
+class TakesOverAtOnce(Rules):
+    """Takes any pod that has a lease for gone."""
+
+    def _look_after(self, owners: Any) -> Steps[set[str]]:
+        yield Names(GONE)
+        return set(owners) if self.identity.pod == "b" else set()
+
+
+class ForgetsWhatWasGiven(Rules):
+    """Takes a block over with what its holder had handed to others."""
+
+    def _given_by(self, block: int) -> Steps[list[int]]:
+        yield from ()
+        return []
+
+
+class RunsWhatNobodyKnew(Rules):
+    """Runs a given block that its giver's successor had not seen."""
+
+    def _belongs(self, number: int) -> Steps[bool]:
+        yield from self._parent(number)
+        return True
+
+
+class RunsGivenTwice(RunsWhatNobodyKnew, ForgetsWhatWasGiven):
+    pass
+
+
+class CountsBlocksFirst(Rules):
+    """Lists the blocks before the marks: one that is given in between is not missed."""
+
+    def mark_done(self, claim: Any) -> Steps[None]:
+        yield rules.Touch(f"{DONE}/{claim.block:06d}.0")
+        self._drop(claim)
+        blocks = block_numbers((yield Names(TASKS)))
+        if set(done_blocks((yield Names(DONE)))) >= set(blocks):
+            yield from self._finish()
+
+
+SHORT = Times(renew_s=1, commit_s=2, lease_s=3)
+"""For scenes in which nothing is cached."""
+EQUAL = Times(renew_s=1, commit_s=2, lease_s=2)
+
+MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
+    "the seal is taken before the claim is due": (partial(paused, SealsAtFirstSight), "lost"),
+    "a lease as long as the fence": (
+        partial(paused, Rules, times=EQUAL, size=2, stale=3, cached=LEASES),
+        "lost|taken over",
+    ),
+    "no look at the fence after the commit": (partial(paused, CommitsWithoutLooking), "lost|taken over|lease of"),
+    "a late lease is renewed": (partial(paused, RenewsTooLate), "lost|taken over"),
+    "takeover without a lease's end": (partial(two, TakesOverAtOnce, units=1), "lost|taken over"),
+    "given rollouts are taken over": (partial(giving, RunsGivenTwice), "settled"),
+    "a block that nobody knows is run": (partial(giving, RunsWhatNobodyKnew, 5, SHORT), "settled"),
+    "blocks are listed before marks": (partial(giving, CountsBlocksFirst, blocks=2), "finished|left no mark"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_rule_that_is_broken_on_purpose_is_found(mutation: str) -> None:
+    make, what = MUTATIONS[mutation]
+    with pytest.raises(Broken, match=what):
+        make().explore()
+
+
+def test_a_clock_that_is_read_after_the_lease_is_found() -> None:
+    model = paused(LooksAtTheClockLast, who="b.0")
+    model.eager, model.stale = False, 0
+    with pytest.raises(Broken, match=r"lost|taken over"):
+        model.explore()
+
+
+def test_an_earlier_start_never_takes_from_a_later_one() -> None:
+    assert rules.earlier("0", "1")
+    assert not rules.earlier("2", "1")
+    assert not rules.earlier("1", "1")
+    assert rules.earlier("x1f3", "b2c4")  # starts that nobody counts: the other one is taken for the earlier

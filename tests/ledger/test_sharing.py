@@ -1,0 +1,126 @@
+"""The last blocks do not wait for one pod: what it has not started is handed to pods without work."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
+from megaflow_hpc.local import LocalPod
+from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.holdings import Holdings
+from megaflow_hpc.pod.sharing import share_of
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.types import Rollout
+
+
+def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:
+    return [Rollout(f"t{i:03d}", "oracle", s, "oracle") for i in range(tasks) for s in range(samples)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    return run
+
+
+def holdings(run: RunDir, name: str) -> tuple[Ledger, Holdings]:
+    ledger = Ledger(run, PodIdentity(name, "0"))
+    ledger.register()
+    return ledger, Holdings(run, ledger, Events(run.event_file(name, "0")), lambda owner: 0, set)
+
+
+def test_what_waits_is_spread_over_all_slots() -> None:
+    assert [share_of(1, 8, 1), share_of(100, 8, 8), share_of(9, 1, 2), share_of(0, 8, 8)] == [1, 50, 6, 0]
+
+
+def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_the_last(run: RunDir) -> None:
+    write_blocks(run, rollouts(3, samples=2), size=100)
+    (mine, giver), (theirs, taker) = holdings(run, "a"), holdings(run, "b")
+    assert giver.claim() is not None
+    assert taker.claim() is None
+    assert theirs.others
+    taker.want(3)
+    taker.share()
+    giver.look()
+    giver.share()
+    assert list(giver.asked()) == [3]
+    giver.offer([(0, rollout) for rollout in rollouts(3, samples=2)[2:]], each=3)
+    giver.share()
+    given = [block.rollouts for block in read_blocks(run)[1:]]
+    assert [len({r.group_id for r in block}) for block in given] == [1, 1]  # groups stay whole
+    for rollout in rollouts(1, samples=2):
+        giver.settled(0, rollout.id)
+    assert len(giver) == 0
+    assert not mine.finished
+    while (claimed := taker.claim()) is not None:
+        for rollout in claimed[1]:
+            taker.settled(claimed[0].block, rollout.id)
+    assert theirs.finished
+
+
+def test_who_takes_a_block_over_leaves_out_what_was_given(run: RunDir) -> None:
+    write_blocks(run, rollouts(3), size=100)
+    (_, giver), (_, taker) = holdings(run, "a"), holdings(run, "b")
+    assert giver.claim() is not None
+    giver.give([(0, rollout) for rollout in rollouts(3)[1:]], each=100)
+    Ledger(run).mark_gone("a.0")
+    claims = [taker.claim(), taker.claim()]
+    ran = {claim.block: [rollout.id for rollout in todo] for claim, todo in (each for each in claims if each)}
+    assert ran == {0: ["t000/oracle/0"], 1_000_000: ["t001/oracle/0", "t002/oracle/0"]}
+
+
+def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
+    write_blocks(run, rollouts(3), size=100)
+    (_, first), (_, second) = holdings(run, "a"), holdings(run, "b")
+    assert first.claim() is not None
+    first.settled(0, "t001/oracle/0")
+    first.release()
+    claimed = second.claim()
+    assert claimed is not None
+    assert claimed[0] == Claim(0, 1)
+    assert [rollout.task_id for rollout in claimed[1]] == ["t000", "t002"]
+
+
+def test_a_pod_that_comes_late_gets_what_the_first_has_not_started(
+    make_campaign: Callable[..., Path],
+) -> None:
+    """Two real pods and one block: without giving back, the second would leave with nothing done."""
+    path = make_campaign(
+        8, "slurm: {pods: {slots_per_rank: 2}}\n", agent="oracle", solution="sleep 8; echo 42 > answer"
+    )
+    run = Campaign.from_yaml(path).plan(launcher="local")
+    rollouts = [rollout for block in read_blocks(run.dir) for rollout in block.rollouts]
+    for file in run.dir.tasks.iterdir():
+        file.unlink()
+    write_blocks(run.dir, rollouts, size=100)
+    first = LocalPod(run.dir, 1, 0)
+    second = None
+    try:
+        deadline = time.monotonic() + 120
+        while not list((run.dir.ledger / "claims").glob("000000.0")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        second = LocalPod(run.dir, 1, 0)
+        for pod in (first, second):
+            assert pod.pod.wait(300) == 0
+    finally:
+        first.stop()
+        if second is not None:
+            second.stop()
+    assert run.ledger.finished
+    events = [[json.loads(line) for line in file.read_text().splitlines()] for file in run.dir.events.glob("*.jsonl")]
+    stored = [[event["id"] for event in each if event["event"] == "rollout"] for each in events]
+    assert sorted(rollout for each in stored for rollout in each) == sorted(rollout.id for rollout in rollouts)
+    assert all(stored)
+    gave = [event for each in events for event in each if event["event"] == "claim" and event["state"] == "gave"]
+    assert sum(event["rollouts"] for event in gave) == sum(
+        len(read_block(run.dir, 1_000_000 + n).rollouts) for n in range(len(gave))
+    )
