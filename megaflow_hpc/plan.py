@@ -45,6 +45,8 @@ class Plan:
     """One entry per engine array element, by index: its policy and its model."""
     source: str
     """The campaign as the user wrote it."""
+    expected_s: Callable[[Rollout], float] | None = None
+    """Seconds, where earlier campaigns tell them."""
 
     @property
     def server_groups(self) -> list[tuple[int, int, int, bool]]:
@@ -114,7 +116,23 @@ def make(
     if config.environment.verification == "fresh":
         for task in tasks:
             check_fresh(task)
-    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source)
+    expected_s = learned(config, base, where)
+    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source, expected_s)
+
+
+def learned(config: CampaignConfig, base: Path, where: Where) -> Callable[[Rollout], float] | None:
+    """What earlier campaigns tell of durations."""
+    from megaflow_hpc.trajectories.durations import expectation
+
+    earlier = config.scheduling.learn_from
+    if not earlier:
+        return None
+    if config.scheduling.order != "longest":
+        raise ConfigError(f"{where('scheduling.learn_from')}: scheduling.learn_from is for order: longest; set both")
+    try:
+        return expectation(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
+    except ConfigError as error:
+        raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
 
 
 def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
@@ -233,7 +251,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
     provenance.keep_tokenizers(run, plan.policies)
-    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total)
+    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=plan.expected_s)
     run.write_run(
         {
             "version": megaflow_hpc.__version__,

@@ -34,7 +34,7 @@ DOORS = {
     "pod": BASE | {"ledger", "agents", "environments", "model", "trajectories"},
     "local": BASE,
     "provenance": BASE | {"environments", "model", "trajectories"},
-    "plan": BASE | {"ledger", "agents", "environments", "provenance"},
+    "plan": BASE | {"trajectories", "ledger", "agents", "environments", "provenance"},
     "fleet": BASE | {"ledger", "slurm"},
     "elastic": BASE | {"ledger", "fleet", "model", "monitor", "run"},
     "run": BASE | {"ledger", "slurm", "monitor", "plan", "local", "fleet", "elastic", "trajectories"},
