@@ -27,7 +27,7 @@ PEER_ROWS = 2048
 
 
 def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
-    from megaflow_hpc.trajectories.schema import COLUMNS, TOKEN_CHUNK, chunk
+    from megaflow_hpc.trajectories.schema import ID_CHUNK, LOGPROB_CHUNK, RUN_CHUNK
 
     count, each = arguments.generated, arguments.generated_tokens
     if arguments.keep:
@@ -55,7 +55,7 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
             150.0 if each == 4096 and rows == BATCH else None,
         ),
         median(
-            f"its CPU time; chunks of {chunk(COLUMNS['tokens/id'])} ids, of {TOKEN_CHUNK} in other columns",
+            f"its CPU time; chunks of {ID_CHUNK} ids, {LOGPROB_CHUNK} log-probabilities, {RUN_CHUNK} of the others",
             "ms",
             [1000 * cpu for _, cpu in batches],
         ),
