@@ -11,23 +11,19 @@ import asyncio
 import os
 import shlex
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from megaflow_hpc.environments.apptainer import CONTROL_DIR
 from megaflow_hpc.environments.fragments import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.processes import kill_marked
-from megaflow_hpc.environments.streams import StreamPair, read_available
-from megaflow_hpc.environments.underway import CommandUnderWay, Worker
+from megaflow_hpc.environments.streams import StreamPairs, read_available
+from megaflow_hpc.environments.underway import FIRST_WORKERS, CommandUnderWay, Worker, Workers
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
 """Commands at once in one sandbox; more wait. Each worker is two small shells that stay."""
-
-FIRST_WORKERS = 2
-"""Started with the container: the next command finds a child waiting while the last worker forks its own."""
 
 _SESSION = -1
 """The number of a worker that is a session's shell."""
@@ -79,43 +75,19 @@ class Commands:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1, as the host sees it; set once it is known."""
-        self._spawn = spawn
         self._why_ended = why_ended
         self._give_up = give_up
-        self.settled = asyncio.Event()
-        """The runner has all the processes it has when idle."""
-        self._up = 0
         self._sessions = 0
         self._number = 0
         self._commands: dict[int, CommandUnderWay] = {}
-        self._workers: list[Worker] = []
-        self._idle: deque[Worker] = deque()
-        self._free_pairs: list[StreamPair] = []
-        self._pairs: list[StreamPair] = []
+        self.workers = Workers(control, spawn)
+        self._pairs = StreamPairs(control)
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 
     def prepare(self) -> None:
         """Makes what the first commands need; the container's runner takes it up as it starts."""
-        for _ in range(FIRST_WORKERS):
-            self._idle.append(self._add_worker())
-            pair = self._add_pair()
-            pair.open()
-            self._free_pairs.append(pair)
-
-    def _add_worker(self) -> Worker:
-        number = len(self._workers)
-        path = os.path.join(self.control, f"w{number}")
-        os.mkfifo(path, 0o600)
-        worker = Worker(number, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        self._workers.append(worker)
-        self._spawn(number)
-        return worker
-
-    def worker_up(self) -> None:
-        """A worker has come up."""
-        self._up += 1
-        if self._up >= FIRST_WORKERS:
-            self.settled.set()
+        self.workers.prepare()
+        self._pairs.prepare(FIRST_WORKERS)
 
     @property
     def count(self) -> int:
@@ -124,11 +96,12 @@ class Commands:
 
     def answered(self, worker: int, status: int | None) -> None:
         """A worker says how its command has ended; ``None``: it could not start one, and is gone itself."""
-        if worker >= len(self._workers):
+        found = self.workers.find(worker)
+        if found is None:
             return
-        command = self._workers[worker].command
+        command = found.command
         if status is None and command is None:
-            self._idle = deque(idle for idle in self._idle if idle.number != worker)
+            self.workers.lost(found)
         elif status is None and command is not None:
             command.buffers[1].feed(b"[no process could be started: the sandbox is at its limit]\n")
             self.finish(command, 2, dead=True)
@@ -163,15 +136,8 @@ class Commands:
 
     def close(self) -> None:
         """Gives every descriptor back."""
-        loop = asyncio.get_running_loop()
-        for pair in self._pairs:
-            for descriptor in pair.descriptors:
-                if descriptor >= 0:
-                    loop.remove_reader(descriptor)
-            pair.close()
-        for worker in self._workers:
-            os.close(worker.pipe)
-        self._pairs, self._workers = [], []
+        self._pairs.close(asyncio.get_running_loop().remove_reader)
+        self.workers.close()
 
     async def run(
         self,
@@ -243,8 +209,8 @@ class Commands:
         self._number += 1
         pair = worker = running = None
         try:
-            pair = self._free_pairs.pop() if self._free_pairs else self._add_pair()
-            worker = session or (self._idle.popleft() if self._idle else self._add_worker())
+            pair = self._pairs.take()
+            worker = session or self.workers.take()
             running = CommandUnderWay(self._number, worker, pair, limit)
             running.on_output = on_output
             line = self._line(running, command, cwd, env, user_input)
@@ -254,9 +220,9 @@ class Commands:
             if running is not None:
                 self._remove_files(running)
             if pair is not None:
-                self._free_pairs.append(pair)
+                self._pairs.unused(pair)
             if worker is not None and session is None:
-                self._idle.append(worker)
+                self.workers.give_back(worker)
             if isinstance(error, OSError):
                 raise SandboxError(
                     f"{self.control}: a command cannot be handed over ({error}); is scratch full?"
@@ -323,7 +289,7 @@ class Commands:
         os.close(descriptor)
         command.pair.descriptors[stream] = -1
         if command.number not in self._commands:
-            self._give_back(command.pair)
+            self._pairs.give_back(command.pair)
         return False
 
     def finish(self, command: CommandUnderWay, status: int, dead: bool = False) -> None:
@@ -336,8 +302,8 @@ class Commands:
             command.listening.cancel()
         self._withdraw(command)
         if not dead and command.worker.number != _SESSION:
-            self._idle.append(command.worker)
-        if not self._give_back(command.pair) and not listened:
+            self.workers.give_back(command.worker)
+        if not self._pairs.give_back(command.pair) and not listened:
             self._listen(command)  # somebody in the background holds them
         if not command.done.done():
             command.done.set_result(status)
@@ -353,15 +319,6 @@ class Commands:
                 os.unlink(os.path.join(self.control, name))
             except OSError:
                 pass
-
-    def _give_back(self, pair: StreamPair) -> bool:
-        """Opens a pair for its next command if nobody inside holds it any more."""
-        if any(descriptor >= 0 for descriptor in pair.descriptors):
-            return False
-        pair.descriptors = []
-        pair.open()
-        self._free_pairs.append(pair)
-        return True
 
     def kill(self, command: CommandUnderWay) -> asyncio.Task[None]:
         if command.killing is None:
@@ -387,13 +344,6 @@ class Commands:
         if not command.done.done():
             self._give_up("a command could not be ended, so its sandbox was")
             await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
-
-    # --- small parts --------------------------------------------------------------------------------------------
-
-    def _add_pair(self) -> StreamPair:
-        pair = StreamPair(self.control, len(self._pairs))
-        self._pairs.append(pair)
-        return pair
 
     def _check_alive(self) -> None:
         if (why := self._why_ended()) is not None:

@@ -237,7 +237,7 @@ class Container:
                 if words[1].isdigit():
                     self.commands.answered(int(words[0]), int(words[1]))
                 elif words[1] == b"up":
-                    self.commands.worker_up()
+                    self.commands.workers.came_up()
                 elif words[1] == b"dead":
                     self.commands.answered(int(words[0]), None)
             elif self._ready is not None and not self._ready.done():

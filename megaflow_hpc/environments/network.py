@@ -24,7 +24,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -34,8 +34,8 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult
 
 Way = Literal["nsenter", "helper", ""]
-Run = Callable[[Sequence[str], Mapping[str, str]], Awaitable[ExecResult]]
-"""Runs a command in the sandbox, with more variables."""
+Run = Callable[..., Awaitable[ExecResult]]
+"""Runs a command in the sandbox: :meth:`ApptainerSandbox.exec`."""
 
 LISTEN_S = 20.0
 
@@ -124,7 +124,7 @@ async def listen_by_helper(run: Run, control: str, kit: Path, port: int) -> sock
         )  # the directory's own path may be longer than a socket's may be
         server.listen(1)
         argv, env = interpreter.command(CONTROL_DIR, _FROM_WITHIN)
-        done = await run([*argv, f"{CONTROL_DIR}/{name}", str(port)], env)
+        done = await run([*argv, f"{CONTROL_DIR}/{name}", str(port)], cwd="/", env=env, timeout_s=LISTEN_S)
         server.setblocking(False)
         try:
             connection, _ = server.accept()

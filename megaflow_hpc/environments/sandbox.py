@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from megaflow_hpc.environments.bundle import Bundle
 from megaflow_hpc.environments.commands import Commands
 from megaflow_hpc.environments.container import Container
 from megaflow_hpc.environments.limits import Breach, Watch, Watchdog
-from megaflow_hpc.environments.network import LISTEN_S, listen_by_helper, listen_inside
+from megaflow_hpc.environments.network import listen_by_helper, listen_inside
 from megaflow_hpc.environments.processes import continue_all, stop_all
 from megaflow_hpc.environments.session import Session
 from megaflow_hpc.environments.snapshot import Snapshot
@@ -86,7 +87,6 @@ class ApptainerSandbox:
 
     @property
     def directory(self) -> str:
-        """Of its files on the host."""
         return self._bundle.directory
 
     @property
@@ -119,10 +119,8 @@ class ApptainerSandbox:
 
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
         """In the watchdog's thread; what it says is heard before the end of what it kills."""
-        try:
+        with suppress(RuntimeError):  # the loop has ended, and the sandbox with it
             self._loop.call_soon_threadsafe(self._breached, self._bundle.container, breach, number, whole)
-        except RuntimeError:
-            pass  # the loop has ended, and the sandbox with it
 
     def _breached(self, container: Container | None, breach: Breach, number: int | None, whole: bool) -> None:
         self.breaches.append(breach)
@@ -192,7 +190,7 @@ class ApptainerSandbox:
     async def settled(self) -> None:
         """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
         try:
-            await asyncio.wait_for(self._running().commands.settled.wait(), self._bundle.start_timeout_s)
+            await asyncio.wait_for(self._running().commands.workers.settled.wait(), self._bundle.start_timeout_s)
         except TimeoutError:
             raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
 
@@ -295,11 +293,7 @@ class ApptainerSandbox:
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
         container = await self._alive()
         if self._kit is not None:
-
-            async def run(command: Sequence[str], env: Mapping[str, str]) -> ExecResult:
-                return await self.exec(command, cwd="/", env=env, timeout_s=LISTEN_S)
-
-            return await listen_by_helper(run, container.control, await asyncio.to_thread(self._kit), port)
+            return await listen_by_helper(self.exec, container.control, await asyncio.to_thread(self._kit), port)
         if self.pid is None:
             raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
         return await listen_inside(self.pid, port)
@@ -351,7 +345,5 @@ class ApptainerSandbox:
 
 
 async def _discard(bundle: Bundle) -> None:
-    try:
+    with suppress(OSError):  # what is left is the janitor's
         await bundle.remove()
-    except OSError:
-        pass  # the janitor's

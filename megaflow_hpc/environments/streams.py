@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 READ_SIZE = 65536
 """One pipe's worth."""
@@ -71,6 +72,51 @@ class StreamPair:
             if descriptor >= 0:
                 os.close(descriptor)
         self.descriptors = []
+
+
+class StreamPairs:
+    """The pairs of one container: lent to one command each, and taken back once nobody inside holds them."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._all: list[StreamPair] = []
+        self._free: list[StreamPair] = []
+
+    def prepare(self, count: int) -> None:
+        """Opens so many ahead."""
+        pairs = [self.take() for _ in range(count)]
+        for pair in pairs:
+            pair.open()
+        self._free += pairs
+
+    def take(self) -> StreamPair:
+        if self._free:
+            return self._free.pop()
+        pair = StreamPair(self._directory, len(self._all))
+        self._all.append(pair)
+        return pair
+
+    def give_back(self, pair: StreamPair) -> bool:
+        """Opens a pair for its next command; ``False`` if somebody inside holds it still."""
+        if any(descriptor >= 0 for descriptor in pair.descriptors):
+            return False
+        pair.descriptors = []
+        pair.open()
+        self._free.append(pair)
+        return True
+
+    def unused(self, pair: StreamPair) -> None:
+        """A pair that was taken and given to no command."""
+        self._free.append(pair)
+
+    def close(self, forget: Callable[[int], object]) -> None:
+        """``forget`` is called with every descriptor before it is closed."""
+        for pair in self._all:
+            for descriptor in pair.descriptors:
+                if descriptor >= 0:
+                    forget(descriptor)
+            pair.close()
+        self._all = []
 
 
 def read_available(descriptor: int) -> bytes | None:
