@@ -51,23 +51,27 @@ class LocalPod:
         (self._directory / "drain").touch()
 
     def stop(self) -> None:
-        """Drains, waits, ends the engines, leaves nothing behind."""
-        if self.running:
-            self.drain()
-            try:
+        """Drains, waits, ends the engines, leaves nothing behind; at once if it is interrupted."""
+        try:
+            if self.running:
+                self.drain()
                 self.pod.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.pod.pid, signal.SIGKILL)  # its own session, and not yet waited for
-                self.pod.wait()
-        for server in self.servers:
-            if server.poll() is None:
-                server.terminate()
-        for server in self.servers:
-            try:
+            for server in self.servers:
+                if server.poll() is None:
+                    server.terminate()
+            for server in self.servers:
                 server.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends what still runs; sandboxes end with their runner, whose socket closes."""
+        for process in [self.pod, *self.servers]:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for
+                process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -103,6 +103,20 @@ class Run:
                 found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
         return found
 
+    def usage(self) -> dict[str, float]:
+        """Core-seconds and GPU-seconds that pods and engines held, and how many of them while no rollout ran.
+
+        Raises:
+            SiteError: the site keeps no accounting, or it does not answer.
+        """
+        from megaflow_hpc.monitor.usage import Held, totals
+        from megaflow_hpc.trajectories import open_trajectories
+
+        jobs, now = [*self.job_ids("pods"), *self.job_ids("servers")], time.time()
+        held = [Held((use.started_at, use.ended_at or now), use.cores, use.gpus) for use in accounting.uses(jobs)]
+        with open_trajectories(self.dir.path) as store:
+            return totals(held, [(t.started_at, t.finished_at) for t in store])
+
     def pods_live(self) -> bool | None:
         """Whether any pod is queued or running; ``None`` if that cannot be told now."""
         if self.local is not None:

@@ -15,7 +15,20 @@ from collections.abc import Sequence
 import megaflow_hpc
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
-GROUPS = ("campaign", "doctor", "show", "diff", "export", "store", "tasks", "images", "weights", "janitor", "bench")
+GROUPS = (
+    "campaign",
+    "status",
+    "doctor",
+    "show",
+    "diff",
+    "export",
+    "store",
+    "tasks",
+    "images",
+    "weights",
+    "janitor",
+    "bench",
+)
 
 EPILOG = """\
 first steps:

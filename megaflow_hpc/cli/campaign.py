@@ -1,11 +1,11 @@
-"""Verbs about a campaign as a whole: plan, run, submit, status, resume, cancel, gather."""
+"""Verbs about a campaign as a whole: plan, run, submit, resume, scale, cancel, gather."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, seconds, summary, table
+from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, summary
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
 Parsers = Any
@@ -54,13 +54,6 @@ def register(subparsers: Parsers) -> None:
     campaign(submit)
     submit.add_argument("--dry-run", action="store_true", help="print every script and touch nothing")
     add_json(submit)
-
-    status = verb(
-        "status", "counts by state, pods, servers, failures by cause", _status, "status runs/fix-bugs-… --json"
-    )
-    status.add_argument("run_dir", metavar="RUN")
-    status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
-    add_json(status)
 
     resume = verb("resume", "continue a run; nothing that is stored is run again", _resume, "resume RUN --failed")
     resume.add_argument("run_dir", metavar="RUN")
@@ -131,12 +124,15 @@ def _start_and_follow(run: Any, arguments: argparse.Namespace, started: bool = F
         result = run.wait(progress=progress)
     except KeyboardInterrupt:
         progress.close()
-        note("interrupted: cancelling the jobs; what is stored stays")
-        for step in (run.cancel, run.gather):
-            try:
-                step()
-            except MegaflowError as error:
-                note(f"{error}")
+        note("interrupted: cancelling the jobs; what is stored stays (once more: at once)")
+        try:
+            for step in (run.cancel, run.gather):
+                try:
+                    step()
+                except MegaflowError as error:
+                    note(f"{error}")
+        except KeyboardInterrupt:
+            note("at once: nothing was gathered")
         note(f"continue with: megaflow-hpc resume {run.path}")
         return 130
     finally:
@@ -190,36 +186,6 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(job)
     note(f"follow with: megaflow-hpc status {run.path}")
     return 0
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Run
-
-    run = Run(arguments.run_dir)
-    status = run.status()
-    if arguments.rollouts:
-        status["rollout_list"] = sorted(run.monitor.rollouts.values(), key=lambda event: event["id"])
-    if arguments.json:
-        print_json(status)
-        return 0
-    counts = status["rollouts"]
-    print(f"{run.config.name}: {status['state']}    {run.path}")
-    print("  ".join(f"{name} {counts[name]}" for name in ("total", "pending", "running", *FINAL)))
-    if status["rate_per_s"]:
-        print(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
-    if status["failures"]:
-        print("failures by cause: " + ", ".join(f"{kind} {n}" for kind, n in status["failures"].items()))
-    if status["pods"]:
-        _print_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored")
-    if status["servers"]:
-        _print_table(status["servers"], "server", "state", "policy", "node", "weight_version", "cause")
-    if arguments.rollouts:
-        _print_table(status["rollout_list"], "id", "status", "reward", "turns", "seconds", "kind", "error")
-    return 0
-
-
-def _print_table(rows: list[dict[str, Any]], *columns: str) -> None:
-    print("\n" + table(columns, [[row.get(column) for column in columns] for row in rows]))
 
 
 def _resume(arguments: argparse.Namespace) -> int:

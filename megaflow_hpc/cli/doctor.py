@@ -111,19 +111,45 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("srun --mpi", "ok", site.mpi_plugin())
 
 
+PROBE = """\
+import subprocess
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print("ranks", world.allreduce(1), MPI.Get_library_version().splitlines()[0].strip(), flush=True)
+if world.rank == 0:
+    asked = subprocess.run(["squeue", "-h", "--me"], capture_output=True)
+    print("asked", asked.returncode, flush=True)
+"""
+
+
 def _mpi_probe() -> Iterator[Finding]:
+    """Two ranks through each type of srun --mpi, until two find each other."""
     from megaflow_hpc.slurm import site
 
-    code = "from mpi4py import MPI; c = MPI.COMM_WORLD; print('ranks', c.allreduce(1))"
-    output = site.ask("srun", f"--mpi={site.mpi_plugin()}", "-n2", "-N1", "--time=2", sys.executable, "-c", code)
-    joined = output.count("ranks 2") == 2
-    remedy = "set MEGAFLOW_MPI to another type of srun --mpi=list"
-    yield Finding(
-        "mpi probe",
-        "ok" if joined else "FAIL",
-        "two ranks in one world" if joined else output.strip(),
-        "" if joined else remedy,
-    )
+    tried: list[str] = []
+    for plugin in site.mpi_plugins():
+        try:
+            output = site.ask(
+                "srun", f"--mpi={plugin}", "-n2", "-N1", "--time=2", "--mem-per-cpu=200M", sys.executable, "-c", PROBE
+            )
+        except SiteError as error:
+            tried.append(f"{plugin}: {error}")
+            continue
+        if output.count("ranks 2") == 2:
+            library = output.partition("ranks 2 ")[2].splitlines()[0]
+            yield Finding("mpi probe", "ok", f"two ranks in one world by --mpi={plugin}, {library}")
+            if plugin != site.mpi_plugin():
+                remedy = f"export MEGAFLOW_MPI={plugin}"
+                yield Finding("mpi probe", "warn", f"--mpi={site.mpi_plugin()} does not work here", remedy)
+            if "asked 0" in output:
+                yield Finding("from jobs", "ok", "Slurm answers on compute nodes: pods can requeue and scale")
+            else:
+                remedy = "keep megaflow-hpc run or watch open; it adds engines and pods instead"
+                yield Finding("from jobs", "warn", "Slurm does not answer on compute nodes", remedy)
+            return
+        tried.append(f"{plugin}: worlds of one rank each")
+    remedy = "set MEGAFLOW_MPI to another type of srun --mpi=list, or install an mpi4py for the site's MPI"
+    yield Finding("mpi probe", "FAIL", "; ".join(tried), remedy)
 
 
 def _apptainer() -> Iterator[Finding]:

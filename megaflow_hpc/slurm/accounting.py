@@ -87,3 +87,36 @@ def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
         for element in expand(job_id):
             found[element] = JobState(element, state.split(" ")[0], "", node)
     return found
+
+
+@dataclass(frozen=True)
+class Use:
+    """One start of one element, and what it held; seconds UTC."""
+
+    id: str
+    started_at: float
+    ended_at: float | None
+    """``None`` while it runs."""
+    cores: int
+    gpus: int
+
+
+def uses(job_ids: Iterable[str]) -> list[Use]:
+    """What jobs have held, every requeued start of them by itself: one sacct query.
+
+    Raises:
+        SiteError: there is no accounting, or it does not answer.
+    """
+    wanted = ",".join(job_ids)
+    if not wanted:
+        return []
+    fields = "JobID,Start,End,AllocCPUS,AllocTRES"
+    output = ask("env", "SLURM_TIME_FORMAT=%s", "sacct", "-n", "-X", "-P", "-D", "-j", wanted, "-o", fields)
+    found = []
+    for line in output.splitlines():
+        job_id, start, end, cores, resources = line.split("|", 4)
+        if start.isdigit():  # else it has not started
+            gpus = re.search(r"\bgres/gpu=(\d+)", resources)
+            ended_at = float(end) if end.isdigit() else None
+            found.append(Use(job_id, float(start), ended_at, int(cores or 0), int(gpus[1]) if gpus else 0))
+    return found

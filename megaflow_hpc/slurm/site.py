@@ -71,18 +71,29 @@ def partitions() -> dict[str, Partition]:
     return found
 
 
-@functools.cache
+MPI_PLUGINS = ("pmi2", "pmix", "pmix_v5", "pmix_v4", "pmix_v3", "cray_shasta")
+"""Types of ``srun --mpi`` in the order in which they are tried: MPICH, which the mpi extra installs, speaks pmi2
+without further libraries."""
+
+
 def mpi_plugin() -> str:
     """The ``srun --mpi`` type for mpi4py's MPI: ``MEGAFLOW_MPI``, else the first that fits of those offered."""
-    chosen = os.environ.get("MEGAFLOW_MPI")
-    if chosen:
-        return chosen
+    return mpi_plugins()[0]
+
+
+@functools.cache
+def mpi_plugins() -> tuple[str, ...]:
+    """The types worth a try, the likeliest first; only ``MEGAFLOW_MPI`` where it is set.
+
+    Raises:
+        SiteError: srun offers none that is known.
+    """
+    if chosen := os.environ.get("MEGAFLOW_MPI"):
+        return (chosen,)
     done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
     offered = set(re.split(r"[\s,:]+", done.stdout + done.stderr))
-    # MPICH, which the mpi extra installs, speaks pmi2 without further libraries.
-    for plugin in ("pmi2", "pmix", "cray_shasta"):
-        if plugin in offered:
-            return plugin
+    if fitting := tuple(plugin for plugin in MPI_PLUGINS if plugin in offered):
+        return fitting
     raise SiteError(f"srun --mpi=list offers none of pmi2, pmix: {sorted(offered)}; name one with MEGAFLOW_MPI")
 
 

@@ -1,0 +1,110 @@
+"""Verbs that look at a run and change nothing: status, watch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megaflow_hpc.cli.output import FINAL, add_json, print_json, seconds, table
+
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def register(subparsers: Any) -> None:
+    status = subparsers.add_parser(
+        "status",
+        help="counts by state, pods, servers, failures by cause",
+        description="Counts by state, rate, estimate to completion, pods (with those that are silent), servers, "
+        "failures by cause. Slurm is asked once, with one query for all jobs.",
+        epilog="examples:\n  megaflow-hpc status runs/fix-bugs-… --json\n  megaflow-hpc status RUN --usage",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    status.add_argument("run_dir", metavar="RUN")
+    status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
+    status.add_argument("--usage", action="store_true", help="core and GPU seconds, and those in which nothing ran")
+    add_json(status)
+    status.set_defaults(run=_status)
+
+    watch = subparsers.add_parser(
+        "watch",
+        help="follow a run's status until it ends",
+        description="Shows the status anew every few seconds until the campaign ends. Ctrl-C leaves, and the campaign "
+        "goes on. Slurm is asked twice a minute. Pods that limits left no room for are added while it is open.",
+        epilog="example:\n  megaflow-hpc watch RUN",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    watch.add_argument("run_dir", metavar="RUN")
+    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks; default 2")
+    add_json(watch)
+    watch.set_defaults(run=_watch)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign import Run
+
+    run = Run(arguments.run_dir)
+    status = run.status()
+    if arguments.usage:
+        status["usage"] = run.usage()
+    if arguments.rollouts:
+        status["rollout_list"] = sorted(run.monitor.rollouts.values(), key=lambda event: event["id"])
+    if arguments.json:
+        print_json(status)
+    else:
+        print(shown(run.config.name, status))
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """On a terminal one page, rewritten; into a file or pipe a page whenever counts have changed (one JSON a line)."""
+    from megaflow_hpc.campaign import Run
+
+    run, said = Run(arguments.run_dir), None
+    while True:
+        status = run.status()
+        run.fleet.top_up()
+        page = shown(run.config.name, status)
+        over = status["state"] in ("finished", "cancelled") or run.pods_live() is False
+        if arguments.json:
+            if over or status["rollouts"] != said:
+                print_json(status, indent=None)
+        elif sys.stdout.isatty():
+            print(CLEAR + page)
+        elif over or status["rollouts"] != said:
+            print(page + "\n")
+        said = status["rollouts"]
+        sys.stdout.flush()
+        if over:
+            return 0
+        time.sleep(max(0.1, arguments.every))
+
+
+def shown(name: str, status: Mapping[str, Any]) -> str:
+    """The page for a person."""
+    counts = status["rollouts"]
+    lines = [f"{name}: {status['state']}    {status['run']}"]
+    lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))
+    if status["rate_per_s"]:
+        lines.append(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
+    for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):
+        if status[key]:
+            lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))
+    silent = [pod for pod in status["pods"] if pod["state"] == "silent"]
+    lines += [f"pod {pod['pod']} on {pod['node']} is silent for {pod['silent_s']} s" for pod in silent]
+    lines += [f"{name}: {value:.0f}" for name, value in status.get("usage", {}).items()]
+    if status["pods"]:
+        lines.append(_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored", "why"))
+    if status["servers"]:
+        lines.append(_table(status["servers"], "server", "state", "policy", "node", "weight_version", "cause"))
+    if "rollout_list" in status:
+        columns = ("id", "status", "reward", "turns", "seconds", "kind", "error")
+        lines.append(_table(status["rollout_list"], *columns))
+    return "\n".join(lines)
+
+
+def _table(rows: list[dict[str, Any]], *columns: str) -> str:
+    columns = tuple(c for c in columns if c not in ("why", "cause") or any(row.get(c) for row in rows))
+    return "\n" + table(columns, [[row.get(column) for column in columns] for row in rows])

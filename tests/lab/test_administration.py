@@ -1,0 +1,68 @@
+"""A campaign as its cluster's administrators see it, and what doctor proves by a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from tests.lab.test_slurm_campaign import pods, until
+from tests.test_campaign import cli
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
+Make = Callable[..., Path]
+
+
+def show(job: str) -> dict[str, str]:
+    output = subprocess.check_output(["scontrol", "-o", "show", "job", job], text=True).splitlines()[0]
+    return dict(re.findall(r"(\S+?)=(\S*)", output))
+
+
+def test_jobs_say_who_they_are_and_depend_on_nothing_odd(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(4, pods(count=2), agent="oracle", solution="sleep 3; echo 42 > a")).submit()
+    pod, gather = show(run.job_ids("pods")[0] + "_0"), show(run.job_ids("gather")[0])
+    for job in (pod, gather):
+        assert job["JobName"] == "small"
+        assert job["Comment"] == run.path.name
+        assert job["StdOut"].startswith(f"{run.path}/logs/")
+        assert job["StdErr"] == job["StdOut"]
+        assert job["Account"] == "lab"
+    assert pod["Dependency"] == "(null)"
+    assert gather["Dependency"] == f"afterany:{run.job_ids('pods')[0]}_*(unfulfilled)"
+    assert gather["TimeLimit"] == "01:00:00"
+    assert (pod["Requeue"], pod["OverSubscribe"], pod["Nice"]) == ("1", "OK", "0")
+    summary = run.wait(timeout_s=180)
+    assert summary["state"] == "finished"
+    until(lambda: run.live_jobs(0) == set(), "every job has left")
+    steps = subprocess.check_output(["sacct", "-nP", "-j", run.job_ids("pods")[0], "-o", "JobID"], text=True).split()
+    assert len([step for step in steps if step.endswith(".0")]) == 2, "one srun a pod"
+    assert not [step for step in steps if step.endswith(".1")]
+    usage = json.loads(cli("status", run.path, "--usage", "--json").stdout)["usage"]
+    assert usage["core_seconds"] > usage["idle_core_seconds"] > 0
+    assert usage["gpu_seconds"] == 0
+
+
+def test_doctor_proves_mpi_by_two_ranks_in_one_world() -> None:
+    done = cli("doctor", "--job", "--json")
+    findings = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
+    assert findings["mpi probe"]["level"] == "ok", findings["mpi probe"]
+    assert "--mpi=pmi2" in findings["mpi probe"]["found"]
+    assert findings["from jobs"]["level"] == "ok"
+
+
+def test_doctor_names_an_mpi_type_that_makes_no_world() -> None:
+    command = [sys.executable, "-m", "megaflow_hpc", "doctor", "--job", "--json"]
+    environment = {**os.environ, "MEGAFLOW_MPI": "none"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 3
+    [finding] = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "mpi probe"]
+    assert finding["level"] == "FAIL"
+    assert "worlds of one rank each" in finding["found"]
+    assert "MEGAFLOW_MPI" in finding["remedy"]
