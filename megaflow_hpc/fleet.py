@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
@@ -57,7 +58,7 @@ class Fleet:
         allowed = limits.allowance(_options(self._config))
         engines = sum(int(group[1]) for group in self._groups)
         wanted = self._config.slurm.pods.total if pods is None else pods
-        count = self._fitting(allowed, wanted, engines + 1)
+        count = 0 if self._config.is_pool else self._fitting(allowed, wanted, engines + 1)
         try:
             if self._config.slurm.together:
                 self.arrays.queue(_together(self._config, self._run, self._groups))
@@ -70,6 +71,9 @@ class Fleet:
                 queued = self.arrays.queue(job)
                 servers += queued
                 started += [] if job.options.get("hold") else queued
+            if self._config.is_pool:  # its servers are all there is of it, until it is cancelled
+                self.forget()
+                return
             # Pods wait in the queue, not on a node, until an engine starts.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
             for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines):
@@ -153,6 +157,7 @@ class Fleet:
         """
         if pods < 0:
             raise ConfigError(f"--pods {pods}: at least 0")
+        check_scale(pods, self._config.slurm.pods, self._config.quotas)
         if (self._run.ledger / "cancelled").exists():
             raise ConfigError(f"{self._run}: is cancelled; continue it first: megaflow-hpc resume {self._run}")
         with self.arrays.alone():
@@ -306,6 +311,8 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]
     engines = sum(int(group[1]) for group in groups)
     if config.slurm.together:
         return [_together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
+    if config.is_pool:
+        return list(server_jobs(config, run, groups, allowed))
     arrays = [*server_jobs(config, run, groups, allowed), *pod_jobs(config, run, allowed, engines=engines)]
     return [*arrays, script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")]
 

@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ import yaml
 import megaflow_hpc
 from megaflow_hpc import provenance
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.pool import Pool
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.types import Rollout, Task
 
@@ -81,6 +84,11 @@ def make(
     from megaflow_hpc.environments.tasks import in_image_directories, load_tasks
     from megaflow_hpc.environments.verifier import check_fresh
 
+    if config.is_pool:
+        named = bool(config.models)
+        pools = {name: _absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
+        config = config.model_copy(update={"pool": config.pool or EnginePoolConfig(), "seed": -1})
+        return Plan(config, pools, [], [], {}, list_servers(pools), source)
     try:
         tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
     except ConfigError as error:
@@ -157,7 +165,7 @@ def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
     servers = [
         {"policy": name, "model": model.model_dump(mode="json", exclude={"agent", "also"}), "held": number >= least}
         for name, policy in policies.items()
-        if policy.model
+        if policy.model and not policy.model.pool
         for model in policy.model.kinds()
         for least in (model.servers.min,)
         for number in range(model.servers.max)
@@ -221,6 +229,13 @@ def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) 
     if model is None:
         return policy
     changes: dict[str, Any] = {}
+    if model.pool:
+        pool = (base / os.path.expanduser(os.path.expandvars(model.pool))).absolute()
+        try:
+            Pool(pool).policy(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
+        changes["pool"] = str(pool)
     for field in ("path", "script", "api_key_file", "python"):
         value = getattr(model, field)
         if value is None:
@@ -252,6 +267,12 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
     provenance.keep_tokenizers(run, plan.policies)
     write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=plan.expected_s)
+    if plan.config.pool is not None:
+        Pool(run.path).create(Counter(server["policy"] for server in plan.servers), plan.config.pool.share)
+    pools = {name: Pool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
+    theirs = {name: pool.policy(name) for name, pool in pools.items()}
+    for name, pool in pools.items():
+        pool.enrol(run, name, theirs[name])
     run.write_run(
         {
             "version": megaflow_hpc.__version__,
@@ -263,6 +284,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             "images": plan.images,
             "servers": plan.servers,
             "server_groups": plan.server_groups,
+            "pools": {name: pool.about()[theirs[name]] for name, pool in pools.items()},
             "total": len(plan.rollouts),
             "jobs": [],
         }
@@ -284,7 +306,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         f"export MEGAFLOW_REQUEUES={config.slurm.requeues}",
         "export PYTHONUNBUFFERED=1",
     ]
-    counts = [policy.model.servers for policy in config.policies().values() if policy.model]
+    counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
     if any(count.min < count.max for count in counts):
         lines.append("export MEGAFLOW_ELASTIC=1")
     return "\n".join(lines) + "\n"

@@ -69,7 +69,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 def _engine(model: ModelConfig) -> dict[str, str]:
     """Versions of the engine's packages in its interpreter's site-packages."""
-    wanted = ENGINES.get(model.engine, ())
+    wanted = () if model.pool else ENGINES.get(model.engine, ())
     if not wanted:
         return {}
     try:

@@ -9,12 +9,14 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import explain, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
     EnvironmentConfig,
+    EvaluationConfig,
     LimitsConfig,
     ModelConfig,
     SchedulingConfig,
@@ -32,9 +34,9 @@ class CampaignConfig(Section):
     """Also the Slurm job name."""
     run_dir: str = "runs"
     """Where run directories are made."""
-    tasks: tuple[TaskSource, ...]
-    """Where tasks come from."""
-    agent: tuple[AgentConfig, ...]
+    tasks: tuple[TaskSource, ...] = ()
+    """Where tasks come from; without tasks and agent the campaign is an engine pool."""
+    agent: tuple[AgentConfig, ...] = ()
     """The scaffold; with a list and no model, every task is run by each, the agent's name being the policy."""
     samples: int = Field(1, ge=1)
     """Rollouts per task and policy."""
@@ -44,11 +46,14 @@ class CampaignConfig(Section):
     """One model; the policy is then called ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Several, by policy."""
+    pool: EnginePoolConfig | None = None
+    """Of an engine pool: who may use it, and how much."""
     environment: EnvironmentConfig = EnvironmentConfig()
     slurm: SlurmConfig = SlurmConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     limits: LimitsConfig = LimitsConfig()
     quotas: QuotasConfig = QuotasConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @field_validator("name")
     @classmethod
@@ -73,6 +78,16 @@ class CampaignConfig(Section):
 
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
+        if self.is_pool:
+            pools = [name for name, policy in self.policies().items() if policy.model and policy.model.pool]
+            if pools:
+                raise ValueError(f"{', '.join(pools)}: an engine pool has servers of its own; leave model.pool out")
+            return self
+        if self.pool:
+            raise ValueError("pool is for a campaign without tasks and agent; leave it out, or them")
+        for name in ("tasks", "agent"):
+            if name not in self.model_fields_set:
+                raise ValueError(f"{name!r} is missing; add it")
         if not self.tasks:
             raise ValueError("tasks is empty; name at least one source")
         if not self.agent:
@@ -89,6 +104,11 @@ class CampaignConfig(Section):
             raise ValueError(f"agents {names} are not distinct")
         return self
 
+    @property
+    def is_pool(self) -> bool:
+        """Whether it is nothing but models for other campaigns."""
+        return not self.tasks and not self.agent and bool(self.model or self.models)
+
     def policies(self) -> dict[str, Policy]:
         """What runs every task, by name."""
         if self.models:
@@ -99,7 +119,7 @@ class CampaignConfig(Section):
             return {a.name.rpartition(":")[2]: Policy(agent=a, samples=self.samples) for a in self.agent}
         return {
             name: Policy(
-                agent=(model and model.agent) or self.agent[0],
+                agent=(model and model.agent) or (self.agent or (AgentConfig(name="nop"),))[0],
                 model=model,
                 samples=self.samples if model is None or model.samples is None else model.samples,
                 include=model.include if model else (),

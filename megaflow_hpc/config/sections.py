@@ -88,6 +88,8 @@ class ModelConfig(Section):
     """Which inference engine; ``external`` is an endpoint that exists already, ``replay`` a recorded campaign."""
     path: str | None = None
     """Model directory or name; for ``replay`` a run directory or trajectories file."""
+    pool: str | None = None
+    """Run directory of an engine pool that answers, instead of servers of the campaign's own."""
     servers: ServerCount = ServerCount()
     """Size of the engine array."""
     gpus: int = Field(1, ge=0)
@@ -122,7 +124,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelConfig:
-        field = {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
+        field = "pool" if self.pool else {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
         if getattr(self, field) is None:
             raise ValueError(f"engine {self.engine} needs {field!r}")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):
@@ -304,6 +306,15 @@ class SchedulingConfig(Section):
     """Of a group dropped by ``signal_after`` every so many-th sample runs; the rest too, if its reward differs."""
     copies: bool = False
     """Start stragglers once more when nothing else is left; the first result counts, which favours short ones."""
+
+
+class EvaluationConfig(Section):
+    """How rewards are summed up."""
+
+    ks: tuple[int, ...] = ()
+    """Of pass@k; without any 1 and the number of samples."""
+    threshold: float = 1.0
+    """Reward from which a rollout has passed."""
 
 
 class LimitsConfig(Section):

@@ -17,7 +17,9 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
 
-LASTING = ("its virtual environment lacks a module", "it does not know an option", "the model cannot be found")
+KEY = "refuses the key"
+"""Of an endpoint that is there already."""
+LASTING = (KEY, "its virtual environment lacks a module", "it does not know an option", "the model cannot be found")
 """Causes that another start would meet again."""
 
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"

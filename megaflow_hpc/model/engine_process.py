@@ -107,6 +107,8 @@ class EngineProcess:
                 if status == 200:
                     return
                 last = f"HTTP {status} for a completion: {text[:300]}"
+                if not launch.command and status in (401, 403):
+                    raise ModelServiceError(f"{launch.base_url} {causes.KEY} of model.api_key_file: {last}")
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 1.0)
         raise ModelServiceError(f"not healthy after {launch.start_timeout_s:g} s: {last}")

@@ -112,10 +112,10 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 
 def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port, path = free_port(), _path(model)
-    built_in: dict[str, Any] = {"host": "127.0.0.1", "port": port, "force-model": path}
+    built_in: dict[str, Any] = {"host": "127.0.0.1", "port": port}
     program = str(Path(interpreter(model)).with_name("transformers"))
     return Launch(
-        [program, "serve", *flags({**built_in, **(model.get("args") or {})})],
+        [program, "serve", path, *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://127.0.0.1:{port}",
         model_name=path,

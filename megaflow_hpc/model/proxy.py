@@ -4,6 +4,8 @@ The engine itself sits on a Unix socket that other users cannot open. Paths that
 the endpoint file; paths that change the engine pass with the admin key only; all others are refused, whatever the
 engine serves there.
 
+A pool's server also answers its members' keys, each user's requests within that user's caps (:mod:`.guests`).
+
 Every answer carries the version of the weights that sampled it in the header :data:`VERSION`: while the weights change,
 the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).
 """
@@ -23,6 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.model.engines import Launch
+from megaflow_hpc.model.guests import Guests
 
 VERSION = "X-Megaflow-Weight-Version"
 GENERATE = "/inference/v1/generate"
@@ -53,7 +56,10 @@ DRAINING = 503
 class Proxy:
     """Listens for one engine. ``requests`` counts what passed on to a model; ``last_request`` is ``time.monotonic``."""
 
-    def __init__(self, context: ssl.SSLContext | None = None, host: str = "0.0.0.0") -> None:
+    def __init__(
+        self, context: ssl.SSLContext | None = None, host: str = "0.0.0.0", guests: Guests | None = None
+    ) -> None:
+        self.guests = guests
         self.key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.host, self.port = host, 0
         self.requests, self.in_flight = 0, 0
@@ -153,10 +159,17 @@ class Proxy:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         is_model = hmac.compare_digest(given, self.key.encode())
         is_admin = hmac.compare_digest(given, self.admin_key.encode())
-        if not is_model and not is_admin:
+        guest = self.guests.user(given.decode()) if self.guests and not is_model and not is_admin else None
+        if not is_model and not is_admin and guest is None:
             return _refuse(401, "no key, or a wrong one")
         if place not in MODEL_PATHS and not (is_admin and place in ADMIN_PATHS):
             return _refuse(404, f"{request.method} {request.path} is not served here")
+        if guest is not None and self.guests is not None and place in SAMPLING:
+            async with self.guests.room(guest):
+                return await self._pass(request, place)
+        return await self._pass(request, place)
+
+    async def _pass(self, request: web.Request, place: tuple[str, str]) -> web.StreamResponse:
         while place in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
             await self._gate.wait()
         if self.draining or self._engine is None or self._session is None:

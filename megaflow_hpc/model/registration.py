@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import Launch
 from megaflow_hpc.model.proxy import Proxy
+from megaflow_hpc.pool import Pool
 from megaflow_hpc.rundir import RunDir, write_json
 
 
@@ -61,8 +62,8 @@ def assignment(run: Mapping[str, Any], index: int | None, policy: str | None) ->
 class Registration:
     """The files of one start of one server."""
 
-    def __init__(self, run: RunDir, what: Assignment) -> None:
-        self.what = what
+    def __init__(self, run: RunDir, what: Assignment, pool: Pool | None = None) -> None:
+        self.what, self._pool = what, pool
         self.endpoint_file = run.endpoint(what.name)
         self.failed_file = run.endpoints / f"{what.name}.failed.json"
         self.loading_file = run.endpoints / f"{what.name}.loading"
@@ -98,7 +99,10 @@ class Registration:
         """Renews the endpoint file with what changes (``weight_version``, load); only after :meth:`register`."""
         self._record |= state
         self.beats += 1
-        write_json(self.endpoint_file, {**self._record, "heartbeat": self.beats})
+        record = {**self._record, "heartbeat": self.beats}
+        write_json(self.endpoint_file, record)
+        if self._pool is not None:
+            self._pool.advertise(record)
         self.loading_file.unlink(missing_ok=True)
 
     def loading(self, version: int) -> None:
@@ -123,6 +127,8 @@ class Registration:
             if json.loads(marked.read_text()).get("start") == self.start:
                 for file in (marked, *others):
                     file.unlink(missing_ok=True)
+                if self._pool is not None and marked == self.endpoint_file:
+                    self._pool.withdraw(self.what.name)
         except (OSError, ValueError):
             pass
 

@@ -19,23 +19,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.ledger.duty import SCALER, Duty
 from megaflow_hpc.model import causes, engines
 from megaflow_hpc.model.demand import Gauge
 from megaflow_hpc.model.engine_process import EngineProcess
+from megaflow_hpc.model.guests import Guests
 from megaflow_hpc.model.loading import Follower
 from megaflow_hpc.model.proxy import Proxy
 from megaflow_hpc.model.registration import Assignment, Registration, assignment, in_slurm
+from megaflow_hpc.pool import Pool
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.weights import Version
 
@@ -70,11 +74,22 @@ class EngineServer:
         what: The model and the name of this server.
         idle_s: Seconds without a request, after the first, before it leaves.
         poll_s: Seconds between two looks at the run directory.
+        caps: What each user of a pool may ask; ``None`` where the campaign is none.
     """
 
-    def __init__(self, run: RunDir, what: Assignment, *, idle_s: float = IDLE_S, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        what: Assignment,
+        *,
+        idle_s: float = IDLE_S,
+        poll_s: float = POLL_S,
+        caps: Mapping[str, Any] | None = None,
+    ) -> None:
         self.run_dir, self.what, self.idle_s, self.poll_s = run, what, idle_s, poll_s
-        self.files = Registration(run, what)
+        pool = Pool(run.path) if caps is not None else None
+        self.files = Registration(run, what, pool)
+        self._guests = Guests(pool, caps) if pool is not None and caps is not None else None
         self.weights = Follower(run, what)
         self._leave = asyncio.Event()
         self._fingerprint = ""
@@ -98,7 +113,7 @@ class EngineServer:
                 except ImportError as error:
                     raise ConfigError(f"{error}: TLS needs it; install it with: pip install cryptography") from error
                 context, self._fingerprint = make_context(private)
-            self._proxy = Proxy(context)
+            self._proxy = Proxy(context, guests=self._guests)
             await self._proxy.start()
             self._gauge = Gauge(self._proxy)
             watcher = asyncio.create_task(self._watch())
@@ -173,6 +188,8 @@ class EngineServer:
             await self.weights.started(version, self._proxy, launch)
             self._say(f"serving {_named(version)} at {self.files.register(launch, self._proxy, self._fingerprint)}")
             self._launch = launch
+            if launch.command and not launch.uds:
+                self._say(f"WARNING: every user of this node can reach the engine at {launch.base_url}, without a key")
             await self._beat()
             following = asyncio.create_task(self._follow(launch))
             await asyncio.wait({ended, leaving, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -283,10 +300,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077)
     try:
         run = RunDir(arguments.run)
-        what = assignment(run.read_run(), index, arguments.policy)
+        content = run.read_run()
+        what = assignment(content, index, arguments.policy)
+        pool = content.get("campaign", {}).get("pool")
+        idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
 
         async def serve() -> int:
-            return await EngineServer(run, what, idle_s=arguments.idle_s, poll_s=arguments.poll_s).run()
+            return await EngineServer(run, what, idle_s=idle_s, poll_s=arguments.poll_s, caps=pool).run()
 
         return asyncio.run(serve())
     except MegaflowError as error:

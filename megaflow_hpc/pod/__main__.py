@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import megaflow_hpc
+from megaflow_hpc.config.quotas import slots_of_rank
+from megaflow_hpc.config.sections import PodsConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
@@ -68,7 +70,8 @@ def check_version(content: dict[str, Any], run: RunDir) -> None:
 
 def slots_per_rank(content: dict[str, Any]) -> int:
     pods = content["campaign"]["slurm"]["pods"]
-    return int(pods["slots_per_rank"] or pods["cpus_per_rank"] or os.environ.get("SLURM_CPUS_PER_TASK") or 2)
+    wanted = int(pods["slots_per_rank"] or pods["cpus_per_rank"] or os.environ.get("SLURM_CPUS_PER_TASK") or 2)
+    return slots_of_rank(wanted, content["campaign"].get("quotas", {}), PodsConfig.model_validate(pods))
 
 
 def room_per_rank(content: dict[str, Any]) -> tuple[float | None, int | None]:
@@ -111,7 +114,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
             "starts": expected_starts(content),
         },
         tasks=content["tasks"],
-        servers=dict(Counter(server["policy"] for server in content["servers"])),
+        servers={**Counter(server["policy"] for server in content["servers"]), **content.get("pools", {})},
         journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
         stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status != "failed"},
         drain_file=Path(directory) / "drain" if directory else None,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from megaflow_hpc.pool import Pool
 from megaflow_hpc.rundir import RunDir
 
 
@@ -18,6 +19,7 @@ class Endpoints:
 
     def __init__(self, run: RunDir, servers: Mapping[str, int]) -> None:
         self._run, self._servers = run, servers
+        self._pools = pools_of(run)
         self._found: dict[str, Any] = {}
         self.unanswered = set(servers)
         """Policies for which no engine serves and none has given up for good: their rollouts wait."""
@@ -39,6 +41,10 @@ class Endpoints:
                 found[path.name] = json.loads(path.read_text())
             except (OSError, ValueError):
                 continue  # just withdrawn, or being replaced
+        for policy, (pool, theirs, key) in self._pools.items():
+            for record in pool.records(theirs):
+                name = f"{policy}@{record['server']}"
+                found[name] = {**record, "server": name, "policy": policy, "key": key}
         failed = Counter(endpoint["policy"] for endpoint in found.values() if not endpoint.get("url"))
         for endpoint in found.values():
             if failed[endpoint["policy"]] == self._servers.get(endpoint["policy"]):
@@ -48,6 +54,15 @@ class Endpoints:
         changed = _essence(found) != _essence(self._found)
         self._found = found
         return changed
+
+
+def pools_of(run: RunDir) -> dict[str, tuple[Pool, str, str]]:
+    """Policies whose model is an engine pool: the pool, the policy's name there, and our key to it."""
+    found = {}
+    for file in run.endpoints.glob(".pool.*.key"):
+        said = json.loads(file.read_text())
+        found[str(said["policy"])] = (Pool(said["pool"]), str(said["theirs"]), str(said["key"]))
+    return found
 
 
 def _essence(endpoints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

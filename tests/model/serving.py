@@ -51,11 +51,16 @@ class Servers:
         policies = {entry["policy"]: {"model": entry["model"]} for entry in self.entries}
         about = {"campaign": {"name": "served"}, "total": 0}
         self.run.write_run({"servers": self.entries, "policies": policies, **about})
+        self.serve(number, *options, **env)
+        return number
+
+    def serve(self, number: int, *options: str, **env: str) -> None:
+        """Starts the wrapper of an element that stands in run.json."""
+        self.entries = self.entries or self.run.read_run()["servers"]
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
         self.processes.append(subprocess.Popen(command, env=environment))
-        return number
 
     def script(self, script: Mapping[str, Any], policy: str = "default", *options: str, **args: Any) -> int:
         """Starts a server that answers from ``script``."""

@@ -1,0 +1,27 @@
+"""The ``pool`` section: a campaign with nothing but models is an engine pool, whose servers other campaigns name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megaflow_hpc.config.sections import Section
+
+
+class UserCaps(Section):
+    """What one user may ask of each server of an engine pool."""
+
+    in_flight: int | None = Field(None, ge=1)
+    """Requests at once."""
+    requests_per_s: float | None = Field(None, gt=0)
+    """Requests a second."""
+
+
+class EnginePoolConfig(UserCaps):
+    """Who may use an engine pool and how much; the caps are every user's who is not named."""
+
+    share: Literal["user", "group"] = "user"
+    """Campaigns of its owner, or of its owner's group."""
+    users: dict[str, UserCaps] = Field(default_factory=dict)
+    """Caps of single users, by login name."""

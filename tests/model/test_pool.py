@@ -1,0 +1,152 @@
+"""An engine pool: one campaign's servers, asked by others with keys of their own, each user within caps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from serving import Servers, conversation
+
+from megaflow_hpc import plan
+from megaflow_hpc.config import parse
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.guests import Guests
+from megaflow_hpc.pod.endpoints import Endpoints
+from megaflow_hpc.pool import Pool, digest_of
+from megaflow_hpc.rundir import RunDir
+
+
+def where(key: str) -> str:
+    return f"campaign.yaml: {key}"
+
+
+def planned(folder: Path, **fields: Any) -> RunDir:
+    run = RunDir(folder)
+    plan.write(plan.make(parse(fields), folder.parent, where), run)
+    return run
+
+
+@pytest.fixture
+def pool(servers: Servers, tmp_path: Path) -> RunDir:
+    """A pool of one scripted server that answers one request after the other in 0.2 s, and two at once a user."""
+    script = tmp_path / "script.yaml"
+    script.write_text(yaml.safe_dump({"default": [{"text": "from the pool", "delay_s": 0.2}]}))
+    model = {"engine": "scripted", "script": str(script), "gpus": 0}
+    servers.run = planned(tmp_path / "pool", name="pool", model=model, pool={"in_flight": 2})
+    servers.serve(0)
+    servers.record(0)
+    return servers.run
+
+
+def campaign(folder: Path, pool: RunDir, policy: str = "mine") -> RunDir:
+    """A member's run directory, as a plan with tasks makes it."""
+    run = RunDir(folder)
+    run.create()
+    Pool(pool.path).enrol(run, policy, Pool(pool.path).policy(policy))
+    return run
+
+
+def test_a_campaign_with_nothing_but_a_model_is_a_pool(tmp_path: Path) -> None:
+    script = tmp_path / "script.yaml"
+    script.write_text("default: [x]")
+    run = planned(tmp_path / "pool", name="pool", model={"engine": "scripted", "script": str(script)})
+    assert Pool(run.path).about() == {"default": 1}
+    assert run.read_run()["total"] == 0
+    with pytest.raises(ConfigError, match="tasks"):
+        parse({"name": "x", "agent": "oracle"})
+    with pytest.raises(ConfigError, match="no engine pool"):
+        Pool(tmp_path).policy("default")
+
+
+def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers, pool: RunDir, tmp_path: Path) -> None:
+    member = campaign(tmp_path / "member", pool)
+    endpoints = Endpoints(member, {"mine": 1})
+    assert endpoints.refresh()
+    (record,) = endpoints.all
+    assert record["policy"] == "mine"
+    assert record["key"] != servers.record(0)["key"]
+    assert not endpoints.unanswered
+    assert not any("key" in json.loads(file.read_text()) for file in Pool(pool.path).servers.iterdir())
+
+    async def scenario() -> str:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints(endpoints.all)
+            model = await gateway.open("t/mine/0", "mine")
+            headers = {"Authorization": f"Bearer {model.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as session:
+                body = {"messages": conversation("hello")}
+                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
+                    said = (await answer.json())["choices"][0]["message"]["content"]
+            recording = await gateway.close("t/mine/0")
+            assert recording.turns[0].server == "mine@default.0"
+            return said
+
+    assert asyncio.run(scenario()) == "from the pool"
+    guests = Guests(Pool(pool.path), {})
+    assert guests.user(record["key"])
+    (Pool(pool.path).members / digest_of(record["key"])).unlink()
+    assert Guests(Pool(pool.path), {}).user(record["key"]) is None
+
+
+def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
+    servers: Servers, pool: RunDir, tmp_path: Path
+) -> None:
+    records = []
+    for name in ("one", "two"):
+        endpoints = Endpoints(campaign(tmp_path / name, pool), {"mine": 1})
+        endpoints.refresh()
+        records += endpoints.all
+    assert records[0]["key"] != records[1]["key"]
+    owner = servers.record(0)
+
+    async def ask(record: dict[str, Any]) -> None:
+        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
+            body = {"messages": conversation("hello")}
+            async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
+                assert answer.status == 200, await answer.text()
+
+    async def scenario() -> float:
+        began = time.monotonic()
+        await asyncio.gather(*(ask(record) for record in records * 4))
+        return time.monotonic() - began
+
+    assert asyncio.run(scenario()) >= 0.2 * 8 / 2  # eight requests, two at once
+    asyncio.run(ask(owner))
+
+
+def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path) -> None:
+    """A link to a file of somebody else's does not make the linker somebody else."""
+    members = Pool(pool.path).members
+    campaign(tmp_path / "member", pool)
+    (own,) = Pool(pool.path).users()
+    (members / digest_of("hard")).hardlink_to(members / own)
+    (members / digest_of("soft")).symlink_to(own)
+    (members / "short").write_text("short")
+    assert list(Pool(pool.path).users()) == [own]
+
+
+def test_requests_a_second_are_spaced_for_each_user_apart(tmp_path: Path) -> None:
+    guests = Guests(Pool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
+
+    async def spend(name: str) -> float:
+        began = time.monotonic()
+        for _ in range(6):
+            async with guests.room(name):
+                pass
+        return time.monotonic() - began
+
+    async def scenario() -> tuple[float, float]:
+        slow, quick = await asyncio.gather(spend("slow"), spend("quick"))
+        return slow, quick
+
+    slow, quick = asyncio.run(scenario())
+    assert slow >= 5 / 20
+    assert quick < slow
