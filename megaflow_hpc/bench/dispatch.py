@@ -26,14 +26,17 @@ from megaflow_hpc.errors import SiteError
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
 LEARNED = 0.5
 """Standard deviation of the logarithm of estimates' error."""
+DECISION_S = 50e-6
+"""Of rank 0's time that one decision takes, journalling included, as measured without ``--simulate``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", action="store_true", help="virtual time; nothing runs")
-    parser.add_argument("--rollouts", type=int, default=None, metavar="N", help="default 20,000; simulated 100,000")
+    parser.add_argument("--rollouts", type=int, default=None, metavar="N", help="default 100,000")
     parser.add_argument("--slots", type=int, default=10_000, metavar="N", help="simulated slots (10,000)")
     parser.add_argument("--pods", type=int, default=64, metavar="N", help="simulated pods (64)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="simulated campaigns to take the median of")
+    parser.add_argument("--policies", action="store_true", help="simulated: what each policy does to a makespan")
     parser.add_argument("--durations", metavar="FILE", help="seconds of rollouts, one a line, drawn from with repeats")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="worker ranks of the real pod (2)")
 
@@ -41,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     if arguments.simulate:
         return simulated(arguments, note)
-    return real(arguments.rollouts or 20_000, arguments.ranks, note)
+    figures = real(arguments.rollouts or 100_000, arguments.ranks, note)
+    if arguments.peers:
+        from megaflow_hpc.bench.dispatch_peers import measure
+
+        for name, version, per_s in measure(arguments.ranks, note):
+            figures[0] = figures[0].beside(name, version, round(per_s, 1))
+    return figures
 
 
 # --- virtual time ---------------------------------------------------------------------------------------------------
@@ -76,7 +85,31 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
     megabytes = max(outcome[2] for outcome in outcomes)
     size = f"{arguments.slots} slots, {arguments.pods} pods, {count} rollouts"
     figures.append(_simulated(f"peak memory, {size}", "MB", [megabytes], 2000.0))
-    return figures
+    return [*figures, _flat(), *(_policies(arguments.seeds, note) if arguments.policies else [])]
+
+
+def _flat() -> Figure:
+    """One task a slot, from one to ten thousand, in one pod whose rank 0 takes the time that a decision was measured to
+    take."""
+    from megaflow_hpc.bench.simulation import Shape, simulate
+
+    counts = (1, 10, 100, 1000, 10_000)
+    spans = [simulate(Shape([60.0] * n, [0.0] * n, 1, n, dispatch_s=DECISION_S)).makespan_s for n in counts]
+    name = "longest over shortest makespan of 1, 10, 100, 1,000 and 10,000 tasks of 60 s on as many slots"
+    return _simulated(name, "ratio", [max(spans) / min(spans)], 1.05)
+
+
+def _policies(seeds: int, note: Callable[[str], None]) -> list[Figure]:
+    from megaflow_hpc.bench.policies import compare
+
+    note(f"policies: {seeds} campaigns of 10,000 rollouts, each with every policy")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(seeds, len(os.sched_getaffinity(0))), mp_context=context) as pool:
+        compared = list(pool.map(compare, range(seeds)))
+    return [
+        _simulated(f"makespan over fifo without policies, {policy}", "ratio", [one[policy] for one in compared], None)
+        for policy in compared[0]
+    ]
 
 
 def _simulated(

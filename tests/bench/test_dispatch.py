@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
 from megaflow_hpc.bench import dispatch
 from megaflow_hpc.bench.simulation import Shape, believed, pareto, simulate
+from megaflow_hpc.pod.groups import GroupRules
 
 
 def measured(*words: str) -> dict[str, float]:
     parser = argparse.ArgumentParser()
+    parser.set_defaults(peers=False)
     dispatch.add_arguments(parser)
     return {figure.name: figure.value for figure in dispatch.run(parser.parse_args(words), lambda text: None)}
 
@@ -35,3 +38,26 @@ def test_longest_first_beats_fifo_where_a_few_rollouts_are_long() -> None:
 def test_in_one_pod_as_many_slots_as_rollouts_take_as_long_as_one(count: int) -> None:
     outcome = simulate(Shape([100.0] * count, [0.0] * count, pods=1, slots=count, dispatch_s=1e-4))
     assert 1.0 <= outcome.ratio < 1.05
+
+
+def test_closing_groups_early_spares_a_campaign_its_hanging_rollouts() -> None:
+    durations = [1000.0 if n % 10 == 9 else 10.0 for n in range(400)]
+    shape = Shape(durations, [0.0] * 400, pods=2, slots=40, samples=10)
+    closed = simulate(replace(shape, rules=GroupRules(wanted={"p": 9})))
+    assert closed.makespan_s < 200 < 1000 < simulate(shape).makespan_s
+    assert closed.rollouts == 360, "of each group nine ended and the tenth was cancelled"
+
+
+def test_groups_without_signal_cost_a_fraction_of_their_samples() -> None:
+    shape = Shape([10.0] * 800, [0.0] * 800, pods=2, slots=40, samples=20, rewards=[0.0] * 800)
+    assert simulate(shape).rollouts == 800
+    assert simulate(replace(shape, rules=GroupRules(signal_after=2))).rollouts < 400
+
+
+def test_a_copy_that_is_faster_ends_the_campaign_sooner() -> None:
+    durations = [100.0] * 200
+    durations[7] = 10_000.0
+    shape = Shape(durations, [0.0] * 200, pods=1, slots=64)
+    copied = simulate(replace(shape, copies_s=[100.0] * 200))
+    assert copied.rollouts == 200
+    assert copied.makespan_s < 1000 < simulate(shape).makespan_s
