@@ -1,5 +1,6 @@
-"""Whole campaigns on a Slurm lab, hit by everything that a cluster does to them.
+"""Whole campaigns: what one asks of slurmctld and holds idle, and what is lost when a lab does its worst to them.
 
+    megaflow-hpc bench campaign --tasks 60
     megaflow-hpc bench campaign --chaos --seeds 20
 
 Each seed is one campaign of real sandboxes, pods and engine servers (:mod:`megaflow_hpc.bench.chaos`), and a few faults
@@ -21,14 +22,17 @@ from pathlib import Path
 from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
-HELP = "whole campaigns on a Slurm lab under seeded faults: lost, doubled and left behind"
+HELP = "whole campaigns: requests to slurmctld, idle seconds; under seeded faults: lost, doubled, left behind"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chaos", action="store_true", help="strike the campaigns (the only benchmark of this name)")
+    parser.add_argument(
+        "--chaos", action="store_true", help="strike campaigns on a lab; without it one is followed in peace"
+    )
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="campaigns; default 20")
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="seed of the first; default 1")
     parser.add_argument("--strikes", type=int, default=4, metavar="N", help="faults in each; default 4")
+    parser.add_argument("--pods", type=int, default=2, metavar="N", help="pods of a campaign in peace; default 2")
     parser.add_argument("--tasks", type=int, default=24, metavar="N", help="rollouts in each; default 24")
     parser.add_argument(
         "--image",
@@ -42,11 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     from megaflow_hpc.bench.chaos import Verdict, figures_of, trial
 
-    if not arguments.chaos:
-        raise ConfigError("bench campaign: give --chaos; campaigns without faults are what the other figures measure")
     if not arguments.image or not Path(arguments.image).exists():
         raise ConfigError(f"--image {arguments.image}: no such file; give a SIF with Python, or run launchers/setup")
     base = Path(arguments.directory or tempfile.gettempdir()) / f"megaflow-chaos-{os.getpid()}"
+    if not arguments.chaos:
+        from megaflow_hpc.bench.requests import measure
+
+        figures = measure(base, Path(arguments.image), note, arguments.tasks, arguments.pods)
+        shutil.rmtree(base, ignore_errors=True)
+        return figures
     verdicts: list[Verdict] = []
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         note(f"seed {seed}: {time.strftime('%H:%M:%S')}")

@@ -107,7 +107,7 @@ def check(run: Run) -> tuple[int, list[str], list[str], list[str]]:
     return len(planned), sorted(planned - set(ids)), sorted(double), sorted(set(ids) & planned - solved)
 
 
-def write_campaign(folder: Path, image: Path, tasks: int, mark: str) -> Path:
+def write_campaign(folder: Path, image: Path, tasks: int, mark: str, pods: int = PODS) -> Path:
     """Tasks whose work shows ``mark`` in its command line, and a campaign on the partition that can be preempted."""
     for number in range(tasks):
         task = folder / "tasks" / f"work{number:02d}"
@@ -130,13 +130,13 @@ def write_campaign(folder: Path, image: Path, tasks: int, mark: str) -> Path:
         "name": "chaos",
         "tasks": "tasks/*",
         "agent": {"name": "command", "args": {"command": f"python3 work.py {shlex.quote(mark)}"}},
-        "model": {"engine": "scripted", "script": "answers.yaml", "gpus": 0, "servers": {"min": 2, "max": 2}},
+        "model": {"engine": "scripted", "script": "answers.yaml", "gpus": 1, "servers": {"min": 2, "max": 2}},
         "environment": {"network": "gateway", "images": {"base": str(image)}},
         "slurm": {
             "requeues": 20,
             "pods": {
                 "partition": "preempt",
-                "count": PODS,
+                "count": pods,
                 "ranks_per_node": 2,
                 "slots_per_rank": SLOTS,
                 "cpus_per_rank": 1,

@@ -1,0 +1,59 @@
+"""What one campaign asks of slurmctld, and what it holds idle: sdiag and sacct around a campaign that is followed.
+
+Requests are those of clients (submissions, queries, steps), not what daemons say among themselves; on a cluster where
+the same user runs anything else meanwhile, that is counted too.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from megaflow_hpc.bench.chaos import write_campaign
+from megaflow_hpc.bench.figures import Figure
+from megaflow_hpc.campaign import Campaign
+from megaflow_hpc.slurm import site
+
+DAEMONS = ("MESSAGE_", "REQUEST_COMPLETE_", "REQUEST_STEP_COMPLETE", "REQUEST_PING", "ACCOUNTING_")
+"""What slurmd, slurmstepd and slurmdbd send, and what grows with jobs that end, not with who follows them."""
+
+
+def requests() -> Counter[str]:
+    """Client requests that slurmctld has answered so far, by type (``sdiag``)."""
+    table = site.ask("sdiag").partition("by message type")[2].partition("by user")[0]
+    found = Counter[str]()
+    for name, count in re.findall(r"^\s+([A-Z_]+)\s+\(.*?count:(\d+)", table, re.MULTILINE):
+        if not name.startswith(DAEMONS):
+            found[name] = int(count)
+    return found
+
+
+def measure(folder: Path, image: Path, note: Callable[[str], None], rollouts: int, pods: int) -> list[Figure]:
+    """Follows one campaign from its submission to its end."""
+    folder.mkdir(parents=True)
+    campaign = write_campaign(folder, image, rollouts, "work", pods)
+    before, began = requests(), time.monotonic()
+    run = Campaign.from_yaml(campaign).submit()
+    submitted = requests() - before
+    result = run.wait()
+    minutes = (time.monotonic() - began) / 60
+    asked = requests() - before
+    note(
+        f"{result['rollouts']['completed']} of {rollouts} rollouts in {minutes:.1f} minutes; "
+        f"to submit: {', '.join(f'{name} {count}' for name, count in submitted.most_common())}"
+    )
+    note("requests: " + ", ".join(f"{name} {count}" for name, count in asked.most_common()))
+    while run.live_jobs(0):
+        time.sleep(1.0)
+    usage = run.usage()
+    steady = (asked.total() - submitted.total()) / minutes
+    return [
+        Figure(f"slurmctld requests a minute, {pods} pods, followed", "/min", steady, 1, goal=4),
+        Figure("slurmctld requests to submit a campaign", "requests", submitted.total(), 1),
+        Figure("idle core-seconds of those held", "%", 100 * usage["idle_core_seconds"] / usage["core_seconds"], 1),
+        Figure("idle GPU-seconds", "GPU s", usage["idle_gpu_seconds"], 1),
+        Figure("GPUs held past the last rollout", "s", usage["gpus_outlived_last_rollout_s"], 1, goal=60),
+    ]
