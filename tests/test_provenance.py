@@ -47,14 +47,14 @@ def test_versions_name_engine_model_and_agent_and_reach_the_campaign_file(tmp_pa
     run.write_run(
         {**run.read_run(), "campaign": {"name": "x", "seed": 7}, "versions": found, "images": {"i": "/i.sif"}}
     )
-    commit(run, "pod", (0, 0, trajectory(5, seed=11)))
+    commit(run, "pod", (0, 0, trajectory(5, seed=11, inexact=2)))
     with h5py.File(gather(run)) as file:
         kept = json.loads(file.attrs["versions"])
         assert kept["models"] == found["models"]
         assert kept["images"] == {"i": "/i.sif"}
         assert kept["h5py"] == version("h5py")
         assert json.loads(file.attrs["config"])["seed"] == 7
-        assert file["trajectories/seed"][:].tolist() == [11]
+        assert (file["trajectories/seed"][:].tolist(), file["trajectories/inexact"][:].tolist()) == ([11], [2])
 
 
 def test_a_models_fingerprint_changes_with_its_files(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ GROUPS = (
             ("attempt", "int32", "n", "number of the attempt that counts, from 0"),
             ("epoch", "int32", "n", "epoch of the claim under which it was committed"),
             ("turns", "int32", "n", "number of model calls"),
+            ("inexact", "int32", "n", "model calls recorded without all their token ids"),
             ("reward", "float32", "n", "NaN unless verified"),
             ("started_at", "float64", "n", "seconds UTC since 1970"),
             ("finished_at", "float64", "n", "seconds UTC since 1970"),
@@ -199,6 +200,7 @@ COLUMNS = {column.path: column for column in columns()}
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,
     "trajectories/seed": -1,
+    "trajectories/inexact": 0,
     "trajectories/setup_s": math.nan,
     "trajectories/agent_s": math.nan,
     "trajectories/verify_s": math.nan,

@@ -31,7 +31,7 @@ Mask = np.ndarray[Any, Any]
 
 _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
-    *("rank", "seed", "sample_index", "attempt", "epoch", "started_at", "finished_at"),
+    *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "started_at", "finished_at"),
 )
 _OR_NAN = ("reward", "setup_s", "agent_s", "verify_s")
 _TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server")
