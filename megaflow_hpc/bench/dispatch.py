@@ -38,12 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="simulated campaigns to take the median of")
     parser.add_argument("--policies", action="store_true", help="simulated: what each policy does to a makespan")
     parser.add_argument("--durations", metavar="FILE", help="seconds of rollouts, one a line, drawn from with repeats")
+    parser.add_argument("--metadata", action="store_true", help="count operations on the run directory's metadata")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="worker ranks of the real pod (2)")
 
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     if arguments.simulate:
         return simulated(arguments, note)
+    if arguments.metadata:
+        from megaflow_hpc.bench import metadata
+
+        return metadata.figures(arguments.ranks, note)
     figures = real(arguments.rollouts or 100_000, arguments.ranks, note)
     if arguments.peers:
         from megaflow_hpc.bench.dispatch_peers import measure

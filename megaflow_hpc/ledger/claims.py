@@ -160,6 +160,11 @@ class Ledger:
         """After :meth:`claim`: some block is held by another pod that may be alive."""
         return self._mine.others
 
+    @property
+    def unfinished(self) -> bool:
+        """After :meth:`claim`: some block that it saw is not done."""
+        return self._mine.unfinished
+
     # --- hunger ---
 
     def hunger(self, slots: int) -> None:

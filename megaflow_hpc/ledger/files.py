@@ -174,7 +174,7 @@ class Files:
         won = not call.keep and _links(private) > links  # by an earlier try of this very call, whatever it was answered
         if not won:
             try:
-                os.link(private, target)
+                self._hard_link(private, target)
                 won = True
             except FileExistsError:
                 refused = True
@@ -185,6 +185,9 @@ class Files:
             self._private.pop(call.token, None)
             private.unlink(missing_ok=True)
         return won
+
+    def _hard_link(self, private: Path, target: Path) -> None:
+        os.link(private, target)
 
     def _own(self, private: Path, call: Link) -> Path:
         """The private file of a call; where the call is a repeated one it may be there, and is whole."""

@@ -23,7 +23,7 @@ from megaflow_hpc.pod.work import Work
 
 LOOK_S = 5.0
 """How often a pod with waiting rollouts looks for hungry ones when no block was free any more,"""
-SELDOM_S = 30.0
+SELDOM_S = 120.0
 """and before that."""
 HUNGRY_S = 20.0
 """A hungry pod stays this long without being given anything; it asks again as often."""

@@ -1,0 +1,107 @@
+"""Operations on the metadata of a run directory, counted by strace: what a parallel file system's server feels.
+
+A real pod of empty rollouts is run twice, with few and with many: the difference is what rollouts cost, by way of their
+blocks. What time costs, the lease and the look for hungry pods, is counted by doing each many times. Counted are system
+calls on paths under the run directory that open, create, link, rename, remove or look at a file or a directory, and
+readings of directories; not what is done to an open file.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from megaflow_hpc.bench.figures import Figure
+from megaflow_hpc.errors import SiteError
+
+FEW, MANY, TIMES = 2_000, 22_000, 20
+SLOTS = 128
+"""Of one pod, for the sum: the fewer, the more pods renew their leases per rollout."""
+ROLLOUT_S = 60.0
+
+_LINE = re.compile(r"^\S+\s+(?:\S+\s+)?(\w+)\((.*)$")
+
+
+def figures(ranks: int, note: Callable[[str], None]) -> list[Figure]:
+    from megaflow_hpc.ledger.rules import TIMES as LEASE
+    from megaflow_hpc.pod.sharing import SELDOM_S
+
+    strace = shutil.which("strace")
+    if strace is None:
+        raise SiteError("strace: not found; install it to count operations on metadata")
+    note(f"one pod of {ranks} workers, {FEW} and {MANY} empty rollouts, under strace")
+    few, many = (_pod(strace, count, ranks) for count in (FEW, MANY))
+    per_1000 = (many - few) / (MANY - FEW) * 1000
+    renewal, look = (_alone(strace, what) for what in ("renew", "hungry"))
+    pod_s = 1000 * ROLLOUT_S / SLOTS
+    whole = per_1000 + pod_s / LEASE.renew_s * renewal + pod_s / SELDOM_S * look
+    return [
+        Figure("metadata operations under RUN per 1,000 empty rollouts", "operations", round(per_1000, 1), 2),
+        Figure("metadata operations of renewing a lease", "operations", renewal, TIMES),
+        Figure("metadata operations of looking for hungry pods", "operations", look, TIMES),
+        Figure(
+            f"metadata operations under RUN per 1,000 rollouts of {ROLLOUT_S:.0f} s, {SLOTS} slots a pod, no engines",
+            "operations",
+            round(whole, 1),
+            1,
+            goal=50,
+            better="lower",
+        ),
+    ]
+
+
+def count(log: Path, root: Path) -> int:
+    """Operations in a log of ``strace -f -y`` that are on ``root``."""
+    found = 0
+    for line in log.read_text(errors="replace").splitlines():
+        match = _LINE.match(line)
+        if match is None or str(root) not in line:
+            continue
+        empty = match[1] == "getdents64" and line.rstrip().endswith("= 0")  # the end of a listing: no new question
+        found += not empty
+    return found
+
+
+def _strace(strace: str, log: Path) -> list[str]:
+    return [strace, "-f", "-y", "-qq", "-e", "trace=%file,getdents64", "-e", "signal=none", "-o", str(log)]
+
+
+def _pod(strace: str, rollouts: int, ranks: int) -> int:
+    from megaflow_hpc.bench.dispatch_ranks import plan
+
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise SiteError("mpiexec: not found; pip install 'megaflow-hpc[mpi]', or load the site's MPI module")
+    with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
+        run, log = Path(folder) / "run", Path(folder) / "log"
+        plan(run, rollouts)
+        rank = [sys.executable, "-m", "megaflow_hpc.bench.dispatch_ranks", str(run), "256"]
+        words = [mpiexec, "-n", "1", *_strace(strace, log), *rank, ":", "-n", str(ranks), *rank]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+        if not (run / "ledger" / "finished").exists():
+            raise SiteError(f"the pod of the benchmark ended with {done.returncode}: {done.stderr[-2000:]}")
+        return count(log, run)
+
+
+def _alone(strace: str, what: str) -> float:
+    """Operations of one call of a ledger's method."""
+    code = (
+        "import sys; from megaflow_hpc.ledger import Ledger, PodIdentity; from megaflow_hpc.rundir import RunDir\n"
+        "run = RunDir(sys.argv[1]); run.create(); ledger = Ledger(run, PodIdentity('a', '0')); ledger.create()\n"
+        "ledger.register()\n"
+        "for _ in range(int(sys.argv[2])): ledger.renew(force=True) if sys.argv[3] == 'renew' else ledger.hungry()"
+    )
+    counted = []
+    with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
+        for times in (0, TIMES):
+            run, log = Path(folder) / str(times), Path(folder) / f"{times}.log"
+            words = [*_strace(strace, log), sys.executable, "-c", code, str(run), str(times), what]
+            subprocess.run(words, check=True, timeout=300)
+            counted.append(count(log, run))
+    return (counted[1] - counted[0]) / TIMES
