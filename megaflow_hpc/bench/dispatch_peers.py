@@ -25,7 +25,7 @@ LIMIT_S = 300.0
 _BEGIN = """
 import json, sys, time
 from importlib.metadata import version
-count, workers = int(sys.argv[1]), int(sys.argv[2])
+count, workers = int(sys.argv[-2]), int(sys.argv[-1])
 def empty(n=0):
     return n
 def say(package, seconds):

@@ -16,7 +16,7 @@ from typing import Any
 
 from megaflow_hpc.pod.outcome import Outcome
 
-_text, _number = json.encoder.encode_basestring_ascii, json.JSONEncoder().encode
+_text = json.encoder.encode_basestring_ascii
 
 
 class Events:
@@ -32,7 +32,7 @@ class Events:
 
     def rollout(self, outcome: Outcome) -> None:
         """One stored rollout: the most frequent line by far, so it is put together by hand."""
-        reward = "null" if outcome.reward is None else _number(outcome.reward)
+        reward = "null" if outcome.reward is None else repr(float(outcome.reward)).replace("nan", "NaN")
         self._lines.append(
             f'{{"t": {time.time():.3f}, "event": "rollout", "id": {_text(outcome.id)}, '
             f'"status": "{outcome.status}", "kind": {_text(outcome.error_kind)}, '

@@ -218,8 +218,10 @@ class Master:
 
     def _start(self, rank: int, work: Work) -> None:
         rollout = work.rollout
-        self.pod.comm.send(rank, self._starts.pack(work, rank, self._results.attempts.get(rollout.id, ())))
-        if len(self._results.groups):
+        attempts = self._results.attempts
+        before = attempts.get(rollout.id, ()) if attempts else ()
+        self.pod.comm.send(rank, self._starts.pack(work, rank, before))
+        if self._results.grouped:
             self._results.groups.started(rollout.group_id, rollout.id)
 
     def _claim(self) -> None:

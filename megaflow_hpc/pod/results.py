@@ -44,6 +44,7 @@ class Results:
         self._copies = bool(pod.scheduling.get("copies"))
         self._blame, self._pattern = Blame(), pod.pattern()
         self.groups = Groups(pod.group_rules())
+        self.grouped = not pod.group_rules().idle
         self.attempts: dict[str, list[Attempt]] = {}
         """Attempts that failed, by rollout."""
         self._asleep: dict[str, Work] = {}
@@ -84,10 +85,10 @@ class Results:
 
     def settle(self, rank: int, work: Work, outcome: Outcome) -> None:
         """Retries a failure, or hands the outcome to the clerk."""
-        if (rank, outcome.id) in self._void:
+        if self._void and (rank, outcome.id) in self._void:
             self._void.discard((rank, outcome.id))
             return
-        why = self._cancelling.get(outcome.id)
+        why = self._cancelling.get(outcome.id) if self._cancelling else None
         if outcome.status == "cancelled" and why is None:
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
             # whoever takes it runs this rollout again.
@@ -100,13 +101,16 @@ class Results:
             failed = False
         if failed and self._goes_on(rank, work, outcome):
             return
-        self._cancelling.pop(outcome.id, None)
         if outcome.status in JUDGED:
             self._estimates.observe(outcome.task_id, outcome.policy, outcome.seconds)
-        self._call_off_copies(outcome.id)
-        self.attempts.pop(outcome.id, None)
+        if self._copies:
+            self._call_off_copies(outcome.id)
+        if why is not None:
+            del self._cancelling[outcome.id]
+        if self.attempts:
+            self.attempts.pop(outcome.id, None)
         self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
-        if len(self.groups):
+        if self.grouped:
             judged = outcome.status in JUDGED
             self._carry_out(self.groups.ended(work.rollout.group_id, outcome.id, outcome.reward if judged else None))
 
@@ -168,10 +172,9 @@ class Results:
                 self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
 
     def _call_off_copies(self, rollout: str) -> None:
-        if self._copies:
-            for rank in self._scheduler.running_at(rollout):
-                self._void.add((rank, rollout))
-                self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
+        for rank in self._scheduler.running_at(rollout):
+            self._void.add((rank, rollout))
+            self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
 
     def _exclude(self, rank: int, error: str) -> None:
         node = self._ranks.ready.get(rank, "")
