@@ -35,6 +35,8 @@ class PodView:
     slots: int = 0
     seen_at: float = 0.0
     why: str = ""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Nodes that get no more work, and why."""
     grown_at: float = 0.0
     """When we last saw its file grow, by our own clock; a node's own may be off."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
@@ -96,6 +98,8 @@ class Monitor:
                 pod.live[event["rank"]] = event["slots"]
             else:
                 pod.live.pop(event["rank"], None)
+            if event["state"] == "excluded":
+                pod.excluded[event["node"]] = event["why"]
             pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
         elif kind == "attempt":
             self._retries[event["kind"]] += 1
@@ -189,6 +193,7 @@ class Monitor:
             "stored": pod.stored,
             **({"silent_s": round(silent_s)} if state == "silent" else {}),
             **({"why": pod.why} if pod.why else {}),
+            **({"excluded": pod.excluded} if pod.excluded else {}),
         }
 
     def _silent_s(self, pod: PodView) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.failures import RULES
 from megaflow_hpc.pod.wire import Link
@@ -119,6 +120,10 @@ def test_a_rank_on_which_no_sandbox_starts_is_left_out_and_named(tmp_path: Path)
     (excluded,) = [entry for entry in played.of("worker") if entry["state"] == "excluded"]
     assert (excluded["rank"], excluded["node"]) == (1, "node1")
     assert "sandboxes do not start on node1" in excluded["why"]
+    played.run.write_run({"version": "", "campaign": {"name": "bad"}, "total": 120})
+    (pod,) = Monitor(played.run).status()["pods"]
+    assert list(pod["excluded"]) == ["node1"]
+    assert pod["workers"] == 1
 
 
 def test_failures_that_look_systematic_pause_the_pod_and_give_the_rest_back(tmp_path: Path) -> None:
