@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.slurm import accounting, script
+from megaflow_hpc.slurm import accounting, arrays, limits, script
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGN = {
@@ -61,3 +61,35 @@ def test_job_arrays_as_squeue_prints_them_are_expanded() -> None:
     assert accounting.expand("7_[1-7:3]") == ["7_1", "7_4", "7_7"]
     assert accounting.expand("7_3") == ["7_3"]
     assert accounting.expand("7") == ["7"]
+
+
+def test_engine_arrays_beyond_the_largest_index_count_from_a_base() -> None:
+    job = script.server_job(config.parse(CAMPAIGN), RunDir("/r"), 4, 1, first=8, largest=9)
+    assert job.indices == "0-3"
+    assert '--index "$((8 + SLURM_ARRAY_TASK_ID))"' in script.script(job)
+
+
+def test_pools_say_only_what_they_have_otherwise() -> None:
+    pods = {**CAMPAIGN["slurm"]["pods"], "throttle": 2, "pools": [{"account": "other", "time": 30, "count": 2}]}
+    parsed = config.parse({**CAMPAIGN, "slurm": {**CAMPAIGN["slurm"], "pods": pods}})
+    first, second = arrays.pod_jobs(parsed, RunDir("/r"), limits.Allowance())
+    assert (first.indices, second.indices) == ("0-2%2", "0-1%2")
+    ours, theirs = dict(first.options), dict(second.options)
+    assert (theirs.pop("account"), theirs.pop("time")) == ("other", "30")
+    assert (ours.pop("account"), ours.pop("time")) == ("lab", None)
+    assert ours == theirs
+
+
+def test_few_jobs_at_once_throttle_pods_so_that_engines_keep_their_place() -> None:
+    jobs = list(arrays.pod_jobs(config.parse(CAMPAIGN), RunDir("/r"), limits.Allowance(running=4), engines=2))
+    assert [job.indices for job in jobs] == ["0-2%2"]
+
+
+def test_one_allocation_for_engines_and_pod_is_one_step_of_all_of_them() -> None:
+    text = script.script(script.together_job(config.parse(CAMPAIGN), RunDir("/r"), [4, 1]))
+    assert text.count("#SBATCH hetjob\n") == 2
+    assert "#SBATCH --gres=gpu:4\n" in text
+    assert "--array" not in text
+    assert text.count("srun --het-group=0 --mpi") == 1
+    assert "--het-group=2" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
