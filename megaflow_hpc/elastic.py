@@ -26,6 +26,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir import RunDir
 
 LOOK_S = RENEW_S
+SOON_S = 5.0
 REFUSED_S = 600.0
 """After Slurm has refused, somebody else may try for this long."""
 
@@ -56,6 +57,8 @@ class Elastic:
         if not self._duty.hold():
             return []
         loads, asked = self._loads(), self._asked()
+        if not asked:
+            self._looked = now - LOOK_S + SOON_S  # pods are about to start
         going: list[str] = []
         for policy, count in self._counts.items():
             number = wanted(count, loads.get(policy, ()), asked[policy] > 0)

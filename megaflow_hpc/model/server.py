@@ -74,6 +74,7 @@ class EngineServer:
         what: The model and the name of this server.
         idle_s: Seconds without a request, after the first, before it leaves.
         poll_s: Seconds between two looks at the run directory.
+        beat_s: Seconds between two heartbeats.
         caps: What each user of a pool may ask; ``None`` where the campaign is none.
     """
 
@@ -84,9 +85,10 @@ class EngineServer:
         *,
         idle_s: float = IDLE_S,
         poll_s: float = POLL_S,
+        beat_s: float = HEARTBEAT_S,
         caps: Mapping[str, Any] | None = None,
     ) -> None:
-        self.run_dir, self.what, self.idle_s, self.poll_s = run, what, idle_s, poll_s
+        self.run_dir, self.what, self.idle_s, self.poll_s, self.beat_s = run, what, idle_s, poll_s, beat_s
         pool = Pool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._guests = Guests(pool, caps) if pool is not None and caps is not None else None
@@ -240,7 +242,7 @@ class EngineServer:
     async def _watch(self) -> None:
         """Heartbeat, end of campaign, idleness."""
         finished = self.run_dir.ledger / "finished"
-        next_beat = time.monotonic() + HEARTBEAT_S
+        next_beat = time.monotonic() + self.beat_s
         while not self._leave.is_set():
             await asyncio.sleep(min(self.poll_s, self.idle_s))
             if finished.exists() or (self.run_dir.ledger / "cancelled").exists():
@@ -250,7 +252,7 @@ class EngineServer:
                 self._status = IDLE if in_slurm() else 0
                 self.leave(f"no request for {idle:.0f} s")
             if self.files.beats and not self._leave.is_set() and time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + HEARTBEAT_S
+                next_beat = time.monotonic() + self.beat_s
                 try:
                     await self._beat()
                 except OSError as error:
@@ -293,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
     parser.add_argument("--poll-s", type=float, default=POLL_S, help="seconds between two looks at the run directory")
+    parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
     arguments = parser.parse_args(argv)
     index = arguments.index
     if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
@@ -306,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
 
         async def serve() -> int:
-            return await EngineServer(run, what, idle_s=idle_s, poll_s=arguments.poll_s, caps=pool).run()
+            times = {"idle_s": idle_s, "poll_s": arguments.poll_s, "beat_s": arguments.beat_s}
+            return await EngineServer(run, what, **times, caps=pool).run()
 
         return asyncio.run(serve())
     except MegaflowError as error:

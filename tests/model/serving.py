@@ -71,7 +71,7 @@ class Servers:
     def file(self, number: int) -> Path:
         return self.run.endpoint(f"{self.entries[number]['policy']}.{number}")
 
-    def record(self, number: int, timeout_s: float = 60.0) -> dict[str, Any]:
+    def record(self, number: int, timeout_s: float = 180.0) -> dict[str, Any]:
         """The endpoint file, once it is there."""
         deadline = time.monotonic() + timeout_s
         while not self.file(number).exists():

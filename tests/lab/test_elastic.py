@@ -1,0 +1,61 @@
+"""Engine servers between none and some on the lab: held until pods have work, let go by a pod, ended with them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign import Run
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
+
+ANSWERS = [
+    f"```mswea_bash_command\n{command}\n```"
+    for command in ("echo 42 > answer", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+]
+CAMPAIGN = """\
+name: elastic
+tasks: tasks/*
+agent: {name: mini-swe-agent, max_turns: 3}
+samples: 2
+model: {engine: scripted, script: answers.yaml, servers: {min: 0, max: 2}}
+slurm:
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 2, time: 15}
+  servers: {partition: gpu, time: 15}
+"""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def states(run: Run) -> set[str]:
+    return {server["state"] for server in run.status()["servers"]}
+
+
+def test_no_server_runs_before_pods_have_work_and_none_after(
+    tmp_path: Path, base_sif: Path, write_task: Callable[..., Path]
+) -> None:
+    write_task(tmp_path / "tasks", "alpha")
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
+    (tmp_path / "campaign.yaml").write_text(CAMPAIGN + f"environment: {{images: {{base: {base_sif}}}}}\n")
+    run = Campaign.from_yaml(tmp_path / "campaign.yaml").plan()
+    run.start("slurm")
+    assert states(run) == {"held"}
+    until(lambda: run.status()["state"] == "finished")  # nobody but the pod's child lets a server go
+    assert run.status()["rollouts"]["completed"] == 2
+    (log,) = run.dir.logs.glob("pod-*.log")
+    assert log.read_text().count("let engine server") == 1
+    until(lambda: not run.live_jobs(0))  # the held one too
+    (servers,) = run.job_ids("servers")
+    shown = subprocess.check_output(["sacct", "-n", "-X", "-P", "-j", servers, "-o", "State"], text=True).split("\n")
+    assert sorted(word.split()[0] for word in shown if word) == ["CANCELLED", "COMPLETED"]
