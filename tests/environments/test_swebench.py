@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -276,6 +277,8 @@ class World:
             made = make(pair, root / "releases", root / pair.package)
             self.made[pair.package] = made
             self.images[pair.package] = with_checkout(image, made.buggy, root / f"image-{pair.package}")
+        # Multi-SWE-bench's images have the checkout elsewhere.
+        shutil.copytree(made.buggy, self.images["xmltodict"] / "home" / "xmltodict", symlinks=True)
         # SWE-smith's images hold the whole package with its tests; the bug is put in by the instance.
         patched = root / "fixed"
         subprocess.run(["cp", "-a", str(made.buggy), str(patched)], check=True)
@@ -302,6 +305,26 @@ class World:
         if package == "marshmallow":
             record["FAIL_TO_PASS"] = json.dumps([f"{PARENT}::test_field_named_parent_has_root"])
             record["PASS_TO_PASS"] = json.dumps([f"{PARENT}::test_simple_field_parent_and_name"])
+        if form == "swe-gym":
+            record |= {"hints_text": "", "created_at": "2024-10-01 00:00:00"}
+        if form == "multi-swe-bench":
+            ran = {"run": "PASS", "test": "FAIL", "fix": "PASS"}
+            record = {
+                "org": "martinblech",
+                "repo": "xmltodict",
+                "number": 362,
+                "instance_id": record["instance_id"],
+                "state": "closed",
+                "title": "Strip whitespace",
+                "base": {"label": "martinblech:master", "ref": "master", "sha": made.commit},
+                "resolved_issues": [{"number": 1, "title": "Blanks", "body": "See the title."}],
+                "fix_patch": made.patch,
+                "test_patch": made.test_patch,
+                "fixed_tests": {test: ran for test in record["FAIL_TO_PASS"]},
+                "f2p_tests": {test: ran for test in record["FAIL_TO_PASS"]},
+                "p2p_tests": {test: {**ran, "test": "PASS"} for test in record["PASS_TO_PASS"]},
+                **CONFIG,
+            }
         if form == "swe-bench 5":
             script = ["#!/bin/bash", "set -uxo pipefail", "cd /testbed", "git apply -v - <<'EOF_PATCH'"]
             script += [made.test_patch, "EOF_PATCH", f": '{MARKERS[0]}'", "pytest -rA tests/test_fields.py"]
@@ -352,7 +375,9 @@ async def nop(task: Task, sandbox: ApptainerSandbox) -> Any:
     return await NopAgent().run(task, sandbox, None)
 
 
-@pytest.mark.parametrize("form", ["swe-bench 4", "swe-bench 5", "swe-rebench", "named", "swe-smith"])
+@pytest.mark.parametrize(
+    "form", ["swe-bench 4", "swe-bench 5", "swe-rebench", "swe-gym", "swe-smith", "multi-swe-bench"]
+)
 def test_real_instances_are_solved_by_their_patch_and_by_nothing_else(world: World, form: str) -> None:
     verdict, (ended,) = world.judge(form, oracle)
     assert (ended.exit_code, ended.error) == (0, "")
