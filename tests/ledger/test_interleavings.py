@@ -22,10 +22,12 @@ def two(make: Make = Rules, **more: Any) -> Model:
     return Model({name: partial(pod, name, make) for name in ("a.0", "b.0")}, {0: 1}, **more)
 
 
-def paused(make: Make = Rules, who: str = "a.0", times: Times = TIMES, size: int = 1, **more: Any) -> Model:
+def paused(
+    make: Make = Rules, who: str = "a.0", times: Times = TIMES, size: int = 1, units: int = 7, **more: Any
+) -> Model:
     """The same for longer than a lease; one of them may pause anywhere for as long as it likes."""
     programs = {name: partial(pod, name, make, times=times) for name in ("a.0", "b.0")}
-    return Model(programs, {0: size}, units=7, prompt=("b.0" if who == "a.0" else "a.0",), **more)
+    return Model(programs, {0: size}, units, prompt=("b.0" if who == "a.0" else "a.0",), **more)
 
 
 def crashed(make: Make = Rules) -> Model:
@@ -64,9 +66,9 @@ SCENES = {
     "two pods": (partial(two, units=1), {"done"}, {0}),
     "a holder that pauses": (paused, {"done", "fenced", "taken over"}, {0, 1}),
     "a holder that pauses, seen through an old cache": (
-        partial(paused, size=2, stale=3, cached=LEASES),
-        {"done", "fenced", "taken over"},
-        {0, 1},
+        partial(paused, size=2, units=3, stale=3, cached=LEASES),
+        {"done", "fenced"},
+        {0},
     ),
     "an observer that pauses": (partial(paused, who="b.0"), {"done", "fenced", "taken over"}, {0, 1}),
     "a holder that crashes": (crashed, {"done", "fenced"}, {0, 1}),
@@ -188,7 +190,7 @@ EQUAL = Times(renew_s=1, commit_s=2, lease_s=2)
 MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
     "the seal is taken before the claim is due": (partial(paused, SealsAtFirstSight), "lost"),
     "a lease as long as the fence": (
-        partial(paused, Rules, times=EQUAL, size=2, stale=3, cached=LEASES),
+        partial(paused, Rules, times=EQUAL, size=2, units=3, stale=3, cached=LEASES),
         "lost|taken over",
     ),
     "no look at the fence after the commit": (partial(paused, CommitsWithoutLooking), "lost|taken over|lease of"),

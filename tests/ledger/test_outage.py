@@ -1,0 +1,140 @@
+"""The run directory goes away, or is full: the pod waits, says so, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+import megaflow_hpc
+from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, files, write_blocks
+from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.types import Rollout
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, [Rollout(f"t{n}", "oracle", 0, "oracle") for n in range(2)], size=1)
+    return run
+
+
+def test_a_call_waits_while_the_file_system_is_away_and_says_so_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor of a file system that has gone answers EIO: here for as long as a flag stands."""
+    monkeypatch.setattr(files, "RETRY_S", 0.05)
+    away, said = threading.Event(), []
+
+    class Away(files.Files):
+        def _names(self, call):  # type: ignore[no-untyped-def]
+            if away.is_set():
+                raise OSError(errno.EIO, "Input/output error")
+            return super()._names(call)
+
+    ledger = Ledger(run, PodIdentity("a", "0"), files=Away(run, say=said.append))
+    ledger.register()
+    away.set()
+    threading.Timer(0.5, away.clear).start()
+    assert ledger.claim(lambda owner: 0) == Claim(0, 0)
+    assert len(said) == 2
+    assert "does not answer" in said[0]
+    assert "is back" in said[1]
+
+
+FULL = """
+    import errno, json, os, resource, signal, sys, threading, time
+    from megaflow_hpc.ledger import Ledger, PodIdentity
+    from megaflow_hpc.pod.clerk import Clerk
+    from megaflow_hpc.pod.events import Events
+    from megaflow_hpc.pod.holdings import Holdings
+    from megaflow_hpc.pod.endpoints import Endpoints
+    from megaflow_hpc.rundir import RunDir
+    from megaflow_hpc.trajectories.frames import pack_record
+    from megaflow_hpc.trajectories.journal import JournalWriter
+
+    class Outcome:
+        id = "t0/oracle/0"
+
+    class NoBudget:
+        limited = False
+
+    run = RunDir(sys.argv[1])
+    ledger = Ledger(run, PodIdentity("a", "0"))
+    ledger.register()
+    events = Events(run.event_file("a", "0"))
+    held = Holdings(run, ledger, events, lambda owner: 0, set)
+    journal = JournalWriter(run.journal_file("a", "0"))
+    clerk = Clerk(journal, ledger, held, events, Endpoints(run, {}), NoBudget())
+    clerk.start()
+    clerk.claim()
+    while not clerk.claimed():
+        time.sleep(0.01)
+    lease = run.ledger / "leases" / "a.0"
+    filler = run.path / "filler"
+    try:
+        with open(filler, "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+    record = {"kind": "trajectory", "epoch": 0, "block": 0, "pad": "x" * 100_000,
+              "trajectory": {"id": Outcome.id, "status": "completed", "attempt": 0}}
+    clerk.file(Outcome(), 0, pack_record(record))
+    while clerk.stuck_since is None:
+        time.sleep(0.01)
+    early = len(clerk.durable())
+    ledger.renew(force=True)
+    renewed = json.loads(lease.read_text())["counter"]
+    os.unlink(filler)
+    done = []
+    while not done:
+        done = clerk.durable()
+        time.sleep(0.01)
+    clerk.finish(10)
+    journal.close()
+    print(json.dumps({"early": early, "renewed": renewed, "late": len(done), "stuck": clerk.stuck_since}))
+"""
+
+
+def test_a_full_file_system_keeps_results_waiting_and_the_lease_alive(tmp_path: Path) -> None:
+    """A file system of two megabytes, in a mount namespace of the test's own, filled up and freed again."""
+    place = tmp_path / "small"
+    place.mkdir()
+    prepare = """
+        import sys
+        from megaflow_hpc.ledger import Ledger, write_blocks
+        from megaflow_hpc.rundir import RunDir
+        from megaflow_hpc.types import Rollout
+        run = RunDir(sys.argv[1]); run.create(); Ledger(run).create()
+        write_blocks(run, [Rollout("t0", "oracle", 0, "oracle")], size=1)
+    """
+    (tmp_path / "prepare.py").write_text(textwrap.dedent(prepare))
+    (tmp_path / "full.py").write_text(textwrap.dedent(FULL))
+    script = (
+        f"mount -t tmpfs -o size=2m small {place} && {sys.executable} {tmp_path}/prepare.py {place}/run && "
+        f"{sys.executable} {tmp_path}/full.py {place}/run && cat {place}/run/events/a.0.jsonl && "
+        f"ls {place}/run/ledger"
+    )
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    said, *rest = done.stdout.splitlines()
+    assert json.loads(said) == {"early": 0, "renewed": 2, "late": 1, "stuck": None}
+    assert any("No space left on device" in line for line in rest)
+    assert "finished" in rest
