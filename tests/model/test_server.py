@@ -16,6 +16,7 @@ import pytest
 from serving import Servers, conversation, descendants, listeners
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.duty import SCALER, Duty
 from megaflow_hpc.model import causes, engines
 from megaflow_hpc.model.registration import assignment
 from megaflow_hpc.monitor.status import Monitor
@@ -156,6 +157,25 @@ def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers
         servers.processes[0].wait(3)
     assert asyncio.run(chat(record, record["key"])) == 200
     assert servers.processes[0].wait(15) == 0
+
+
+def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_back(servers: Servers) -> None:
+    """With the exit status by which the batch script puts its element back into the queue, held."""
+    file = servers.run.path / "script.yaml"
+    file.write_text("default: [fine]")
+    section = {"engine": "scripted", "script": str(file)}
+    servers.start(section, "default", "--idle-s", "0.5", "--poll-s", "0.2", SLURM_ARRAY_JOB_ID="7")
+    record = servers.record(0)
+    assert asyncio.run(chat(record, record["key"])) == 200
+    with pytest.raises(subprocess.TimeoutExpired):
+        servers.processes[0].wait(3)
+    scaler = Duty(servers.run, SCALER, "somebody")
+    deadline = time.monotonic() + 60
+    while servers.processes[0].poll() is None and time.monotonic() < deadline:
+        assert scaler.hold()
+        time.sleep(0.5)
+    assert servers.processes[0].wait(15) == 75
+    assert not servers.file(0).exists()
 
 
 def test_array_elements_find_their_policy() -> None:
