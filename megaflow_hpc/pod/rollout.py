@@ -15,9 +15,10 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megaflow_hpc.agents import create
+from megaflow_hpc.agents.remote import Zygote, forked
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
@@ -61,6 +62,8 @@ class Services:
     """Image name in the tasks → SIF or directory."""
     provider: ApptainerProvider
     gateway: ModelGateway
+    agents: Zygote = field(default_factory=lambda: Zygote(()))
+    """Where Python agents run."""
     preempted: bool = False
     """Slurm has signalled every process of the step: what ends from now on may have ended of that."""
 
@@ -72,9 +75,11 @@ class Services:
             replays=replays_of(policies),
         )
         await gateway.start()
-        return cls(config, policies, images, ApptainerProvider(), gateway)
+        agents = Zygote([policy.agent.name for policy in policies.values()])
+        return cls(config, policies, images, ApptainerProvider(), gateway, agents)
 
     async def close(self) -> None:
+        self.agents.close()
         await self.provider.close()
         await self.gateway.stop()
 
@@ -259,7 +264,9 @@ async def _run_agent(
     recording = Recording()
     try:
         try:
-            result = await asyncio.wait_for(agent.run(task, sandbox, endpoint), timeout_s)
+            forks = forked(policy.agent.name)
+            work = services.agents.run(policy.agent, task, sandbox, endpoint) if forks else None
+            result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), timeout_s)
         except TimeoutError:
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
         except LimitError as error:

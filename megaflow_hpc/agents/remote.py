@@ -1,0 +1,209 @@
+"""A Python agent in a process of its own, as the runner sees it, and the sandbox as the agent sees it there.
+
+The agent's process has no sandbox: it asks the runner to carry out each command, over one socket. Its model it reaches
+itself, at the gateway's address. Both ends speak :mod:`~megaflow_hpc.agents.wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaflow_hpc.agents import wire
+from megaflow_hpc.agents.registry import NAMES, AgentSpec
+from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
+from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
+
+OWN = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
+"""Agents that are ours and only wait: they stay in the runner's event loop."""
+_OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
+
+
+def forked(name: str) -> bool:
+    """Whether an agent of this name runs in a process of its own."""
+    return name not in OWN and not NAMES.get(name, "").endswith(tuple(NAMES[own] for own in OWN))
+
+
+class RemoteSandbox:
+    """In the agent's process: a :class:`~megaflow_hpc.types.Sandbox` whose work the runner does."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls = 0
+
+    async def listen_for_answers(self) -> None:
+        while (message := await wire.read(self._reader)) is not None:
+            future = self._waiting.pop(message["id"], None)
+            if future is not None and not future.done():
+                future.set_result(message)
+        os._exit(1)  # the runner is gone, and with it the sandbox
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user_input: bytes | str | None = None,
+    ) -> ExecResult:
+        words = command if isinstance(command, str) else list(command)
+        options = {"timeout_s": timeout_s, "cwd": cwd, "env": dict(env) if env else None, "user_input": user_input}
+        return ExecResult(**(await self._ask("exec", [words], options)))
+
+    async def upload(self, source: str, target: str) -> None:
+        await self._ask("upload", [os.path.abspath(source), target])
+
+    async def download(self, source: str, target: str) -> None:
+        await self._ask("download", [source, os.path.abspath(target)])
+
+    async def kill_processes(self) -> None:
+        await self._ask("kill_processes", [])
+
+    async def listen(self, port: int = 0) -> socket.socket:
+        raise SandboxError("listen: an agent in a process of its own cannot listen in the sandbox")
+
+    async def stop(self) -> None:
+        raise SandboxError("stop: the sandbox is stopped when the rollout ends")
+
+    async def _ask(self, operation: str, arguments: list[Any], options: dict[str, Any] | None = None) -> Any:
+        self._calls += 1
+        number = self._calls
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(
+            wire.frame({"id": number, "do": operation, "arguments": arguments, "options": options or {}})
+        )
+        await self._writer.drain()
+        answer = await future
+        if "error" in answer:
+            raise wire.raised(answer)
+        return answer["value"]
+
+
+class Zygote:
+    """The runner's end: starts the zygote at the first agent, and runs agents there. Lives in one event loop."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = [name for name in names if forked(name)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._count = 0
+
+    async def run(self, spec: AgentSpec, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Runs one agent to its end; cancelling it kills its process.
+
+        Raises:
+            MegaflowError: As the agent raised it.
+            UserCodeError: It raised something else, or its process crashed.
+        """
+        control = self._started()
+        ours, theirs = socket.socketpair()
+        self._count += 1
+        number = self._count
+        ended = self._ended[number] = asyncio.get_running_loop().create_future()
+        try:
+            socket.send_fds(control, [json.dumps({"run": number}).encode()], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise UserCodeError(f"the process that agents are forked from is gone ({error})") from None
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
+        job = {"agent": agent, "task": task.to_dict(), "model": dict(vars(model)) if model else None}
+        work: set[asyncio.Task[None]] = set()
+        try:
+            writer.write(wire.frame(job))
+            while (message := await wire.read(reader)) is not None:
+                if "result" in message:
+                    return AgentResult(**message["result"])
+                if "error" in message:
+                    raise wire.raised(message)
+                step = asyncio.create_task(_carry_out(sandbox, message, writer))
+                work.add(step)
+                step.add_done_callback(work.discard)
+            raise UserCodeError(f"agent {spec.name}: {_said(await asyncio.wait_for(ended, 10))}")
+        finally:
+            if not ended.done():
+                with contextlib.suppress(OSError):
+                    control.send(json.dumps({"kill": number}).encode())
+            self._ended.pop(number, None)
+            for step in work:
+                step.cancel()
+            writer.close()
+
+    def close(self) -> None:
+        if self._control is not None:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = self._control = None
+
+    def _started(self) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megaflow_hpc.agents.zygote", str(theirs.fileno()), *self._names],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._control = ours
+        asyncio.get_running_loop().add_reader(ours, self._heard, ours)
+        return ours
+
+    def _heard(self, control: socket.socket) -> None:
+        data = control.recv(4096, socket.MSG_DONTWAIT)
+        if not data:  # the zygote is gone, and every agent with it
+            asyncio.get_running_loop().remove_reader(control)
+            for future in self._ended.values():
+                if not future.done():
+                    future.set_result(signal.SIGKILL)
+            return
+        message = json.loads(data)
+        if (waiting := self._ended.get(message["ended"])) is not None and not waiting.done():
+            waiting.set_result(message["status"])
+
+
+async def _carry_out(sandbox: Sandbox, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    """One call of the agent's on its sandbox."""
+    operation = message.get("do")
+    try:
+        if operation not in _OPERATIONS:
+            raise UserCodeError(f"{operation!r} is no operation of a sandbox")
+        value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
+        answer = {"id": message["id"], "value": dict(vars(value)) if isinstance(value, ExecResult) else None}
+    except MegaflowError as error:
+        answer = {"id": message["id"], **wire.told(error)}
+    except (TypeError, ValueError, OSError) as error:
+        answer = {"id": message["id"], "error": "UserCodeError", "text": repr(error)}
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        writer.write(wire.frame(answer))
+        await writer.drain()
+
+
+def _said(status: int) -> str:
+    """What became of a process that left no result."""
+    if os.WIFSIGNALED(status):
+        return f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"its process ended with exit code {os.WEXITSTATUS(status)} before it had a result"

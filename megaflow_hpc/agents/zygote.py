@@ -1,0 +1,151 @@
+"""Where Python agents run: one process each, forked from one that has imported everything already.
+
+``python -m megaflow_hpc.agents.zygote FD [NAME…]`` imports the agents of these names once. Each packet on its control
+socket brings a socket for one rollout; the fork that serves it shares the imported memory, and an agent that blocks,
+leaks or crashes costs that rollout alone. End-of-file on the control socket ends the zygote, and its end every agent.
+
+Packets are JSON. From the runner: ``{"run": N}`` with the descriptor, ``{"kill": N}``; to it: ``{"ended": N, "status":
+S}`` with the wait status. Only the zygote signals its children: no process's number is ever mistaken for another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from megaflow_hpc.agents import wire
+from megaflow_hpc.agents.registry import NAMES, create
+from megaflow_hpc.agents.remote import RemoteSandbox
+from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.types import ModelEndpoint, Task
+
+PR_SET_PDEATHSIG = 1
+
+
+def preload(names: list[str]) -> None:
+    for name in names:
+        module = NAMES.get(name, name).partition(":")[0]
+        with contextlib.suppress(Exception):  # the rollout will say it
+            importlib.import_module(module)
+            create({"name": name, "args": {}})  # what it imports late
+
+
+def serve(control: socket.socket) -> None:
+    """Forks an agent for each packet until the runner is gone."""
+    children: dict[int, int] = {}
+    wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(wake, selectors.EVENT_READ)
+    while True:
+        ready = [key.fd for key, _ in selector.select()]
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+            _reap(control, children)
+        if control.fileno() not in ready:
+            continue
+        data, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not data:
+            return
+        message = json.loads(data)
+        if "kill" in message:
+            for pid, number in children.items():
+                if number == message["kill"]:
+                    os.kill(pid, signal.SIGKILL)
+            continue
+        (descriptor,) = descriptors
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            selector.close()
+            control.close()
+            os._exit(_child(descriptor, parent))
+        os.close(descriptor)
+        children[pid] = message["run"]
+
+
+def _reap(control: socket.socket, children: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        if pid in children:
+            with contextlib.suppress(OSError):
+                control.send(json.dumps({"ended": children.pop(pid), "status": status}).encode())
+
+
+def _child(descriptor: int, parent: int) -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    os.setpgid(0, 0)
+    try:
+        asyncio.run(_rollout(socket.socket(fileno=descriptor)))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+async def _rollout(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
+    job = await wire.read(reader)
+    if job is None:
+        return
+    sandbox = RemoteSandbox(reader, writer)
+    listening = asyncio.create_task(sandbox.listen_for_answers())
+    message: dict[str, Any]
+    try:
+        agent = create(job["agent"])
+        model = ModelEndpoint(**job["model"]) if job["model"] else None
+        result = await agent.run(Task.from_dict(job["task"]), sandbox, model)
+        message = {"result": dict(vars(result))}
+        wire.frame(message)
+    except MegaflowError as error:
+        message = wire.told(error)
+    except Exception as error:  # whatever the user's code raises
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = {"error": "UserCodeError", "text": f"{error!r} at {last}"}
+    listening.cancel()
+    writer.write(wire.frame(message))
+    await writer.drain()
+    writer.close()
+
+
+def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # of the step, and the runner's business
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    preload(sys.argv[2:])
+    gc.collect()
+    gc.freeze()  # what is shared stays shared: collecting would write to it
+    serve(control)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Python agents in processes of their own: what they may do to themselves costs one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from local_sandbox import LocalSandbox
+from serving import in_loop
+
+from megaflow_hpc.agents.remote import Zygote, forked
+from megaflow_hpc.errors import SandboxError, UserCodeError
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+
+TASK = Task("t", "Dö it.", "base", "/nowhere")
+NAME = f"{__name__}:Odd"
+
+
+class Odd:
+    """An agent that does what its ``args`` say."""
+
+    def __init__(self, what: str, place: str = "") -> None:
+        self.what, self.place = what, place
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        if self.what == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.what == "leave":
+            os._exit(3)
+        if self.what == "block":
+            Path(self.place).write_text(str(os.getpid()))
+            time.sleep(600)
+        if self.what == "raise":
+            raise KeyError("no such thing")
+        if self.what == "lost":
+            await sandbox.upload("/nothing/there", "/x")
+        if self.what == "pipe":
+            await asyncio.gather(*(sandbox.exec("sleep 0.05") for _ in range(5)))
+        found = await sandbox.exec(["printf", "%s", f"{task.instruction} \udcff"], env={"A": "1"}, user_input=b"\xff")
+        slow = await sandbox.exec("sleep 60", timeout_s=0.2)
+        messages = [{"role": "user", "content": found.stdout}]
+        return AgentResult(messages=messages, exit_code=slow.exit_code, sandbox_s=[found.duration_s])
+
+
+@asynccontextmanager
+async def zygote() -> AsyncIterator[Zygote]:
+    found = Zygote([NAME, "mini-swe-agent"])
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def spec(what: str, **args: Any) -> Any:
+    return SimpleNamespace(name=NAME, max_turns=None, timeout_s=None, args={"what": what, **args})
+
+
+@in_loop
+async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path) -> None:
+    async with zygote() as found:
+        results = await asyncio.gather(
+            *(found.run(spec("pipe"), TASK, LocalSandbox(tmp_path / str(n)), None) for n in range(4))
+        )
+    for result in results:
+        assert result.messages == [{"role": "user", "content": "Dö it. \udcff"}]
+        assert result.exit_code == 124
+        assert result.sandbox_s[0] > 0
+
+
+@in_loop
+async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: Path) -> None:
+    async with zygote() as found:
+        good = asyncio.create_task(found.run(spec("pipe"), TASK, LocalSandbox(tmp_path / "good"), None))
+        for number, (what, said) in enumerate(
+            [
+                ("crash", "ended by SIGSEGV"),
+                ("leave", "exit code 3 before it had a result"),
+                ("raise", r"KeyError\('no such thing'\) at .*test_zygote"),
+            ]
+        ):
+            with pytest.raises(UserCodeError, match=said):
+                await found.run(spec(what), TASK, LocalSandbox(tmp_path / str(number)), None)
+        assert (await good).exit_code == 124
+
+
+@in_loop
+async def test_an_agent_that_blocks_is_ended_with_its_rollout(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    async with zygote() as found:
+        running = asyncio.create_task(
+            found.run(spec("block", place=str(place)), TASK, LocalSandbox(tmp_path / "a"), None)
+        )
+        while not place.exists() or not place.read_text():
+            await asyncio.sleep(0.02)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        pid = int(place.read_text())
+        for _ in range(500):
+            if not Path(f"/proc/{pid}").exists():
+                break
+            await asyncio.sleep(0.02)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+@in_loop
+async def test_a_sandbox_that_is_lost_is_the_same_error_there(tmp_path: Path) -> None:
+    sandbox = LocalSandbox(tmp_path / "a")
+    await sandbox.stop()
+    async with zygote() as found:
+        with pytest.raises(SandboxError, match="the sandbox is gone"):
+            await found.run(spec(""), TASK, sandbox, None)
+
+
+@in_loop
+async def test_agents_end_with_the_runner(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    async with zygote() as found:
+        running = asyncio.create_task(
+            found.run(spec("block", place=str(place)), TASK, LocalSandbox(tmp_path / "a"), None)
+        )
+        while not place.exists() or not place.read_text():
+            await asyncio.sleep(0.02)
+        assert found._process is not None
+        found._process.kill()
+        with pytest.raises(UserCodeError, match="ended by SIGKILL"):
+            await running
+    pid = int(place.read_text())
+    for _ in range(500):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the agent lives on")
+
+
+def test_only_python_agents_have_processes_of_their_own() -> None:
+    assert forked("mini-swe-agent")
+    assert forked("package.module:Class")
+    assert not any(forked(name) for name in ("oracle", "nop", "replay", "command", "codex"))
