@@ -47,7 +47,7 @@ def make_task(write_task: Callable[..., Path]) -> Callable[..., Path]:
 
 
 def _write_task(
-    root: Path, name: str, solution: str = "echo 42 > answer", test: str = "grep -q 42 answer", agent_s: float = 60
+    root: Path, name: str, solution: str = "echo 42 > answer", test: str = "grep -q 42 answer", agent_s: float = 600
 ) -> Path:
     task = root / name
     for part in ("environment", "solution", "tests"):
@@ -61,7 +61,7 @@ def _write_task(
             [agent]
             timeout_sec = {agent_s}
             [verifier]
-            timeout_sec = 20.0
+            timeout_sec = 600.0
             [environment]
             docker_image = "base"
             """

@@ -22,6 +22,7 @@ from megaflow_hpc.types import Artifact, Sandbox, Task
 
 PUBLISHED = "/logs/artifacts"
 COLLECT_S = 120.0
+DOWNLOAD_S = 120.0
 """For one artifact: the programs that read it are the agent's by now."""
 
 MAX_FILE = 1 << 20
@@ -94,11 +95,11 @@ async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]
         target = folder / str(number)
         try:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            await asyncio.wait_for(sandbox.download(source, str(target)), COLLECT_S)
+            await asyncio.wait_for(sandbox.download(source, str(target)), DOWNLOAD_S)
             await asyncio.to_thread(_leave_out, target, entry.get("exclude") or ())
             kept.path = target
         except (SandboxError, TimeoutError, OSError) as error:
-            kept.error = str(error) or f"not read within {COLLECT_S:g} s"
+            kept.error = str(error) or f"not read within {DOWNLOAD_S:g} s"
         found.append(kept)
     return found
 

@@ -19,9 +19,10 @@ from megaflow_hpc.environments.rewards import parse_rewards, read_logs, read_rew
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, Verdict, check_fresh, verify
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import Task
 from tests.environments.test_tasks import write_task
 
-TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 20\n'
+TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 600\n'
 TEST = "if grep -q 42 answer 2>/dev/null; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
 PYTHON_TEST = """\
 if python3 -c 'assert open("answer").read() == "42"'; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
@@ -32,23 +33,35 @@ LIB = "/usr/lib/x86_64-linux-gnu"
 Judge = Callable[..., Verdict]
 
 
+def write(root: Path, test: str) -> Task:
+    path = write_task(root, toml=TOML)
+    (path / "tests" / "test.sh").write_text(test)
+    return read_harbor_task(path)
+
+
+async def verdict_of(provider: ApptainerProvider, spec: SandboxSpec, task: Task, agent: str, fresh: bool) -> Verdict:
+    """The verdict after an agent ran ``agent``, a shell script, in a sandbox of its own."""
+    async with await provider.start(spec) as sandbox:
+        await prepare(task, sandbox)
+        await sandbox.exec(agent, timeout_s=600)
+        await sandbox.kill_processes()
+        return await verify(task, sandbox, Court(fresh=fresh))
+
+
 @pytest.fixture
 def judge(rootfs: str, scratch: Path, tmp_path: Path) -> Judge:
-    """The verdict after an agent ran ``agent``, a shell script."""
-
     def run(agent: str, test: str = TEST, fresh: bool = False, **spec: object) -> Verdict:
-        path = write_task(tmp_path, toml=TOML)
-        (path / "tests" / "test.sh").write_text(test)
-        task = read_harbor_task(path)
+        task = write(tmp_path, test)
 
         async def main() -> Verdict:
             async with ApptainerProvider(scratch) as provider:
-                sandbox = await provider.start(SandboxSpec(rootfs, workdir=task.workdir, **spec))  # type: ignore[arg-type]
-                async with sandbox:
-                    await prepare(task, sandbox)
-                    await sandbox.exec(agent, timeout_s=30)
-                    await sandbox.kill_processes()
-                    return await verify(task, sandbox, Court(fresh=fresh))
+                return await verdict_of(
+                    provider,
+                    SandboxSpec(rootfs, workdir=task.workdir, **spec),  # type: ignore[arg-type]
+                    task,
+                    agent,
+                    fresh,
+                )
 
         return asyncio.run(main())
 
@@ -78,6 +91,8 @@ HOLES = {
     "a BASH_ENV of its shells": "echo 'echo 1 > /logs/verifier/reward.json; exit' | "
     "tee /root/.bashrc /root/.profile /etc/profile /etc/bash.bashrc /etc/environment",
     "a conftest in /tests": "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.json' > /tests/conftest.py",
+    "a false rm": FALSE_PROGRAM + "cp /p /usr/local/bin/rm; echo 1 > /logs/verifier/reward.json",
+    "a reward in a closed directory": "echo '{\"reward\": 1}' > /logs/verifier/reward.json; chmod 0 /logs/verifier",
     "a reward beforehand": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json",
     "a reward directory elsewhere": "rm -rf /logs; mkdir /mine; echo 1 > /mine/reward.json; "
     "ln -s / /logs; ln -s /mine /verifier",
@@ -90,14 +105,52 @@ HOLES = {
 }
 
 
-@pytest.mark.parametrize("agent", HOLES.values(), ids=HOLES.keys())
-def test_in_the_agents_sandbox_the_verdict_is_honest(judge: Judge, agent: str) -> None:
-    verdict = judge(agent)
+PYTHON_HOLES = {
+    "a false python": FALSE_PROGRAM + "cp --remove-destination /p /usr/bin/python3",
+    "a sitecustomize": "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'); "
+    "echo 'import os; os._exit(0)' > $d/sitecustomize.py",
+    "a module of the user's": "d=$(python3 -m site --user-site); mkdir -p $d; echo 'import os; os._exit(0)' > $d/x.pth",
+    "a library cache": "echo /evil > /etc/ld.so.conf; mkdir /evil; cp /etc/hostname /evil/libz.so.1; ldconfig",
+    "a link for the work directory": "mkdir /evil; printf 42 > /evil/answer; cd /; rm -rf /app; ln -s /evil /app",
+}
+
+Side = Callable[[str], Verdict]
+
+
+@pytest.fixture(scope="module")
+def side_by_side(rootfs: str, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Side:
+    """The verdicts on all holes, some at a time: a sandbox each, as the agents of a node have."""
+    cases = [(hole, agent, TEST, False) for hole, agent in HOLES.items()]
+    cases += [(hole, agent, PYTHON_TEST, True) for hole, agent in PYTHON_HOLES.items()]
+
+    async def main() -> list[Verdict | BaseException]:
+        async with ApptainerProvider(scratch, max_sandboxes=4) as provider:
+            running = []
+            for _, agent, test, fresh in cases:
+                task = write(tmp_path_factory.mktemp("hole"), test)
+                spec = SandboxSpec(rootfs, workdir=task.workdir)
+                running.append(verdict_of(provider, spec, task, agent, fresh))
+            return await asyncio.gather(*running, return_exceptions=True)
+
+    found = dict(zip((hole for hole, _, _, _ in cases), asyncio.run(main()), strict=True))
+
+    def of(hole: str) -> Verdict:
+        verdict = found[hole]
+        if isinstance(verdict, BaseException):
+            raise verdict
+        return verdict
+
+    return of
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_in_the_agents_sandbox_the_verdict_is_honest(side_by_side: Side, hole: str) -> None:
+    verdict = side_by_side(hole)
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
-def test_what_was_replaced_is_said(judge: Judge) -> None:
-    verdict = judge(HOLES["a false bash"])
+def test_what_was_replaced_is_said(side_by_side: Side) -> None:
+    verdict = side_by_side("a false bash")
     assert "taken from the image again: usr/bin/bash" in verdict.output
 
 
@@ -143,19 +196,9 @@ def test_honest_work_counts_even_where_programs_were_added(judge: Judge) -> None
     assert judge(agent, test).reward == 1.0
 
 
-PYTHON_HOLES = {
-    "a false python": FALSE_PROGRAM + "cp --remove-destination /p /usr/bin/python3",
-    "a sitecustomize": "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'); "
-    "echo 'import os; os._exit(0)' > $d/sitecustomize.py",
-    "a module of the user's": "d=$(python3 -m site --user-site); mkdir -p $d; echo 'import os; os._exit(0)' > $d/x.pth",
-    "a library cache": "echo /evil > /etc/ld.so.conf; mkdir /evil; cp /etc/hostname /evil/libz.so.1; ldconfig",
-    "a link for the work directory": "mkdir /evil; printf 42 > /evil/answer; cd /; rm -rf /app; ln -s /evil /app",
-}
-
-
-@pytest.mark.parametrize("agent", PYTHON_HOLES.values(), ids=PYTHON_HOLES.keys())
-def test_in_a_fresh_layer_only_the_work_directory_is_the_agents(judge: Judge, agent: str) -> None:
-    verdict = judge(agent, PYTHON_TEST, fresh=True)
+@pytest.mark.parametrize("hole", PYTHON_HOLES)
+def test_in_a_fresh_layer_only_the_work_directory_is_the_agents(side_by_side: Side, hole: str) -> None:
+    verdict = side_by_side(hole)
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 

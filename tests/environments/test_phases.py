@@ -30,9 +30,9 @@ artifacts = ["/app/log"]
 docker_image = "base"
 workdir = "/app"
 [agent]
-timeout_sec = 50
+timeout_sec = 650
 [verifier]
-timeout_sec = 20
+timeout_sec = 620
 env = { WHO = "all" }
 [solution]
 env = { WORD = "solved" }
@@ -40,7 +40,7 @@ env = { WORD = "solved" }
 name = "first"
 min_reward = 0.5
 [steps.agent]
-timeout_sec = 30
+timeout_sec = 630
 user = "1000"
 [steps.healthcheck]
 command = "test -f ready"
@@ -48,7 +48,7 @@ command = "test -f ready"
 name = "second"
 min_reward = { reward = 0, extra = 0 }
 [steps.verifier]
-timeout_sec = 10
+timeout_sec = 610
 env = { WHO = "second" }
 """
 
@@ -99,8 +99,8 @@ def test_a_step_is_a_task_with_its_own_instruction_times_and_tests(tmp_path: Pat
     task = read_harbor_task(write_steps(tmp_path))
     first, second = steps_of(Task.from_dict(json.loads(json.dumps(task.to_dict()))))
     assert (first.instruction, second.instruction) == ("Do the first.\n", "Do the second.\n")
-    assert (first.agent_timeout_s, second.agent_timeout_s) == (30, 50)
-    assert (first.verifier_timeout_s, second.verifier_timeout_s) == (20, 10)
+    assert (first.agent_timeout_s, second.agent_timeout_s) == (630, 650)
+    assert (first.verifier_timeout_s, second.verifier_timeout_s) == (620, 610)
     assert (first.user, second.user) == ("1000", None)
     assert second.metadata["harbor"]["verifier"]["env"] == {"WHO": "second"}
     assert steps_of(first) == [first]
@@ -143,7 +143,7 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
         (("task.toml", STEPS.replace('"second"', '"First"')), r"task\.toml:23: \[steps\] name = 'First': .* no other"),
         (("task.toml", STEPS.replace('"second"', '"third"')), r"walk/steps/third: missing; every step"),
         (
-            ("task.toml", STEPS.replace("timeout_sec = 30", "timeout_sec = 0")),
+            ("task.toml", STEPS.replace("timeout_sec = 630", "timeout_sec = 0")),
             r"task\.toml:18: \[steps\.agent\] timeou",
         ),
         (
@@ -188,7 +188,7 @@ artifacts = ["answer", { source = "/data", destination = "kept", exclude = ["*.t
 docker_image = "base"
 workdir = "/app"
 [verifier]
-timeout_sec = 20
+timeout_sec = 620
 environment_mode = "separate"
 [[verifier.collect]]
 command = "cat hidden > answer; id -u > /logs/artifacts/first; chmod 777 /logs/artifacts"
@@ -215,7 +215,7 @@ def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **
 
             async with await provider.start(spec(task)) as sandbox:
                 await prepare(task, sandbox)
-                await sandbox.exec(agent, timeout_s=30)
+                await sandbox.exec(agent, timeout_s=600)
                 return await verify(task, sandbox, Court(start=lambda other: provider.start(spec(other)), **court))
 
     return asyncio.run(main())
@@ -276,7 +276,7 @@ def test_artifacts_are_bounded_and_never_links(rootfs: str, scratch: Path, tmp_p
 def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaflow_hpc.environments.artifacts.COLLECT_S", 1.0)
+    monkeypatch.setattr("megaflow_hpc.environments.artifacts.DOWNLOAD_S", 1.0)
     files = {
         "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
         "instruction.md": "x",
