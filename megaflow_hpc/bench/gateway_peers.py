@@ -6,9 +6,11 @@ others need newer. A peer that cannot be installed or does not answer is named a
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +71,7 @@ class Peer:
             cwd=folder,
             env={**os.environ, "NO_PROXY": "127.0.0.1,localhost", **extra},
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
 
     def command(self, place: Path, engine: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -138,6 +141,11 @@ class VllmRouter(Peer):
         words = ["--worker-urls", engine, "--host", "127.0.0.1", "--port", str(self.port)]
         words += ["--prometheus-port", str(free_port()), "--log-level", "error"]
         return [str(place / "bin" / "vllm-router"), *words], {}
+
+
+def _end_with_parent() -> None:
+    """Whoever kills the benchmark leaves no peer behind (prctl's PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _version(place: Path, package: str) -> str:
