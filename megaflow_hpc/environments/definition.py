@@ -69,23 +69,27 @@ tools rm -rf {from_dir}
 """
 
 _PLACE = """\
+make_way() ( # directory, owner of what has to be made of it and above it
+  directory=${1%/}
+  if [ -z "$directory" ] || [ -d "$directory" ]; then exit 0; fi
+  make_way "${directory%/*}" "$2"
+  tools mkdir "$directory"
+  if [ -n "$2" ]; then tools chown "$2" "$directory"; fi
+)
 place() { # directory of items, target, into|as, owner, mode
   for item in "$1"/*/* "$1"/*/.[!.]*; do
     if [ ! -e "$item" ] && [ ! -L "$item" ]; then continue; fi
     if [ -n "$4" ]; then tools chown -R "$4" "$item"; fi
     if [ -n "$5" ]; then tools chmod -R "$5" "$item"; fi
     if [ -d "$item" ] && [ ! -L "$item" ]; then
-      if [ ! -d "$2" ]; then
-        tools mkdir -p "$2"
-        if [ -n "$4" ]; then tools chown "$4" "$2"; fi
-      fi
+      make_way "$2" "$4"
       for inner in "$item"/* "$item"/.[!.]* "$item"/..?*; do
         if [ -e "$inner" ] || [ -L "$inner" ]; then tools cp -a "$inner" "${2%/}/"; fi
       done
     else
       target=$2
       if [ "$3" = into ] || [ -d "$2" ]; then target=${2%/}/${item##*/}; fi
-      tools mkdir -p "${target%/*}/"
+      make_way "${target%/*}" "$4"
       tools cp -a "$item" "$target"
     fi
   done

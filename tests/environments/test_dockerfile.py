@@ -252,6 +252,7 @@ RUN cat one.txt >> /log; ls -A >> /log
 COPY --chmod=600 two.txt renamed.txt
 RUN stat -c '%n %a %U' renamed.txt >> /log && rm one.txt
 COPY --chown=www-data:www-data ["with blank.txt", "sub", "/data/"]
+RUN stat -c '%n %U:%G' /data "/data/with blank.txt" /data/nested/kept.secret >> /log
 COPY *.cfg conf/
 ADD archive.tar.gz /unpacked/
 ADD --chmod=0755 script.sh /usr/local/bin/
@@ -298,6 +299,9 @@ nested
 one.txt
 three
 renamed.txt 600 root
+/data www-data:www-data
+/data/with blank.txt www-data:www-data
+/data/nested/kept.secret www-data:www-data
 json it's /srv/app
 heredoc two  words
   line 1
