@@ -27,7 +27,7 @@ def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str
             model = await gateway.open("t/p/0", policy)
             headers = {"Authorization": f"Bearer {model.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as session:
-                body = {"messages": conversation("hello"), "max_tokens": 8}
+                body = {"messages": conversation("hello"), "max_tokens": 32}
                 async with session.post(model.base_url + "/chat/completions", json=body) as answer:
                     assert answer.status == 200, await answer.text()
                     said = (await answer.json())["choices"][0]["message"]["content"]
