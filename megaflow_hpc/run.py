@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Launcher = Literal["auto", "local", "slurm"]
 
+HEARD_S = 10.0
+"""A pod that wrote this recently runs, whatever Slurm would say."""
+
 
 def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
     """``auto`` is Slurm where there is one."""
@@ -82,15 +85,20 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        status = self.monitor.status(self.live_jobs())
+        status = self.monitor.status(self.live_jobs(self._slurm_age_s))
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         return status
+
+    @property
+    def _slurm_age_s(self) -> float:
+        """How old Slurm's word may be: while pods are seen to write there is little to ask."""
+        return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def _waiting_servers(self, known: Collection[str]) -> list[dict[str, Any]]:
         """Engine servers that are in Slurm's queue, or on their way from there to an endpoint file."""
         found = []
         servers = self._content["servers"]
-        for number, state in sorted((self.fleet.servers() or {}).items() if servers else ()):
+        for number, state in sorted((self.fleet.servers(self._slurm_age_s) or {}).items() if servers else ()):
             name = f"{servers[number]['policy']}.{number}"
             if name in known or not state.live:
                 continue
@@ -121,7 +129,7 @@ class Run:
         """Whether any pod is queued or running; ``None`` if that cannot be told now."""
         if self.local is not None:
             return self.local.running
-        live = self.fleet.live_pods()
+        live = self.fleet.live_pods(self._slurm_age_s)
         return None if live is None else bool(live)
 
     # --- wait ---

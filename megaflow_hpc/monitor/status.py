@@ -196,6 +196,12 @@ class Monitor:
             **({"excluded": pod.excluded} if pod.excluded else {}),
         }
 
+    @property
+    def heard_s(self) -> float:
+        """Seconds, of our own clock, since any pod was seen to write; infinite before the second look."""
+        grown = max((pod.grown_at for pod in self._pods.values() if pod.active), default=0.0)
+        return time.monotonic() - grown if grown > self._began else math.inf
+
     def _silent_s(self, pod: PodView) -> float:
         """Seconds since the pod's last sign of life: of our clock from the second look on, of both before."""
         grown = time.monotonic() - pod.grown_at
