@@ -34,7 +34,8 @@ from megaflow_hpc.run import Run
 PODS, SLOTS = 2, 3
 INSIDE = 0.8
 """Share of strikes that wait for work in sandboxes; the others may hit a start, an end or nothing."""
-DEADLINE_S = 420.0
+DEADLINE_S = 1200.0
+"""A campaign that is not done by then is cancelled, and what it lacks is counted as lost."""
 LEAVE_S = 200.0
 """What jobs may take to leave: a world in which a rank dies as it starts ends after two minutes."""
 
