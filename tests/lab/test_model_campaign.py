@@ -1,4 +1,7 @@
-"""The demo's second campaign, small: engines in a GPU job array, agents in a pod array, every token in one file."""
+"""The demo's second campaign, small: engines in a GPU job array, agents in a pod array, every token in one file.
+
+While it runs, one of its two vLLM servers is killed and the other is given new weights; no rollout may fail of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megaflow_hpc import Campaign
+from megaflow_hpc import Campaign, weights
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.model import tiny
 from megaflow_hpc.slurm import accounting
@@ -35,9 +39,9 @@ CAMPAIGN = """\
 name: model
 tasks: tasks/*
 agent: {name: mini-swe-agent, max_turns: 3, timeout_s: 240}
-samples: 2
+samples: 10
 models:
-  tiny: {path: models/tiny, args: {max-model-len: 16384, dtype: float32}}
+  tiny: {path: models/tiny, servers: {min: 2, max: 2}, args: {max-model-len: 16384, dtype: float32}}
   scripted: {engine: scripted, script: answers.yaml, samples: 1}
 slurm:
   pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem_gb: 2, time: 15}
@@ -49,7 +53,8 @@ slurm:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
-    subprocess.run([python, tiny.__file__, folder / "models" / "tiny"], check=True, timeout=300)
+    for name, seed in (("tiny", "0"), ("trained", "1")):
+        subprocess.run([python, tiny.__file__, folder / "models" / name, "--seed", seed], check=True, timeout=300)
     (folder / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
     return folder
 
@@ -62,12 +67,44 @@ def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
     text = CAMPAIGN + f"environment: {{images: {{base: {base_sif}}}}}\n"
     (folder / "campaign.yaml").write_text(text)
     run = Campaign.from_yaml(folder / "campaign.yaml").submit()
+    (pods,) = run.job_ids("pods")
+    subprocess.run(["scontrol", "hold", pods], check=True)  # until both servers answer, so that both are asked
     names = subprocess.check_output(["squeue", "-h", "-o", "%j", "-j", ",".join(run.job_ids())], text=True).split()
     assert set(names) == {"model"}
+    until(lambda: {"tiny.0", "tiny.1"} <= {server["server"] for server in serving(run)})
+    subprocess.run(["scontrol", "release", pods], check=True)
+    until(lambda: run.status()["rollouts"]["completed"] + run.status()["rollouts"]["truncated"] > 0)
+    assert weights.publish(run.dir, folder / "models" / "trained", "tiny").version == 1
+    kill_server(run, 0)
     summary = run.wait(timeout_s=600)
     assert summary["state"] == "finished", summary
     assert summary["rollouts"]["failed"] == 0, summary
     return run
+
+
+def serving(run: Run) -> list[dict[str, Any]]:
+    return [server for server in run.status()["servers"] if server["state"] == "serving"]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def kill_server(run: Run, number: int) -> None:
+    """SIGKILL to the server of an element, as the kernel does to a process that takes too much memory."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            ours = words[1:4] == [b"-m", b"megaflow_hpc.model.server", str(run.path).encode()]
+            if ours and f"SLURM_ARRAY_TASK_ID={number}\0".encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+                return
+        except OSError:
+            continue  # gone, or somebody else's
+    raise AssertionError(f"no server {number} of {run.path}")
 
 
 @pytest.fixture
@@ -100,7 +137,7 @@ def artifact(file: h5py.File, row: int, name: str) -> bytes:
 def test_scripted_rollouts_act_in_the_sandbox_and_are_rewarded(file: h5py.File) -> None:
     rewards = dict(zip(strings(file["trajectories/id"]), file["trajectories/reward"][:].tolist(), strict=True))
     assert rewards == {
-        **{f"{task}/tiny/{sample}": 0 for task in ("alpha", "beta") for sample in (0, 1)},
+        **{f"{task}/tiny/{sample}": 0 for task in ("alpha", "beta") for sample in range(10)},
         **{f"{task}/scripted/0": 1 for task in ("alpha", "beta")},
     }
 
@@ -134,21 +171,37 @@ def test_the_tokens_decode_to_the_transcript(file: h5py.File) -> None:
             assert answer.rstrip("\ufffd") == text.rstrip("\ufffd"), rollout
 
 
+def test_both_versions_of_the_weights_answered_and_the_killed_server_did(file: h5py.File) -> None:
+    versions = file["tokens/weight_version"][:]
+    assert set(versions[file["tokens/loss_mask"][:] == 1].tolist()) == {0, 1}
+    assert {"tiny.0", "tiny.1"} <= set(strings(file["turns/server"]))
+
+
 def test_the_recorded_ids_sent_back_score_as_recorded(folder: Path, file: h5py.File) -> None:
+    """Each token by the version that its row names."""
     policies = strings(file["sequences/policy"])
     offsets = file["sequences/token_offset"][:]
     with Servers(folder / "again") as servers:
         servers.start(
-            {"engine": "vllm", "path": str(folder / "models" / "tiny"), "gpus": 0, "args": {"dtype": "float32"}}
+            {"engine": "vllm", "path": str(folder / "models" / "tiny"), "gpus": 0, "args": {"dtype": "float32"}},
+            "default",
+            *("--poll-s", "0.3"),
         )
-        record = servers.record(0, timeout_s=300)
-        for number in [i for i, policy in enumerate(policies) if policy == "tiny"]:
-            part = slice(offsets[number], offsets[number + 1])
-            ids, mask = file["tokens/id"][part].tolist(), file["tokens/loss_mask"][part]
-            again = asyncio.run(prompt_logprobs(record, ids))
-            difference = np.abs(np.array(again) - file["tokens/logprob"][part])[mask == 1]
-            assert len(difference) > 0
-            assert difference.max() < 1e-2
+        servers.record(0, timeout_s=600)
+        for version in (0, 1):
+            if version:
+                weights.publish(servers.run, folder / "models" / "trained")
+                until(lambda: servers.record(0)["weight_version"] == 1)
+            compared = 0
+            for number in [i for i, policy in enumerate(policies) if policy == "tiny"]:
+                part = slice(offsets[number], offsets[number + 1])
+                chosen = file["tokens/weight_version"][part] == version
+                if chosen.any():
+                    again = asyncio.run(prompt_logprobs(servers.record(0), file["tokens/id"][part].tolist()))
+                    difference = np.abs(np.array(again) - file["tokens/logprob"][part])[chosen]
+                    assert difference.max() < 1e-2
+                    compared += len(difference)
+            assert compared > 0
 
 
 async def prompt_logprobs(record: dict[str, Any], ids: list[int]) -> list[float]:
@@ -166,8 +219,9 @@ def test_engines_end_with_the_campaign_and_accounting_knows_all_three_jobs(run: 
         assert time.monotonic() < deadline
         time.sleep(1)
     states = accounting.finished_jobs(run.job_ids())
-    assert len(states) == 4  # two engines, one pod, the gather job
-    assert {state.state for state in states.values()} == {"COMPLETED"}, states
+    assert len(states) == 5  # three engines, one pod, the gather job
+    killed = f"{min(run.job_ids('servers'))}_0"  # it was requeued: it served again, or came too late
+    assert {state.state for job, state in states.items() if job != killed} == {"COMPLETED"}, states
 
 
 def test_h5dump_reads_the_file(run: Run) -> None:
