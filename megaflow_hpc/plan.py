@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import secrets
 import shlex
 import shutil
 import sys
@@ -87,7 +86,7 @@ def make(
     if config.is_pool:
         named = bool(config.models)
         pools = {name: _absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
-        config = config.model_copy(update={"pool": config.pool or EnginePoolConfig(), "seed": -1})
+        config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return Plan(config, pools, [], [], {}, list_servers(pools), source)
     try:
         tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
@@ -95,8 +94,6 @@ def make(
         if str(error).startswith("/"):  # a task's own file, which names itself
             raise
         raise ConfigError(f"{where('tasks')}: {error}") from None
-    if config.seed is None:
-        config = config.model_copy(update={"seed": secrets.randbelow(2**31)})
     policies = {
         name: _absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
     }

@@ -102,9 +102,7 @@ class Rollout:
         return f"{self.task_id}/{self.policy}"
 
     def seed(self, campaign: int, attempt: int) -> int:
-        """Of its sampling, below 2**31: always the same for one attempt under one seed of the campaign, -1 under -1."""
-        if campaign < 0:
-            return -1
+        """Of its sampling, below 2**31: always the same for one attempt under one seed of the campaign."""
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
 

@@ -201,7 +201,7 @@ def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: P
         command = json.dumps("python3 -c '" + (CALL + leak).replace("'", "'\\''") + "'")
         agent = f"{{name: command, args: {{command: {command}}}}}"
         campaign = make_campaign(2, model, agent=agent)
-        campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
+        campaign.write_text(campaign.read_text().replace("network: none", "network: gateway") + "seed: 7\n")
         result, done = run_local(campaign)
     assert done.returncode == 0, done.stderr
     assert set(rows(result["run"]).values()) == {("completed", 1)}
@@ -209,9 +209,8 @@ def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: P
         for trajectory in store:
             assert [len(s.tokens) > 0 for s in trajectory.sequences] == [True]
             assert trajectory.messages[-1]["content"] == "42"
-        drawn = json.loads((Path(result["run"]) / "run.json").read_text())["campaign"]["seed"]
         named = [Rollout(*t.id.rsplit("/", 2)[:2], t.sample_index, "") for t in store]
-        assert [t.seed for t in store] == [rollout.seed(drawn, 0) for rollout in named]
+        assert [t.seed for t in store] == [rollout.seed(7, 0) for rollout in named]
 
 
 def test_an_agent_in_a_sandbox_without_any_network_is_refused_with_the_remedy(

@@ -40,8 +40,8 @@ class CampaignConfig(Section):
     """The scaffold; with a list and no model, every task is run by each, the agent's name being the policy."""
     samples: int = Field(1, ge=1)
     """Rollouts per task and policy."""
-    seed: int | None = Field(None, ge=-1, lt=2**31)
-    """What every rollout's sampling seed is made from; null draws one when planned, -1 gives the engines none."""
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    """What every rollout's sampling seed is made from; without it the engines sample as they like, which is faster."""
     model: ModelConfig | None = None
     """One model; the policy is then called ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)

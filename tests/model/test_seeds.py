@@ -60,4 +60,3 @@ def test_a_rollouts_seed_follows_from_campaign_rollout_and_attempt_alone() -> No
     others += [Rollout("sum", "default", n, "").seed(7, 0) for n in range(1000) if n != 3]
     assert len({seed, *others}) == 1 + len(others)
     assert all(0 <= other < 2**31 for other in others)
-    assert ROLLOUT.seed(-1, 0) == -1
