@@ -442,11 +442,12 @@ class Model:
 
     def _settle(self, state: State) -> State:
         best = self._winners(state)
+        before = {rollout for rollout, _, _ in state.settled}
         new = {
             (entry.id, owner, number)
             for owner, number in state.acknowledged
             for entry in best.values()
-            if (entry.journal, entry.start) == (f"{owner}.journal", number)
+            if (entry.journal, entry.start) == (f"{owner}.journal", number) and entry.id not in before
         }
         return replace(state, settled=state.settled | new)
 
