@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,36 +16,15 @@ from serving import in_loop
 
 from megaflow_hpc.agents.remote import Zygote, forked
 from megaflow_hpc.errors import SandboxError, UserCodeError
-from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+from megaflow_hpc.types import Task
 
 TASK = Task("t", "Dö it.", "base", "/nowhere")
-NAME = f"{__name__}:Odd"
+NAME = "odd_agent:Odd"
 
 
-class Odd:
-    """An agent that does what its ``args`` say."""
-
-    def __init__(self, what: str, place: str = "") -> None:
-        self.what, self.place = what, place
-
-    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        if self.what == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if self.what == "leave":
-            os._exit(3)
-        if self.what == "block":
-            Path(self.place).write_text(str(os.getpid()))
-            time.sleep(600)
-        if self.what == "raise":
-            raise KeyError("no such thing")
-        if self.what == "lost":
-            await sandbox.upload("/nothing/there", "/x")
-        if self.what == "pipe":
-            await asyncio.gather(*(sandbox.exec("sleep 0.05") for _ in range(5)))
-        found = await sandbox.exec(["printf", "%s", f"{task.instruction} \udcff"], env={"A": "1"}, user_input=b"\xff")
-        slow = await sandbox.exec("sleep 60", timeout_s=0.2)
-        messages = [{"role": "user", "content": found.stdout}]
-        return AgentResult(messages=messages, exit_code=slow.exit_code, sandbox_s=[found.duration_s])
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 @asynccontextmanager
@@ -83,7 +60,7 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
             [
                 ("crash", "ended by SIGSEGV"),
                 ("leave", "exit code 3 before it had a result"),
-                ("raise", r"KeyError\('no such thing'\) at .*test_zygote"),
+                ("raise", r"KeyError\('no such thing'\) at .*odd_agent"),
             ]
         ):
             with pytest.raises(UserCodeError, match=said):

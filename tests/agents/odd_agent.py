@@ -1,0 +1,37 @@
+"""An agent for tests; in a module of its own because the process that agents are forked from imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+
+
+class Odd:
+    """An agent that does what its ``args`` say."""
+
+    def __init__(self, what: str, place: str = "") -> None:
+        self.what, self.place = what, place
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        if self.what == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.what == "leave":
+            os._exit(3)
+        if self.what == "block":
+            Path(self.place).write_text(str(os.getpid()))
+            time.sleep(600)
+        if self.what == "raise":
+            raise KeyError("no such thing")
+        if self.what == "lost":
+            await sandbox.upload("/nothing/there", "/x")
+        if self.what == "pipe":
+            await asyncio.gather(*(sandbox.exec("sleep 0.05") for _ in range(5)))
+        found = await sandbox.exec(["printf", "%s", f"{task.instruction} \udcff"], env={"A": "1"}, user_input=b"\xff")
+        slow = await sandbox.exec("sleep 60", timeout_s=0.2)
+        messages = [{"role": "user", "content": found.stdout}]
+        return AgentResult(messages=messages, exit_code=slow.exit_code, sandbox_s=[found.duration_s])
