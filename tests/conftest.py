@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import textwrap
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 REMEDY = "run the suite with launchers/test, which provides it"
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so in all that the tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def required(variable: str) -> str:

@@ -75,7 +75,7 @@ def test_a_failing_agent_is_verified_and_a_hanging_test_costs_one_rollout(
     make_task(tmp_path / "tasks", "slow", solution="sleep 600", agent_s=3)
     hang = make_task(tmp_path / "tasks", "hangs", test="sleep 600")
     toml = hang / "task.toml"
-    toml.write_text(toml.read_text().replace("timeout_sec = 20.0", "timeout_sec = 2.0"))
+    toml.write_text(toml.read_text().replace("timeout_sec = 600.0", "timeout_sec = 2.0"))
     result, done = run_local(campaign)
     assert done.returncode == 1
     found = rows(result["run"])
