@@ -60,11 +60,13 @@ class Monitor:
         self._pods: dict[str, PodView] = {}
         self._recent: deque[float] = deque()
         self._retries: Counter[str] = Counter()
+        self._finished = False
         self._began = math.inf
         """When the first look was over: what files held until then may be of any age."""
 
     def refresh(self) -> None:
         """Reads what was appended since the last look."""
+        self._finished = (self.run.ledger / "finished").exists()  # first: the events before the mark are there then
         for path in sorted(self.run.events.glob("*.jsonl")):
             offset = self._offsets.get(path, 0)
             with open(path, "rb") as file:
@@ -208,10 +210,9 @@ class Monitor:
         return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
 
     def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None) -> str:
-        ledger = self.run.ledger
-        if (ledger / "finished").exists():
+        if self._finished:
             return "finished"
-        if (ledger / "cancelled").exists():
+        if (self.run.ledger / "cancelled").exists():
             return "cancelled"
         if any(pod["state"] in ("started", "draining", "silent") for pod in pods):
             return "running"

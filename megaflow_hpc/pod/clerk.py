@@ -221,5 +221,8 @@ class Clerk:
             return  # too late: whoever takes over may not see it
         settled, self._appended = self._appended, []
         for filed in settled:
+            self._events.rollout(filed.outcome)
+        self._events.flush()  # before a mark says that its block is done: who sees the mark counts the rollout too
+        for filed in settled:
             self._holdings.settled(filed.block, filed.outcome.id)
         self._durable.extend(settled)

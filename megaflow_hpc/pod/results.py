@@ -198,7 +198,6 @@ class Results:
             self.stored += 1
             self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
-            self._pod.events.rollout(outcome)
         if durable:
             limit = self._pod.limits.get("failures")
             if limit is not None and self._failed >= limit:

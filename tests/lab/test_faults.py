@@ -83,16 +83,18 @@ def test_a_cancelled_element_costs_nothing_and_the_campaign_beside_it_even_less(
 
 
 def test_a_campaign_cancelled_and_resumed_three_times_has_every_rollout_once(lab: Lab, make_campaign: Make) -> None:
-    run = submit(make_campaign, 8, 2, count=1)
-    for times in range(3):
-        until(lambda times=times: stored(run) > times * 2 and run.status()["rollouts"]["running"], "progress")
+    run = submit(make_campaign, 20, 2, count=1)
+    before = 0
+    for _ in range(3):
+        until(lambda before=before: stored(run) > before and run.status()["rollouts"]["running"], "progress")
         subprocess.run(["scancel", *run.job_ids()], check=True)
         until(lambda: run.live_jobs(0) == set(), "all jobs are gone")
         assert not run.ledger.finished
+        before = stored(run)
         assert Run(run.path).resume(launcher="slurm")
     summary = Run(run.path).wait(timeout_s=240)
     assert summary["state"] == "finished"
-    assert rows(run.path) == solved(8)
+    assert rows(run.path) == solved(20)
     assert len(run.job_ids("pods")) == 4
 
 
