@@ -128,6 +128,11 @@ class Fleet:
             self._live = (time.monotonic(), live)
         return live
 
+    @property
+    def asked_at(self) -> float:
+        """When :meth:`live` last asked, on the monotonic clock."""
+        return self._live[0]
+
     def forget(self) -> None:
         """The next look asks Slurm anew."""
         self._live = (-ASK_SLURM_S, None)

@@ -85,7 +85,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        status = self.monitor.status(self.live_jobs(self._slurm_age_s))
+        status = self.monitor.status(self.live_jobs(self._slurm_age_s), self.fleet.asked_at)
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         return status
 
@@ -170,7 +170,7 @@ class Run:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self.monitor.status(self.live_jobs(0))
+        status = self.monitor.status(self.live_jobs(0), self.fleet.asked_at)
         if progress:
             progress(status)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}

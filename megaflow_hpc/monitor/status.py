@@ -145,15 +145,16 @@ class Monitor:
             found.append({**shown, "state": "failed" if failed else "serving"})
         return found
 
-    def status(self, live_jobs: set[str] | None = None) -> dict[str, Any]:
+    def status(self, live_jobs: set[str] | None = None, asked_at: float = math.inf) -> dict[str, Any]:
         """The contract of ``status --json``.
 
         Args:
             live_jobs: elements that Slurm still has, where the caller asked; tells a silent pod from a dead one.
+            asked_at: when it did (monotonic); a pod that was seen to write since then lives, whatever Slurm said.
         """
         self.refresh()
         counts = Counter(event["status"] for event in self._rollouts.values())
-        pods = [self._pod(pod, live_jobs) for pod in self._pods.values()]
+        pods = [self._pod(pod, live_jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
         stored = sum(counts.values())
         states = ("completed", "truncated", "failed", "cancelled")
@@ -177,9 +178,10 @@ class Monitor:
             "eta_s": round(left / rate) if rate and left else (0 if not left else None),
         }
 
-    def _pod(self, pod: PodView, live_jobs: set[str] | None) -> dict[str, Any]:
+    def _pod(self, pod: PodView, live_jobs: set[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)
-        if pod.active and live_jobs is not None and pod.job_id and pod.job_id not in live_jobs:
+        wrote = pod.grown_at > max(self._began, asked_at)
+        if pod.active and live_jobs is not None and pod.job_id and pod.job_id not in live_jobs and not wrote:
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
