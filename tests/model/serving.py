@@ -112,7 +112,11 @@ def conversation(*texts: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
 
 
-def listeners(pid: int) -> tuple[list[int], list[str]]:
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""As /proc/net writes 127.0.0.1, ::1 and ::ffff:127.0.0.1."""
+
+
+def listeners(pid: int, loopback: bool = True) -> tuple[list[int], list[str]]:
     """Where ``pid`` and what it started listen: TCP ports, and paths of Unix sockets."""
     inodes = set()
     for process in {pid, *descendants(pid)}:
@@ -122,7 +126,8 @@ def listeners(pid: int) -> tuple[list[int], list[str]]:
             except OSError:
                 pass
     rows = [row.split() for t in ("tcp", "tcp6") for row in Path(f"/proc/net/{t}").read_text().splitlines()[1:]]
-    ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
+    addresses = [row[1].rpartition(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    ports = [int(port, 16) for address, _, port in addresses if loopback or address not in LOOPBACK]
     local = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sorted(ports), sorted({row[7] for row in local if len(row) > 7 and row[6] in inodes})
 
