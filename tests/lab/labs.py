@@ -84,3 +84,16 @@ def of_lab(directory: Path) -> list[str]:
             if str(directory).encode() in text:
                 found.append((entry / "cmdline").read_text(errors="replace"))
     return found
+
+
+def processes_of(*words: str) -> list[int]:
+    """Pids of this host's processes that have each of ``words`` as an argument, ``srun`` apart; lowest first."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended meanwhile
+        if all(word.encode() in arguments for word in words) and b"srun" not in arguments[0]:
+            found.append(int(entry.name))
+    return sorted(found)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megaflow_hpc.campaign import Run
 from megaflow_hpc.model import tiny
 from megaflow_hpc.slurm import accounting
 from tests.conftest import required
+from tests.lab.labs import processes_of
 from tests.model.serving import Servers
 
 pytestmark = [pytest.mark.lab, pytest.mark.engine, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(900)]
@@ -74,8 +76,10 @@ def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
     until(lambda: {"tiny.0", "tiny.1"} <= {server["server"] for server in serving(run)})
     subprocess.run(["scontrol", "release", pods], check=True)
     until(lambda: run.status()["rollouts"]["completed"] + run.status()["rollouts"]["truncated"] > 0)
-    assert weights.publish(run.dir, folder / "models" / "trained", "tiny").version == 1
-    kill_server(run, 0)
+    with held(run):  # so that what is left to do, and some must be, meets the new weights
+        assert weights.publish(run.dir, folder / "models" / "trained", "tiny").version == 1
+        until(lambda: {server["weight_version"] for server in serving(run) if server["server"] == "tiny.1"} == {1})
+    os.kill(server_process(run, 0), signal.SIGKILL)  # as the kernel does to what takes too much memory
     summary = run.wait(timeout_s=600)
     assert summary["state"] == "finished", summary
     assert summary["rollouts"]["failed"] == 0, summary
@@ -93,18 +97,26 @@ def until(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
         time.sleep(0.5)
 
 
-def kill_server(run: Run, number: int) -> None:
-    """SIGKILL to the server of an element, as the kernel does to a process that takes too much memory."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            ours = words[1:4] == [b"-m", b"megaflow_hpc.model.server", str(run.path).encode()]
-            if ours and f"SLURM_ARRAY_TASK_ID={number}\0".encode() in (process / "environ").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
-                return
-        except OSError:
-            continue  # gone, or somebody else's
-    raise AssertionError(f"no server {number} of {run.path}")
+def server_process(run: Run, number: int) -> int:
+    """Pid of the server of an array's element."""
+    told = f"SLURM_ARRAY_TASK_ID={number}\0".encode()
+    pids = processes_of("megaflow_hpc.model.server", str(run.path))
+    (pid,) = (pid for pid in pids if told in Path(f"/proc/{pid}/environ").read_bytes())
+    return pid
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """The pods stand still: no rollout starts, goes on or ends."""
+    ranks = processes_of("megaflow_hpc.pod", str(run.path))
+    assert ranks
+    try:
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture

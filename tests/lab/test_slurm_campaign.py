@@ -17,6 +17,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
+from tests.lab.labs import processes_of
 from tests.test_campaign import cli, rows
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
@@ -194,15 +195,8 @@ def test_nothing_of_a_campaign_is_left_on_the_node(make_campaign: Make) -> None:
 def ranks_of(run: Run) -> dict[bool, list[int]]:
     """Pids of a run's ranks on this host: ``True`` the workers (which have a runner as child), ``False`` rank 0."""
     found: dict[bool, list[int]] = {True: [], False: []}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            children = (path / "task" / path.name / "children").read_text().split()
-            is_rank = b"megaflow_hpc.pod" in words and str(run.path).encode() in words and b"srun" not in words[0]
-        except OSError:
-            continue
-        if is_rank:
-            found[bool(children)].append(int(path.name))
+    for pid in processes_of("megaflow_hpc.pod", str(run.path)):
+        found[bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())].append(pid)
     return found
 
 

@@ -58,12 +58,10 @@ FULL = """
     from megaflow_hpc.pod.events import Events
     from megaflow_hpc.pod.holdings import Holdings
     from megaflow_hpc.pod.endpoints import Endpoints
+    from megaflow_hpc.pod.outcome import Outcome
     from megaflow_hpc.rundir import RunDir
     from megaflow_hpc.trajectories.frames import pack_record
     from megaflow_hpc.trajectories.journal import JournalWriter
-
-    class Outcome:
-        id = "t0/oracle/0"
 
     class NoBudget:
         limited = False
@@ -88,8 +86,9 @@ FULL = """
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
     record = {"kind": "trajectory", "epoch": 0, "block": 0, "pad": "x" * 100_000,
-              "trajectory": {"id": Outcome.id, "status": "completed", "attempt": 0}}
-    clerk.file(Outcome(), 0, pack_record(record))
+              "trajectory": {"id": "t0/oracle/0", "status": "completed", "attempt": 0}}
+    outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", 1.0, 1, 0, 0.0, 1.0, "", b"")
+    clerk.file(outcome, 0, pack_record(record))
     while clerk.stuck_since is None:
         time.sleep(0.01)
     early = len(clerk.durable())
