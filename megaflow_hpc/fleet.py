@@ -330,7 +330,7 @@ def _options(config: CampaignConfig) -> dict[str, Any]:
     """The sbatch options of pods that decide which limits hold."""
     slurm = config.slurm
     given = {"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra}
-    return {re.sub("_", "-", name.strip("-")): value for name, value in given.items()}
+    return {script.option_name(name): value for name, value in given.items()}
 
 
 def _age(job_id: str) -> tuple[int, ...]:

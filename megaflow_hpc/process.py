@@ -87,9 +87,15 @@ def sweep_pod_directories(base: str | os.PathLike[str]) -> int:
     prefix, removed = f"{POD_DIRECTORY}.{os.uname().nodename}.", 0
     for entry in os.scandir(base):
         owner = Identity.parse(entry.name.removeprefix(prefix).rpartition(".")[0])
-        if entry.name.startswith(prefix) and owner and not owner.alive() and entry.stat().st_uid == os.getuid():
-            shutil.rmtree(entry.path, ignore_errors=True)
-            removed += 1
+        if not (entry.name.startswith(prefix) and owner) or owner.alive():
+            continue
+        try:
+            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+        except FileNotFoundError:
+            continue  # another janitor's
+        shutil.rmtree(entry.path, ignore_errors=True)
+        removed += 1
     return removed
 
 

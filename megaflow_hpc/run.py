@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -134,6 +134,10 @@ class Run:
 
     # --- wait ---
 
+    def over(self, status: Mapping[str, Any] | None = None) -> bool:
+        """Whether nothing more comes by itself: the campaign has ended or no pod is left. ``status``: if just asked."""
+        return (status or self.status())["state"] in ("finished", "cancelled") or self.pods_live() is False
+
     def wait(
         self, timeout_s: float | None = None, progress: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:
@@ -151,7 +155,7 @@ class Run:
                     progress(status)
                 self.fleet.top_up()
                 elastic.tick()
-                if status["state"] in ("finished", "cancelled") or self.pods_live() is False:
+                if self.over(status):
                     break
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError(
@@ -210,10 +214,7 @@ class Run:
         """Trajectories as they become durable, each id once; ends with the campaign. ``after``: ids to leave out."""
         from megaflow_hpc.trajectories import follow
 
-        def over() -> bool:
-            return self.status()["state"] in ("finished", "cancelled") or self.pods_live() is False
-
-        return follow(self.dir, over, after or ())
+        return follow(self.dir, self.over, after or ())
 
     # --- act ---
 

@@ -136,14 +136,20 @@ def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, vi
     }
 
 
-def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) -> None:
-    campaign = make_campaign(3, agent="oracle", solution="sleep 4; echo 42 > answer")
+def running(campaign: Path) -> tuple[subprocess.Popen[str], str]:
+    """``run`` of a campaign on this host, once one of its rollouts runs; and the run directory."""
     command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     run = process.stderr.readline().removeprefix("run directory: ").strip()
     while not list(Path(run, "events").glob("*.jsonl")) or Run(run).status()["rollouts"]["running"] == 0:
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
+    return process, run
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) -> None:
+    process, run = running(make_campaign(3, agent="oracle", solution="sleep 4; echo 42 > answer"))
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130

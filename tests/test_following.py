@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
 from megaflow_hpc.monitor.usage import Held, totals
-from tests.test_campaign import cli
+from tests.test_campaign import cli, running
 
 Make = Callable[..., Path]
 
@@ -50,13 +48,7 @@ def test_watch_follows_to_the_end_and_leaves(make_campaign: Make) -> None:
 
 
 def test_a_second_ctrl_c_ends_a_local_campaign_at_once(make_campaign: Make) -> None:
-    campaign = make_campaign(1, agent="oracle", solution="sleep 300; echo 42 > answer")
-    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    path = process.stderr.readline().removeprefix("run directory: ").strip()
-    while not list(Path(path, "events").glob("*.jsonl")) or Run(path).status()["rollouts"]["running"] == 0:
-        time.sleep(0.1)
+    process, path = running(make_campaign(1, agent="oracle", solution="sleep 300; echo 42 > answer"))
     process.send_signal(signal.SIGINT)
     while Run(path).status()["pods"][0]["state"] == "started":
         time.sleep(0.1)

@@ -75,6 +75,7 @@ class Peer:
         )
 
     def command(self, place: Path, engine: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """What starts the peer, and its environment beyond ours."""
         raise NotImplementedError
 
     @property

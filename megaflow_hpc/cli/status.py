@@ -67,7 +67,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         status = run.status()
         run.fleet.top_up()
         page = shown(run.config.name, status)
-        over = status["state"] in ("finished", "cancelled") or run.pods_live() is False
+        over = run.over(status)
         if arguments.json:
             if over or status["rollouts"] != said:
                 print_json(status, indent=None)

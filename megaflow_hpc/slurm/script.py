@@ -84,9 +84,14 @@ def _beside(server: int) -> str:
     )
 
 
+def option_name(name: str) -> str:
+    """``qos`` of ``--qos``, ``mem-per-cpu`` of ``mem_per_cpu``: sbatch's own name, however a campaign spells it."""
+    return name.strip("-").replace("_", "-")
+
+
 def option(name: str, value: Any) -> str:
     """One sbatch option as it stands behind ``#SBATCH`` or on a command line."""
-    name = name.strip("-").replace("_", "-")
+    name = option_name(name)
     return f"--{name}" if value is True or value == "" else f"--{name}={shlex.quote(str(value))}"
 
 

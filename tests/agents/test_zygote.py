@@ -40,6 +40,23 @@ def spec(what: str, **args: Any) -> Any:
     return SimpleNamespace(name=NAME, max_turns=None, timeout_s=None, args={"what": what, **args})
 
 
+async def blocked(zygote: Zygote, folder: Path) -> tuple[asyncio.Task[Any], int]:
+    """A running agent that never answers, and the pid of its process."""
+    place = folder / "pid"
+    running = asyncio.create_task(zygote.run(spec("block", place=str(place)), TASK, LocalSandbox(folder / "a"), None))
+    while not place.exists() or not place.read_text():
+        await asyncio.sleep(0.02)
+    return running, int(place.read_text())
+
+
+async def gone(pid: int) -> bool:
+    for _ in range(500):
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
 @in_loop
 async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path) -> None:
     async with zygote() as found:
@@ -70,22 +87,12 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
 
 @in_loop
 async def test_an_agent_that_blocks_is_ended_with_its_rollout(tmp_path: Path) -> None:
-    place = tmp_path / "pid"
     async with zygote() as found:
-        running = asyncio.create_task(
-            found.run(spec("block", place=str(place)), TASK, LocalSandbox(tmp_path / "a"), None)
-        )
-        while not place.exists() or not place.read_text():
-            await asyncio.sleep(0.02)
+        running, pid = await blocked(found, tmp_path)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        pid = int(place.read_text())
-        for _ in range(500):
-            if not Path(f"/proc/{pid}").exists():
-                break
-            await asyncio.sleep(0.02)
-        assert not Path(f"/proc/{pid}").exists()
+        assert await gone(pid)
 
 
 @in_loop
@@ -99,23 +106,13 @@ async def test_a_sandbox_that_is_lost_is_the_same_error_there(tmp_path: Path) ->
 
 @in_loop
 async def test_agents_end_with_the_runner(tmp_path: Path) -> None:
-    place = tmp_path / "pid"
     async with zygote() as found:
-        running = asyncio.create_task(
-            found.run(spec("block", place=str(place)), TASK, LocalSandbox(tmp_path / "a"), None)
-        )
-        while not place.exists() or not place.read_text():
-            await asyncio.sleep(0.02)
+        running, pid = await blocked(found, tmp_path)
         assert found._process is not None
         found._process.kill()
         with pytest.raises(UserCodeError, match="ended by SIGKILL"):
             await running
-    pid = int(place.read_text())
-    for _ in range(500):
-        if not Path(f"/proc/{pid}").exists():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the agent lives on")
+    assert await gone(pid)
 
 
 def test_only_python_agents_have_processes_of_their_own() -> None:

@@ -8,8 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from megaflow_hpc.bench.faults import processes
+from megaflow_hpc.slurm import site
 
 LAB = Path(__file__).parents[2] / "launchers" / "lab.py"
 
@@ -54,6 +61,22 @@ class Lab:
         return self.slurm("sbatch", "--parsable", *options, str(file)).split(";")[0]
 
 
+@contextmanager
+def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
+    """A started lab, ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
+    lab = Lab(directory)
+    directory.joinpath("site.conf").write_text(conf)
+    lab.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(directory / "slurm.conf"))
+            site.configuration.cache_clear()
+            yield lab
+    finally:
+        site.configuration.cache_clear()
+        lab.call("stop")
+
+
 def alive(daemon: dict[str, Any]) -> bool:
     """Judged apart from the code under test: the process with this pid started at this tick."""
     try:
@@ -88,12 +111,4 @@ def of_lab(directory: Path) -> list[str]:
 
 def processes_of(*words: str) -> list[int]:
     """Pids of this host's processes that have each of ``words`` as an argument, ``srun`` apart; lowest first."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # ended meanwhile
-        if all(word.encode() in arguments for word in words) and b"srun" not in arguments[0]:
-            found.append(int(entry.name))
-    return sorted(found)
+    return sorted(pid for pid, said in processes() if set(words) <= set(said) and "srun" not in said[0])

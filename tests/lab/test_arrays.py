@@ -12,8 +12,8 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.slurm import limits, site
-from tests.lab.labs import Lab
+from megaflow_hpc.slurm import limits
+from tests.lab.labs import Lab, own_lab
 from tests.lab.test_slurm_campaign import expected, pods, until
 from tests.test_campaign import cli, rows
 
@@ -24,15 +24,8 @@ Make = Callable[..., Path]
 @pytest.fixture
 def small_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A lab whose arrays have at most five elements."""
-    lab = Lab(tmp_path_factory.mktemp("small"))
-    lab.dir.joinpath("site.conf").write_text("MaxArraySize=5\n")
-    lab.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(lab.dir / "slurm.conf"))
-        site.configuration.cache_clear()
+    with own_lab(tmp_path_factory.mktemp("small"), "MaxArraySize=5\n") as lab:
         yield lab
-    site.configuration.cache_clear()
-    lab.call("stop")
 
 
 def names_and_comments(ids: list[str]) -> set[tuple[str, str]]:

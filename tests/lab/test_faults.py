@@ -13,10 +13,10 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.bench.chaos import check, trial
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.rundir import write_atomic
-from megaflow_hpc.slurm import limits, site
+from megaflow_hpc.slurm import limits
 from megaflow_hpc.trajectories.frames import read_frames
 from megaflow_hpc.trajectories.journal import JournalWriter
-from tests.lab.labs import Lab
+from tests.lab.labs import Lab, own_lab
 from tests.lab.test_slurm_campaign import pods, stored, until
 from tests.test_campaign import rows
 
@@ -26,14 +26,8 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    lab = Lab(tmp_path_factory.mktemp("faults"))
-    lab.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(lab.dir / "slurm.conf"))
-        site.configuration.cache_clear()
+    with own_lab(tmp_path_factory.mktemp("faults")) as lab:
         yield lab
-    site.configuration.cache_clear()
-    lab.call("stop")
 
 
 def solved(tasks: int) -> dict[str, tuple[str, float]]:

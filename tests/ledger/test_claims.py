@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_b
 from megaflow_hpc.ledger.blocks import deal, split
 from megaflow_hpc.ledger.rules import TIMES
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.types import Rollout
+from tests.ledger.conftest import rollouts
 
 COMMIT_S, LEASE_S = TIMES.commit_s, TIMES.lease_s
 
@@ -23,18 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:
-    return [Rollout(f"t{i:03d}", "oracle", s, "oracle") for i in range(tasks) for s in range(samples)]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    return run
 
 
 def pod(run: RunDir, name: str, start: str = "0", clock: Clock | None = None) -> Ledger:

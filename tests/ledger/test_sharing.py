@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from megaflow_hpc import Campaign
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
 from megaflow_hpc.local import LocalPod
@@ -16,19 +14,7 @@ from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.holdings import Holdings
 from megaflow_hpc.pod.sharing import share_of
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.types import Rollout
-
-
-def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:
-    return [Rollout(f"t{i:03d}", "oracle", s, "oracle") for i in range(tasks) for s in range(samples)]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    return run
+from tests.ledger.conftest import rollouts
 
 
 def holdings(run: RunDir, name: str) -> tuple[Ledger, Holdings]:
