@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.process import make_pod_directory
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir import RunDir, file_mode
 
 STOP_S = 60.0
 
@@ -37,6 +37,7 @@ class LocalPod:
 
     def _start(self, command: list[str], role: str) -> subprocess.Popen[bytes]:
         with open(self._run.logs / f"{role}-local.log", "ab") as log:
+            os.fchmod(log.fileno(), file_mode(self._run.logs))
             # A session of their own: the terminal's Ctrl-C reaches the caller, who drains.
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True

@@ -256,7 +256,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one."""
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
-    run.create()
+    run.create(plan.config.share)
     ledger = Ledger(run)
     ledger.create()
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
@@ -303,6 +303,8 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         f"export MEGAFLOW_REQUEUES={config.slurm.requeues}",
         "export PYTHONUNBUFFERED=1",
     ]
+    if config.share == "group":
+        lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask
     counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
     if any(count.min < count.max for count in counts):
         lines.append("export MEGAFLOW_ELASTIC=1")

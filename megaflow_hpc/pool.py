@@ -39,11 +39,12 @@ class Pool:
     def create(self, policies: Mapping[str, int], share: str) -> None:
         """Makes the directories. ``policies``: servers of each."""
         group = share == "group"
-        for folder, mode in ((self.path, 0o750), (self.servers, 0o750), (self.members, 0o1770)):
+        # The bit of the group: what is written here is of the group that the run directory has, not of its writer's.
+        if group:
+            self.path.parent.chmod(self.path.parent.stat().st_mode & 0o7777 | 0o2710)
+        for folder, mode in ((self.path, 0o2750), (self.servers, 0o2750), (self.members, 0o3770)):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(mode if group else 0o700)
-        if group:
-            self.path.parent.chmod(0o710)
         write_json(self.path / "about.json", {"policies": dict(policies), "share": share}, 0o640)
 
     def policy(self, name: str) -> str:
@@ -100,7 +101,7 @@ class Pool:
         key = secrets.token_urlsafe(32)
         digest = digest_of(key)
         said = {"pool": str(self.path.parent), "policy": policy, "theirs": theirs, "key": key}
-        write_json(run.endpoints / f".pool.{policy}.key", said)
+        write_json(run.endpoints / f".pool.{policy}.key", said, 0o600)
         try:
             write_atomic(self.members / digest, digest, 0o644)
         except OSError as error:

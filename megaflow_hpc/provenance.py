@@ -22,7 +22,7 @@ from megaflow_hpc.config import ModelConfig, Policy
 from megaflow_hpc.environments.apptainer import find_apptainer, version
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.model.engines import interpreter
-from megaflow_hpc.rundir import RunDir, write_atomic
+from megaflow_hpc.rundir import RunDir, make_directory, write_atomic
 from megaflow_hpc.trajectories.vocabulary import FILE, kept
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
@@ -102,7 +102,7 @@ def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
         if source is None or not source.is_file():
             continue
         target = kept(run, name)
-        target.parent.mkdir(mode=0o700, exist_ok=True)
+        make_directory(target.parent)
         try:
             write_atomic(target, gzip.compress(source.read_bytes(), 1, mtime=0))
         except OSError as error:  # only for reading by eye

@@ -16,13 +16,18 @@
       events/             <pod>.<start>.jsonl: counters and life-cycle events
       logs/               one file per job element
       report/
+
+Everything is its user's alone (0700, 0600). With ``share: group`` directories are 2750 and files 0640: who is in the
+group of RUN may read, and nobody else may write. ``endpoints/``, where keys are, stays its user's.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,13 +39,38 @@ FORMAT = "megaflow-hpc/run"
 FORMAT_VERSION = 1
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int = 0o600) -> None:
-    """Publishes ``data`` at ``path``: whole or not at all, durable before it is visible (write, fsync, rename)."""
+SHARED = stat.S_ISGID | stat.S_IRGRP
+"""Bits that tell a directory which its group shares."""
+
+
+@functools.lru_cache(maxsize=256)
+def file_mode(folder: Path) -> int:
+    """What a new file in ``folder`` gets: 0640 where its group shares it, else 0600. Asked once a process."""
+    return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, if it is not there, that is as open as the one it lies in."""
+    if not path.is_dir():
+        path.mkdir(mode=0o700, exist_ok=True)
+        if file_mode(path.parent) == 0o640:
+            path.chmod(0o2750)
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None:
+    """Publishes ``data`` at ``path``: whole or not at all, durable before it is visible (write, fsync, rename).
+
+    Args:
+        mode: whatever the umask; default: :func:`file_mode`.
+    """
     raw = data.encode() if isinstance(data, str) else data
+    mode = file_mode(path.parent) if mode is None else mode
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if mode != 0o600:
+                os.fchmod(descriptor, mode)
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
@@ -54,7 +84,7 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 
-def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
+def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     write_atomic(path, to_json(value), mode)
 
 
@@ -81,12 +111,16 @@ class RunDir:
     def __str__(self) -> str:
         return str(self.path)
 
-    def create(self) -> None:
-        """Makes the directory and its rooms, mode 0700."""
+    def create(self, share: str = "user") -> None:
+        """Makes the directory and its rooms; ``share="group"`` lets the group that it gets by its place read them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
-        for room in ("tasks", "ledger", "endpoints", "weights", "journal", "shards", "events", "logs", "report"):
-            (self.path / room).mkdir(mode=0o700, exist_ok=True)
+        self.endpoints.mkdir(mode=0o700, exist_ok=True)
+        if share == "group":
+            self.path.chmod(0o2750)
+            file_mode.cache_clear()
+        for room in ("tasks", "ledger", "weights", "journal", "shards", "events", "logs", "report"):
+            make_directory(self.path / room)
 
     def block(self, number: int) -> Path:
         return self.tasks / f"{number:06d}.json"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.rundir import RunDir, make_directory, write_json
 
 ABOUT = "megaflow-weights.json"
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -94,7 +94,7 @@ def publish(
     source = Path(source)
     policy, model = _policy(run, policy)
     _check(source, model)
-    run.weights.mkdir(mode=0o700, exist_ok=True)
+    make_directory(run.weights)
     staged = run.weights / f".publishing.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         if move:

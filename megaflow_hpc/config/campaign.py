@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -34,6 +34,8 @@ class CampaignConfig(Section):
     """Also the Slurm job name."""
     run_dir: str = "runs"
     """Where run directories are made."""
+    share: Literal["user", "group"] = "user"
+    """Who may read the run directory: its user, or also the group it belongs to; keys are the user's in any case."""
     tasks: tuple[TaskSource, ...] = ()
     """Where tasks come from; without tasks and agent the campaign is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()

@@ -26,7 +26,7 @@ from megaflow_hpc.ledger import rules
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, boot_clock
 from megaflow_hpc.ledger.rules import TIMES, Claim, PodIdentity, Rules, Times
-from megaflow_hpc.rundir import RunDir, write_atomic
+from megaflow_hpc.rundir import RunDir, make_directory, write_atomic
 from megaflow_hpc.types import Rollout
 
 ROOMS = ("claims", "released", "done", "leases", "gone", "hungry")
@@ -68,7 +68,7 @@ class Ledger:
     def create(self) -> None:
         """Makes the rooms; done once, when the run directory is made."""
         for room in ROOMS:
-            (self.run.ledger / room).mkdir(mode=0o700, exist_ok=True)
+            make_directory(self.run.ledger / room)
 
     # --- leases ---
 

@@ -33,7 +33,7 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
-from megaflow_hpc.rundir import RunDir, to_json, write_json
+from megaflow_hpc.rundir import RunDir, file_mode, make_directory, to_json, write_json
 
 STALE_TRIES = 5
 RETRY_S = 1.0
@@ -159,10 +159,10 @@ class Files:
     def _touch(self, call: TouchCall) -> None:
         path = self._root / call.path
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            _mark(path)
         except FileNotFoundError:  # a room that runs made earlier lack
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            make_directory(path.parent)
+            _mark(path)
 
     def _remove(self, call: Remove) -> None:
         (self._root / call.path).unlink(missing_ok=True)
@@ -196,6 +196,15 @@ class Files:
             write_json(private, call.content)
         self._private[call.token] = private, 1
         return private
+
+
+def _mark(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if (mode := file_mode(path.parent)) != 0o600:
+            os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
 
 
 def _links(path: Path) -> int:

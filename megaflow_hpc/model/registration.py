@@ -92,7 +92,7 @@ class Registration:
             "started_at": time.time(),
         }
         self.failed_file.unlink(missing_ok=True)
-        write_json(self.admin_file, {"start": self.start, "key": proxy.admin_key})
+        write_json(self.admin_file, {"start": self.start, "key": proxy.admin_key}, 0o600)
         return url
 
     def beat(self, **state: Any) -> None:
@@ -100,7 +100,7 @@ class Registration:
         self._record |= state
         self.beats += 1
         record = {**self._record, "heartbeat": self.beats}
-        write_json(self.endpoint_file, record)
+        write_json(self.endpoint_file, record, 0o600)
         if self._pool is not None:
             self._pool.advertise(record)
         self.loading_file.unlink(missing_ok=True)

@@ -9,12 +9,14 @@ second), ``rollout`` (one per stored rollout), ``attempt`` (a failure that is re
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.rundir import file_mode
 
 _text = json.encoder.encode_basestring_ascii
 
@@ -24,6 +26,7 @@ class Events:
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - lives with the pod
+        os.fchmod(self._file.fileno(), file_mode(path.parent))
         self._lines: deque[str] = deque()
         self._encode = json.JSONEncoder(check_circular=False).encode
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.rundir import RunDir, make_directory, write_json
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.limits import Allowance, chunks
 from megaflow_hpc.slurm.script import Job, pod_job, server_job
@@ -89,7 +89,7 @@ class Arrays:
         return [handle.job_id for handle in handles]
 
     def _record(self, array: str, role: str, elements: int | None, base: int = 0) -> None:
-        self.run.jobs.mkdir(mode=0o700, exist_ok=True)
+        make_directory(self.run.jobs)
         record = {"role": role, "id": array, "elements": elements, "base": base}
         write_json(self.run.jobs / f"{array}.json", record)
 
@@ -121,7 +121,7 @@ class Arrays:
     def leave(self, pod: str) -> None:
         """Asks a running element to drain and not to come back."""
         leaving = self.run.ledger / "leaving"
-        leaving.mkdir(mode=0o700, exist_ok=True)
+        make_directory(leaving)
         (leaving / pod).touch()
         site.ask("scancel", "--quiet", "--batch", "--signal=USR2", pod)
 

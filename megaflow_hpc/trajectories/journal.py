@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir import file_mode
 from megaflow_hpc.trajectories.frames import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -220,6 +221,8 @@ def _create(path: Path, first: bytes) -> tuple[int, bytes, int]:
             raise
         raise ConfigError(f"{path}: cannot be created ({error.strerror}); check the run directory") from error
     try:
+        if (mode := file_mode(path.parent)) != 0o600:
+            os.fchmod(file, mode)
         done = 0
         while done < len(data):
             done += os.pwrite(file, data[done:], done)

@@ -15,20 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megaflow_hpc.process import Identity
+from megaflow_hpc.rundir import file_mode
 
 FOREIGN_AGE_S = 86400.0
 """Seconds without a change behind which another host's leftover is taken for one."""
 
 
 @contextmanager
-def published(target: Path, mode: int = 0o600) -> Iterator[Path]:
+def published(target: Path) -> Iterator[Path]:
     """A temporary path to write to; renamed to ``target`` at the end, or removed after an error."""
     clean_up(target)
     identity = Identity.of(os.getpid())
     temporary = target.with_name(f".{target.name}.{_host()}.{identity}.{secrets.token_hex(2)}")
     try:
         yield temporary
-        os.chmod(temporary, mode)
+        os.chmod(temporary, file_mode(target.parent))
         fsync(temporary)
         os.replace(temporary, target)
         fsync(target.parent)
