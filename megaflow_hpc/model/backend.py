@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from megaflow_hpc.model import answer
 from megaflow_hpc.model.connection import Broken, Connections
 from megaflow_hpc.model.proxy import VERSION
 from megaflow_hpc.model.recorder import Recorder, Sample
@@ -72,8 +73,10 @@ class Answer:
     """That it was asked in."""
 
 
-async def post(connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float) -> Reply:
-    """One JSON request to ``server``.
+async def post(
+    connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float, scores: bool = True
+) -> Reply:
+    """One JSON request to ``server``. Without ``scores`` those of a chat answer's tokens are :class:`answer.Scores`.
 
     Raises:
         Refused: The request is at fault.
@@ -91,7 +94,7 @@ async def post(connections: Connections, server: Server, path: str, body: Mappin
     if response.status >= 400:
         raise Refused(response.status, raw)
     try:
-        found = parsed(raw)
+        found = (None if scores else answer.read(raw)) or parsed(raw)
     except (ValueError, RecursionError) as error:
         raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
     if not isinstance(found, dict):
@@ -128,8 +131,8 @@ class Call(NamedTuple):
     recorder: Recorder
     policy: str
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        return await post(self.connections, self.server, path, body, self.timeout_s)
+    async def post(self, path: str, body: Mapping[str, Any], scores: bool = True) -> Reply:
+        return await post(self.connections, self.server, path, body, self.timeout_s, scores)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
         """The body as it goes to the engine."""
@@ -158,7 +161,8 @@ async def plain(call: Call) -> Answer:
     server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
     scores = True if chat else max(1, int(body.get("logprobs") or 0))
     try:
-        reply = await call.post(call.path, call.asked(return_token_ids=True, logprobs=scores))
+        asked = call.asked(return_token_ids=True, logprobs=scores)
+        reply = await call.post(call.path, asked, scores=not chat or bool(body.get("logprobs")))
     except Refused as refusal:
         if b"return_token_ids" not in refusal.body:
             raise
@@ -271,7 +275,10 @@ async def _continued(call: Call, rendered: list[int]) -> list[int]:
 def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, version: int, server: str) -> Sample:
     message = dict(choice["message"]) if chat else None
     scores = choice["logprobs"]
-    logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
+    if isinstance(scores, answer.Scores):
+        logprobs = scores.values()
+    else:
+        logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
     prompt = array("i", reply["prompt_token_ids"] if chat else choice["prompt_token_ids"])
     tokens = choice["token_ids"]
     _check(tokens, logprobs)
