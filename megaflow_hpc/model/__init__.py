@@ -6,6 +6,7 @@
 ``lifeline``     the parent of an engine's processes: they end when it does
 ``proxy``        the only TCP listener before an engine: TLS, keys, an allow-list of paths
 ``server``       one element of the engine array: start, health, register, heartbeat, drain
+``guests``       a pool's users and their caps; ``turns`` shares the engine's places among them
 ``registration`` the files by which it is found, or says why not
 ``loading``      how it comes from one version of the weights to the next
 ``gateway``      one per worker rank: an address and key per rollout, recording; ``stream`` sends its events

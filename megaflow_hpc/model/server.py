@@ -75,7 +75,7 @@ class EngineServer:
         idle_s: Seconds without a request, after the first, before it leaves.
         poll_s: Seconds between two looks at the run directory.
         beat_s: Seconds between two heartbeats.
-        caps: What each user of a pool may ask; ``None`` where the campaign is none.
+        caps: What a pool's users may ask; ``None`` where the campaign is none.
     """
 
     def __init__(
@@ -172,6 +172,8 @@ class EngineServer:
             _OtherWeights: It was ended, since other weights are to be served than it can load.
         """
         launch = engines.launch(self.weights.model(version), self.what.policy, private)
+        if self._guests is not None:
+            self._guests.engine_answers(launch.slots)
         engine = EngineProcess(launch, self.files.log_file)
         self._say(f"starting {' '.join(launch.command[:3])} … ({_named(version)}); output in {self.files.log_file}")
         await engine.start()

@@ -1,9 +1,8 @@
-"""Limits of calls: rates over virtual time, places in flight, shares that add up, fairness between users."""
+"""Limits of calls: rates over virtual time, places in flight, shares that add up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from serving import in_loop
 
 from megaflow_hpc.model import limits
-from megaflow_hpc.model.limits import Bucket, CallLimits, FairTurns, Quotas
+from megaflow_hpc.model.limits import Bucket, CallLimits, Quotas
 
 
 class Clock:
@@ -121,41 +120,3 @@ async def test_a_call_that_is_cancelled_while_it_waits_or_works_gives_its_place_
 async def _hold(held: CallLimits) -> None:
     async with held.turn():
         await asyncio.sleep(60)
-
-
-@in_loop
-async def test_users_share_places_by_their_shares_however_much_each_asks() -> None:
-    turns, served = FairTurns(4, {"b": 3.0}), Counter[str]()
-
-    async def ask(user: str) -> None:
-        async with turns.turn(user):
-            served[user] += 1
-            await asyncio.sleep(0.001)
-
-    calls = [asyncio.create_task(ask("a")) for _ in range(400)]
-    calls += [asyncio.create_task(ask("b")) for _ in range(90)]
-    while served["b"] < 90:
-        await asyncio.sleep(0.001)
-    assert 20 <= served["a"] <= 45, "a asked first and four times as much, and had a quarter while b asked"
-    await asyncio.gather(*calls)
-    assert served == {"a": 400, "b": 90}
-    assert not turns._held
-    assert not turns._waiting
-
-
-@in_loop
-async def test_a_user_never_holds_more_than_its_cap_and_the_places_of_the_cancelled_come_back() -> None:
-    turns, most = FairTurns(10, most=2), 0
-
-    async def ask() -> None:
-        nonlocal most
-        async with turns.turn("a"):
-            most = max(most, turns.held("a"))
-            await asyncio.sleep(0.001)
-
-    calls = [asyncio.create_task(ask()) for _ in range(40)]
-    await asyncio.sleep(0.002)
-    for task in calls[::2]:
-        task.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-    assert (most, turns.held("a"), turns._waiting) == (2, 0, {})

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
+from second_user import as_second_user
 from serving import Servers, conversation
 
 from megaflow_hpc import plan
 from megaflow_hpc.config import parse
+from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.guests import Guests
@@ -150,3 +155,116 @@ def test_requests_a_second_are_spaced_for_each_user_apart(tmp_path: Path) -> Non
     slow, quick = asyncio.run(scenario())
     assert slow >= 5 / 20
     assert quick < slow
+
+
+def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path: Path) -> None:
+    """As a campaign file is written down: every field that was left out is null."""
+    section = EnginePoolConfig.model_validate(
+        {"in_flight": 2, "users": {"quick": {"weight": 3}, "many": {"in_flight": 4}}}
+    )
+
+    async def most(guests: Guests, name: str) -> int:
+        inside, found = 0, 0
+
+        async def one() -> None:
+            nonlocal inside, found
+            async with guests.room(name):
+                inside += 1
+                found = max(found, inside)
+                await asyncio.sleep(0.01)
+                inside -= 1
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        return found
+
+    async def scenario() -> None:
+        guests = Guests(Pool(tmp_path), section.model_dump(mode="json"))
+        assert [await most(guests, name) for name in ("quick", "many", "other")] == [2, 4, 2]
+        guests.engine_answers(1)
+        assert await most(guests, "many") == 1
+
+    asyncio.run(scenario())
+
+
+MEMBER = """
+import http.client, json, os, pathlib, ssl, sys
+told = json.load(sys.stdin)
+sys.path.insert(0, told["package"])
+from megaflow_hpc.pool import Pool, digest_of
+pool, key = Pool(told["pool"]), "the second user's key"
+if told["what"] == "enrol":
+    (pool.members / digest_of(key)).write_text(digest_of(key))
+    said = {"policies": pool.about()}
+    for what, path in told["closed"].items():
+        try:
+            os.listdir(path)
+            said[what] = "open"
+        except PermissionError:
+            said[what] = "closed"
+else:
+    (record,) = pool.records("default")
+    host, _, port = record["url"].removeprefix("https://").partition(":")
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
+    asked = []
+    for _ in range(told["requests"]):  # all are with the proxy before the first answer is read
+        asked.append(http.client.HTTPSConnection(host, int(port), timeout=60, context=ssl._create_unverified_context()))
+        asked[-1].request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer " + key})
+    said = {"status": [connection.getresponse().status for connection in asked]}
+print(json.dumps({"uid": os.stat("/proc/self").st_uid, **said}))
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that others may pass through: pytest's own are closed to them."""
+    folder = Path(tempfile.mkdtemp(prefix="megaflow-pool."))
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(servers: Servers, place: Path) -> None:
+    """Two real users and real sockets; the engine answers two at once, in the order in which it is asked."""
+    script = place / "script.yaml"
+    script.write_text(yaml.safe_dump({"default": [{"text": "from the pool", "delay_s": 0.1}]}))
+    model = {"engine": "scripted", "script": str(script), "gpus": 0, "args": {"slots": 2}}
+    servers.run = planned(place / "pool", name="pool", model=model, pool={"share": "group"})
+    servers.serve(0)
+    servers.record(0)
+    package = str(Path(plan.__file__).parents[1])
+    told = {"pool": str(servers.run.path), "package": package, "closed": {"keys": str(servers.run.endpoints)}}
+    found = as_second_user(MEMBER, {**told, "what": "enrol"}, member=True)
+    assert (found["policies"], found["keys"]) == ({"default": 1}, "closed")
+    endpoints = Endpoints(campaign(place / "member", servers.run), {"mine": 1})
+    endpoints.refresh()
+    (record,) = endpoints.all
+    assert len(set(Pool(servers.run.path).users().values())) == 2
+
+    async def scenario() -> int:
+        answered, first = 0, asyncio.Event()
+        headers = {"Authorization": f"Bearer {record['key']}"}
+        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def flood() -> None:
+                nonlocal answered
+                while True:
+                    body = {"messages": conversation("hello")}
+                    async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
+                        assert answer.status == 200, await answer.text()
+                    answered += 1
+                    first.set()
+
+            tasks = [asyncio.create_task(flood()) for _ in range(100)]
+            await first.wait()
+            before = answered
+            few = {**told, "what": "ask", "requests": 10}
+            said = await asyncio.to_thread(as_second_user, MEMBER, few, member=True)
+            between = answered - before
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert said["status"] == [200] * 10
+        return between
+
+    assert asyncio.run(scenario()) < 50, "in the engine's own order all of the flood goes before"
