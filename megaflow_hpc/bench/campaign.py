@@ -1,6 +1,7 @@
 """Whole campaigns: what one asks of slurmctld and holds idle, and what is lost when a lab does its worst to them.
 
     megaflow-hpc bench campaign --tasks 60
+    megaflow-hpc bench campaign --flat
     megaflow-hpc bench campaign --chaos --seeds 20
 
 Each seed is one campaign of real sandboxes, pods and engine servers (:mod:`megaflow_hpc.bench.chaos`), and a few faults
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chaos", action="store_true", help="strike campaigns on a lab; without it one is followed in peace"
     )
+    parser.add_argument(
+        "--flat", action="store_true", help="makespans of 1, 8 and 32 sleeping rollouts, and how busy 32 slots are"
+    )
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="campaigns; default 20")
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="seed of the first; default 1")
     parser.add_argument("--strikes", type=int, default=4, metavar="N", help="faults in each; default 4")
@@ -50,9 +54,12 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
         raise ConfigError(f"--image {arguments.image}: no such file; give a SIF with Python, or run launchers/setup")
     base = Path(arguments.directory or tempfile.gettempdir()) / f"megaflow-chaos-{os.getpid()}"
     if not arguments.chaos:
-        from megaflow_hpc.bench.requests import measure
+        from megaflow_hpc.bench import flat, requests
 
-        figures = measure(base, Path(arguments.image), note, arguments.tasks, arguments.pods)
+        if arguments.flat:
+            figures = flat.measure(base, Path(arguments.image), note)
+        else:
+            figures = requests.measure(base, Path(arguments.image), note, arguments.tasks, arguments.pods)
         shutil.rmtree(base, ignore_errors=True)
         return figures
     verdicts: list[Verdict] = []
