@@ -67,18 +67,22 @@ user_path() {
 
 # --- who works ------------------------------------------------------------------------------------------------------
 
-# enter [--packages] SCRIPT ARGUMENTS…: called first by every launcher. As an ordinary user it settles the settings and
-# returns. As root it hands SCRIPT to an ordinary user, from a copy of the sources that this user can read, and exits.
+# enter [--packages] [--fuse] SCRIPT ARGUMENTS…: called first by every launcher. As an ordinary user it settles the
+# settings and returns. As root it hands SCRIPT to an ordinary user, from a copy of the sources that this user can read,
+# and exits.
 enter() {
-  local packages=0
-  if [[ $1 == --packages ]]; then
-    packages=1
+  local packages=0 fuse=0
+  while [[ $1 == --* ]]; do
+    case $1 in
+      --packages) packages=1 ;;
+      --fuse) fuse=1 ;;
+    esac
     shift
-  fi
+  done
   SOURCES=$(cd "$(dirname "$1")/.." && pwd -P)
   CLONE=${MEGAFLOW_CLONE:-$SOURCES}
   if [[ $(id -u) == 0 ]]; then
-    as_root "$packages" "$@" # does not return
+    as_root "$packages" "$fuse" "$@" # does not return
   fi
   settings "$CLONE" "$HOME"
   user_path
@@ -87,8 +91,8 @@ enter() {
 }
 
 as_root() {
-  local packages=$1 script=$2 names status=0
-  shift 2
+  local packages=$1 fuse=$2 script=$3 names status=0
+  shift 3
   export MEGAFLOW_USER=${MEGAFLOW_USER:-megaflow}
   if ! id -u "$MEGAFLOW_USER" >/dev/null 2>&1; then
     say "creating the user $MEGAFLOW_USER"
@@ -108,6 +112,7 @@ as_root() {
     LOGS=$(mktemp -d) install_packages env "$names" # root writes no logs into a user's directory
   fi
   pip_settings
+  [[ $fuse == 0 ]] || lend_fuse
   as_user env MEGAFLOW_CLONE="$CLONE" bash "$BUILD/src/launchers/$(basename "$script")" "$@" || status=$?
   link_venv
   exit "$status"
@@ -128,6 +133,23 @@ as_user() {
     cd "$home" 2>/dev/null || cd /
     exec runuser -u "$MEGAFLOW_USER" -- env -i "${kept[@]}" HOME="$home" USER="$MEGAFLOW_USER" LOGNAME="$MEGAFLOW_USER" SHELL=/bin/bash "$@"
   )
+}
+
+# Lends the user a FUSE device where /dev/fuse is closed to users: a node beside it, which goes when this script ends.
+# (A descriptor would not do: the kernel wants the device to be opened in the user namespace that mounts.)
+lend_fuse() {
+  local old
+  for old in "/dev/fuse-$MEGAFLOW_USER"-*; do # of launchers that were killed
+    [[ ! -c $old || -d /proc/${old##*-} ]] || rm -f "$old"
+  done
+  [[ -c /dev/fuse ]] && ! as_user test -w /dev/fuse || return 0
+  export MEGAFLOW_FUSE=/dev/fuse-$MEGAFLOW_USER-$$
+  trap 'rm -f "/dev/fuse-$MEGAFLOW_USER-$$"' EXIT
+  # shellcheck disable=SC2046  # its two numbers
+  if ! mknod -m 0600 "$MEGAFLOW_FUSE" c $(stat -c '0x%t 0x%T' /dev/fuse) || ! chown "$MEGAFLOW_USER" "$MEGAFLOW_FUSE"; then
+    say "no FUSE device can be lent to $MEGAFLOW_USER: the tests that mount with FUSE are left out"
+    unset MEGAFLOW_FUSE
+  fi
 }
 
 # Root's own pip settings (indexes, certificates) lie where the user cannot read them. They may hold passwords.

@@ -1,4 +1,4 @@
-"""A run directory that misbehaves as network file systems do, and pods that share it.
+"""A run directory that misbehaves as network file systems do, and two pods and a reader that share it.
 
 :class:`Faulty` lays the faults between the ledger and a real directory, for each pod its own:
 
@@ -7,7 +7,11 @@
 * opening fails with ESTALE; the file system is away for a moment (EIO);
 * a call takes so long that a lease runs out, before or after it is carried out.
 
-``python -m tests.ledger.faults DIRECTORY --scale 30`` is the long form: the leases of the product, pauses of a minute.
+``--fuse`` gives each process a FUSE mount of its own instead, which misbehaves by itself
+(:mod:`tests.ledger.passthrough`).
+
+``python -m tests.ledger.faults DIRECTORY --scale 30`` is the long form: the leases of the product, pauses of a minute
+and more.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import sys
 import time
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
@@ -32,8 +36,10 @@ from megaflow_hpc.ledger.rules import LEASES, Times
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.frames import pack_record
 from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
-from megaflow_hpc.trajectories.winners import entries, index, journals
+from megaflow_hpc.trajectories.live import follow
+from megaflow_hpc.trajectories.winners import counts, index
 from megaflow_hpc.types import Rollout
+from tests.ledger.passthrough import DEVICE, KINDS, device, mounted
 
 TIMES = Times(renew_s=1.0, commit_s=3.0, lease_s=6.0)
 """A thirtieth of the product's."""
@@ -41,6 +47,16 @@ STALE_S = 1.5
 PAUSE_S = 7.0
 STARTS = 40
 """Starts of one element at most."""
+
+
+class Acknowledged(NamedTuple):
+    """A result that a pod counts."""
+
+    rollout: str
+    block: int
+    epoch: int
+    journal: str
+    end: int
 
 
 class Faulty(Files):
@@ -61,7 +77,7 @@ class Faulty(Files):
     def _pause(self) -> None:
         if self._faults and self._random.random() < 0.004:
             self.met["pauses"] += 1
-            time.sleep(self._random.uniform(0.5, 1.0) * PAUSE_S * self._scale)
+            time.sleep(self._random.uniform(0.3, 1.0) * PAUSE_S * self._scale)
 
     def _fail(self) -> None:
         for name, chance in (("ESTALE", 0.02), ("EIO", 0.002)):
@@ -105,7 +121,8 @@ def rollouts(count: int) -> list[Rollout]:
 
 def work(path: str, name: str, seed: int, scale: float, injected: bool, said: Any) -> None:
     """One element: starts anew whenever its pod was fenced, until the campaign is finished."""
-    run, acknowledged, met = RunDir(path), [], []
+    run, met = RunDir(path), []
+    acknowledged: list[Acknowledged] = []
     for start in range(STARTS):
         ending = "fenced"
         files = Faulty(run, seed * 1000 + start, scale, injected)
@@ -114,14 +131,15 @@ def work(path: str, name: str, seed: int, scale: float, injected: bool, said: An
         ledger.register()
         with JournalWriter(run.journal_file(name, str(start))) as journal:
             ending = _one_start(run, ledger, journal, acknowledged, random.Random(seed))
-        met.append(files.met)
+        if injected:
+            met.append(files.met)
         if ending == "done":
             break
-    said.put({"ending": ending, "acknowledged": acknowledged, "met": met, "starts": start + 1})
+    said.put({"ending": ending, "starts": start + 1, "acknowledged": acknowledged, "met": met})
 
 
 def _one_start(
-    run: RunDir, ledger: Ledger, journal: JournalWriter, acknowledged: list[tuple[str, str, int]], dice: random.Random
+    run: RunDir, ledger: Ledger, journal: JournalWriter, acknowledged: list[Acknowledged], dice: random.Random
 ) -> str:
     while ledger.may_commit:
         ledger.renew()
@@ -154,7 +172,7 @@ def _carry_out(
     journal: JournalWriter,
     claim: Any,
     todo: list[Rollout],
-    acknowledged: list[Any],
+    acknowledged: list[Acknowledged],
     dice: random.Random,
 ) -> bool:
     for number, rollout in enumerate(todo):
@@ -162,66 +180,133 @@ def _carry_out(
             ledger.release(claim, journal.committed, [each.id for each in todo[number:]])
             return False
         ledger.renew()
-        trajectory = {"id": rollout.id, "status": "completed", "attempt": 0}
+        named = {"id": rollout.id, "task_id": rollout.task_id, "group_id": rollout.group_id}
+        by = {"policy": rollout.policy, "agent": rollout.agent}
+        trajectory = {**named, "status": "completed", "attempt": 0, **by}
         record = {"kind": "trajectory", "epoch": claim.epoch, "block": claim.block, "trajectory": trajectory}
         end = journal.append(pack_record(record))
         if not ledger.committed(journal.commit):
             return False
-        acknowledged.append((rollout.id, journal.path.name, end))
+        acknowledged.append(Acknowledged(rollout.id, claim.block, claim.epoch, journal.path.name, end))
     return True
+
+
+def read(path: str, over: Any, said: Any) -> None:
+    """A reader that follows the campaign, as a trainer does: (rollout, epoch) of each result as it is given out."""
+    given = []
+    for row in follow(RunDir(path), over.is_set, poll_s=0.2):
+        given.append((row.id, row.epoch))
+    said.put({"given": given})
 
 
 def campaign(
     paths: list[Path], real: Path, seed: int, count: int = 40, scale: float = 1.0, injected: bool = True
-) -> Any:
-    """Two elements on one run directory, each by its own path; what they said, after it has been checked.
+) -> list[dict[str, Any]]:
+    """Two elements and a reader on one run directory, each by its own path; what the elements said, once checked.
 
     Raises:
-        AssertionError: a rollout is missing, or something acknowledged does not count.
+        AssertionError: a rollout is missing or double, something acknowledged does not count, or the reader was given
+            something that is not the result.
     """
     run = RunDir(real)
-    run.create()
-    Ledger(run).create()
     write_blocks(run, rollouts(count), size=4)
     context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    pods = [
-        context.Process(target=work, args=(str(path), f"{n}_0", seed + n, scale, injected, queue))
-        for n, path in enumerate(paths)
+    queue, over = context.Queue(), context.Event()
+    *pods, reader = [
+        *(
+            context.Process(target=work, args=(str(path), f"{n}_0", seed + n, scale, injected, queue))
+            for n, path in enumerate(paths[:2])
+        ),
+        context.Process(target=read, args=(str(paths[2]), over, queue)),
     ]
-    for pod in pods:
-        pod.start()
-    said = []
-    while len(said) < len(pods):
+    processes = [*pods, reader]
+    for process in processes:
+        process.start()
+    said: list[dict[str, Any]] = []
+    while len(said) < len(processes):
+        if sum("ending" in each for each in said) == len(pods):
+            over.set()
         try:
             said.append(queue.get(timeout=1.0))
         except Empty:
-            assert not any(pod.exitcode for pod in pods), "a pod failed; see its traceback"
-    for pod in pods:
-        pod.join()
-    ledger = Ledger(run)
-    seals = ledger.seals()
-    assert [each["ending"] for each in said] == ["done"] * len(pods)
-    assert ledger.finished
-    assert sorted(entry.id for entry in index(run, seals).winners) == [rollout.id for rollout in rollouts(count)]
-    valid = {(e.id, path.name, e.start) for path in journals(run) for e in entries(path, seals)[0]}
-    starts = {(rollout, name) for rollout, name, _ in valid}
-    assert {(rollout, name) for each in said for rollout, name, _ in each["acknowledged"]} <= starts
-    return said
+            assert not any(process.exitcode for process in processes), "a process failed; see its traceback"
+    for process in processes:
+        process.join()
+    elements = [each for each in said if "ending" in each]
+    (given,) = [each["given"] for each in said if "given" in each]
+    seals, wanted = Ledger(run).seals(), [rollout.id for rollout in rollouts(count)]
+    found = index(run, seals)
+    best = {entry.id: entry.epoch for entry in found.winners}
+    assert [each["ending"] for each in elements] == ["done"] * len(pods)
+    assert Ledger(run).finished
+    assert sorted(entry.id for entry in found.winners) == wanted
+    assert sorted(rollout for rollout, _ in given) == wanted
+    counted = [record for each in elements for record in each["acknowledged"]]
+    for record in counted:
+        assert counts(seals, record.block, record.epoch, record.journal, record.end), f"{record} does not count"
+    sure = {(record.rollout, record.epoch) for record in counted}
+    for rollout, epoch in given:
+        assert (rollout, epoch) not in sure or best[rollout] == epoch, f"{rollout} of {epoch} was given, not the result"
+    return elements
+
+
+def prepare(real: Path) -> None:
+    run = RunDir(real)
+    run.create()
+    Ledger(run).create()
+
+
+def on_fuse(real: Path, seed: int, scale: float, count: int) -> dict[str, Any]:
+    """The campaign with a mount of its own for each process; in a user and mount namespace of the caller's own."""
+    prepare(real)
+    places = [real.parent / f"{real.name}.{name}" for name in ("first", "second", "reader")]
+    with mounted(real, places, seed, STALE_S * scale, PAUSE_S * scale) as met:
+        seen = attributes_are_old(real, places[0], STALE_S * scale)
+        said = campaign(places, real, seed, count, scale, injected=False)
+        faults = {place: dict(zip(KINDS, counts, strict=True)) for place, counts in met.items()}
+    return {"old attributes": seen, "faults": faults, "elements": summary(said)}
+
+
+def attributes_are_old(real: Path, place: Path, stale_s: float) -> bool:
+    """Whether a mount shows for a while what is no more; it must show what is there in the end."""
+    name = "logs/grows"
+    (real / name).write_bytes(b"")
+    before = os.stat(place / name).st_size
+    (real / name).write_bytes(b"grown")
+    seen = os.stat(place / name).st_size == before
+    time.sleep(stale_s + 0.1)
+    assert os.stat(place / name).st_size == len("grown")
+    return seen
+
+
+def summary(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**each, "acknowledged": len(each["acknowledged"])} for each in said]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--mount", type=Path, nargs=2, help="two ways to it that misbehave by themselves")
-    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--fuse", action="store_true", help="through FUSE mounts")
+    parser.add_argument("--mount", type=Path, nargs=3, help="ways to it that misbehave by themselves: pods, reader")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all times; 30: those of the product")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=40, help="rollouts")
     arguments = parser.parse_args()
-    paths = arguments.mount or [arguments.directory] * 2
-    said = campaign(paths, arguments.directory, arguments.seed, scale=arguments.scale, injected=not arguments.mount)
-    json.dump([{**each, "acknowledged": len(each["acknowledged"])} for each in said], sys.stdout, indent=1)
+    real, seed, scale, count = arguments.directory.absolute(), arguments.seed, arguments.scale, arguments.count
+    if arguments.fuse and "MEGAFLOW_APART" not in os.environ:
+        if not device():
+            sys.exit(f"error: no FUSE device that {os.getlogin()} may open: name one by {DEVICE}, or open /dev/fuse")
+        again = [sys.executable, "-m", "tests.ledger.faults", *sys.argv[1:]]
+        apart = ["unshare", "-Urm", "--pid", "--fork", "--kill-child", *again]  # whatever happens ends with us
+        os.execvpe(apart[0], apart, {**os.environ, "MEGAFLOW_APART": "1"})
+    if arguments.fuse:
+        found: Any = on_fuse(real, seed, scale, count)
+    else:
+        prepare(real)
+        paths = arguments.mount or [real] * 3
+        found = summary(campaign(paths, real, seed, count, scale, injected=not arguments.mount))
+    json.dump(found, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     main()

@@ -1,19 +1,39 @@
-"""Two pods share a run directory that misbehaves as network file systems do, and every rollout counts once."""
+"""Two pods and a reader share a run directory that misbehaves as network file systems do: every rollout counts once."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ledger.faults import campaign
+from tests.ledger.faults import campaign, prepare
+from tests.ledger.passthrough import DEVICE, device
+
+SCALE = 0.3
+"""A hundredth of the product's times."""
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_stale_answers_replayed_replies_and_pauses_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
-    said = campaign([tmp_path / "run"] * 2, tmp_path / "run", seed)
+    prepare(tmp_path / "run")
+    said = campaign([tmp_path / "run"] * 3, tmp_path / "run", seed, scale=SCALE)
     met = {kind: sum(start[kind] for each in said for start in each["met"]) for kind in said[0]["met"][0]}
     print(met, [each["starts"] for each in said])
     assert met["stale"]
     assert met["replayed"]
     assert met["ESTALE"]
+
+
+@pytest.mark.skipif(not device(), reason=f"no FUSE device that this user may open: /dev/fuse is closed, {DEVICE} unset")
+def test_a_fuse_mount_for_each_that_misbehaves_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.ledger.faults", str(tmp_path / "run"), "--fuse", "--scale", str(SCALE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    found = json.loads(done.stdout)
+    assert found["old attributes"]
+    met = found["faults"].values()
+    assert all(sum(each[kind] for each in met) for kind in ("stale", "replayed", "ESTALE", "pauses"))
