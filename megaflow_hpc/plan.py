@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -28,6 +28,9 @@ from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.pool import Pool
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.types import Rollout, Task
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.durations import Durations
 
 Where = Callable[[str], str]
 """Dotted key → ``file:line`` for messages."""
@@ -47,8 +50,8 @@ class Plan:
     """One entry per engine array element, by index: its policy and its model."""
     source: str
     """The campaign as the user wrote it."""
-    expected_s: Callable[[Rollout], float] | None = None
-    """Seconds, where earlier campaigns tell them."""
+    durations: Durations | None = None
+    """Of earlier campaigns."""
 
     @property
     def server_groups(self) -> list[tuple[int, int, int, bool]]:
@@ -121,21 +124,19 @@ def make(
     if config.environment.verification == "fresh":
         for task in tasks:
             check_fresh(task)
-    expected_s = learned(config, base, where)
-    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source, expected_s)
+    durations = learned(config, base, where)
+    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source, durations)
 
 
-def learned(config: CampaignConfig, base: Path, where: Where) -> Callable[[Rollout], float] | None:
+def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
     """What earlier campaigns tell of durations."""
-    from megaflow_hpc.trajectories.durations import expectation
+    from megaflow_hpc.trajectories.durations import Durations
 
     earlier = config.scheduling.learn_from
     if not earlier:
         return None
-    if config.scheduling.order != "longest":
-        raise ConfigError(f"{where('scheduling.learn_from')}: scheduling.learn_from is for order: longest; set both")
     try:
-        return expectation(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
+        return Durations(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
     except ConfigError as error:
         raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
 
@@ -263,7 +264,9 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
     provenance.keep_tokenizers(run, plan.policies)
-    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=plan.expected_s)
+    earlier = plan.durations
+    expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
+    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=expected_s)
     if plan.config.pool is not None:
         Pool(run.path).create(Counter(server["policy"] for server in plan.servers), plan.config.pool.share)
     pools = {name: Pool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
@@ -284,6 +287,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             "pools": {name: pool.about()[theirs[name]] for name, pool in pools.items()},
             "total": len(plan.rollouts),
             "jobs": [],
+            "learned": earlier.learned(plan.rollouts) if earlier else [],
         }
     )
 

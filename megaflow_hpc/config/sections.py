@@ -289,7 +289,7 @@ class SchedulingConfig(Section):
     order: Literal["fifo", "longest", "fair"] = "fifo"
     """As planned; longest expected first; or the share that was given the least."""
     learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 of earlier campaigns, for ``longest``: blocks are cut by what they tell."""
+    """Run directories or trajectories.h5 of earlier campaigns: pods expect what they tell, ``longest`` orders by it."""
     share: Literal["policy", "dataset"] = "policy"
     """What shares are of, for ``fair``; a dataset is the directory or file that a task comes from."""
     weights: dict[str, float] = {}

@@ -122,6 +122,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         samples={name: policy["samples"] for name, policy in content["policies"].items()},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
         scheduling=content["campaign"].get("scheduling", {}),
+        learned=content.get("learned", ()),
         room=room_per_rank(content),
         walltime=Walltime.of(),
     )

@@ -3,20 +3,23 @@
 Durations of agents are close to log-normal: many short ones, a long tail. For each task and policy, for each policy
 and for all together, mean and variance of the logarithm are kept (Welford), and a level that has seen little leans on
 the one above it, as if that had been seen ``PRIOR`` times. So the first sample of a new task is guessed from its
-policy, and its eighth from the seven before it.
+policy, and its eighth from the seven before it. A campaign that names earlier ones begins with what they tell.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 PRIOR = 2.0
 """Observations that the level above is worth."""
 WIDE = 1.0
 """Standard deviation of the logarithm while nothing is known of it: a factor of 2.7 either way."""
+KEPT = 8
+"""Observations that all earlier campaigns together are worth, of a task as of a policy."""
 SHORTEST_S = 1e-3
 
 
@@ -31,6 +34,19 @@ class _Seen:
         off = value - self.mean
         self.mean += off / self.n
         self.squares += off * (value - self.mean)
+
+    def merge(self, n: int, mean: float, variance: float) -> None:
+        """Adds ``n`` values of which this is known (Chan, Golub and LeVeque 1979)."""
+        off, whole = mean - self.mean, self.n + n
+        self.squares += variance * n + off * off * self.n * n / whole
+        self.mean += off * n / whole
+        self.n = whole
+
+    def fade(self, most: int) -> None:
+        """Lets what was seen count as ``most`` values at most."""
+        if self.n > most:
+            self.squares *= most / self.n
+            self.n = most
 
 
 class Estimates:
@@ -64,7 +80,14 @@ class Estimates:
             mean += shift * seen.n / weight
         return math.exp(mean + NormalDist().inv_cdf(quantile) * math.sqrt(variance))
 
-    def learn(self, rows: Iterable[tuple[str, str, float]]) -> None:
-        """Takes over (task, policy, seconds) of an earlier campaign."""
-        for task, policy, seconds in rows:
-            self.observe(task, policy, seconds)
+    def learn(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Takes over what earlier campaigns tell: (task, policy, number, mean, variance) of the logarithm of seconds.
+
+        However many there were they count as :data:`KEPT`, so that a model or machine which is faster now is believed.
+        """
+        levels = self._seen
+        for task, policy, n, mean, variance in rows:
+            for key in ((), (policy,), (policy, task)):
+                levels.setdefault(key, _Seen()).merge(n, mean, variance)
+        for seen in levels.values():
+            seen.fade(KEPT)

@@ -63,6 +63,7 @@ class Master:
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
         self._estimates = Estimates()
+        self._estimates.learn(pod.learned)
         self.scheduler = Scheduler(
             pod.scheduling.get("order", "fifo"),
             pod.scheduling.get("weights"),

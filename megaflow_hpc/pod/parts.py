@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Pod:
     job_id: str = ""
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     """That section of the campaign file."""
+    learned: Sequence[Sequence[Any]] = ()
+    """What earlier campaigns tell of durations; see :meth:`Estimates.learn`."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """That section of the campaign file."""
     samples: Mapping[str, int] = field(default_factory=dict)

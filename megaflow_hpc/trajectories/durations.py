@@ -1,9 +1,11 @@
-"""How long the rollouts of earlier campaigns took, read from their trajectories.h5: what a plan's order learns from."""
+"""How long the rollouts of earlier campaigns took, read from their trajectories.h5: what plans and pods learn from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import mean, pvariance
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Rollout
@@ -38,28 +40,42 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
     ]
 
 
-def expectation(paths: Iterable[Path]) -> Callable[[Rollout], float]:
-    """Mean seconds of a rollout's task under its policy; where that is unknown of the task, of the policy, or of all.
+class Durations:
+    """What earlier campaigns tell of durations.
 
     Raises:
         ConfigError: a file cannot be read, or none tells of a rollout that was carried out.
     """
-    sums: dict[tuple[str, ...], tuple[float, int]] = {}
-    paths = list(paths)
-    for path in paths:
-        for task, policy, seconds in durations(path):
-            for key in ((task, policy), ("task", task, ""), ("policy", policy, ""), ()):
-                total, count = sums.get(key, (0.0, 0))
-                sums[key] = total + seconds, count + 1
-    if not sums:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no rollout was carried out there; leave learn_from out")
 
-    def expected_s(rollout: Rollout) -> float:
-        task, policy = rollout.task_id, rollout.policy
-        for key in ((task, policy), ("task", task, ""), ("policy", policy, ""), ()):
-            if key in sums:
-                total, count = sums[key]
-                return total / count
-        raise AssertionError
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._seen: dict[tuple[str, ...], list[float]] = {}
+        paths = list(paths)
+        for path in paths:
+            for task, policy, seconds in durations(path):
+                for key in self._keys(task, policy):
+                    self._seen.setdefault(key, []).append(seconds)
+        if not self._seen:
+            raise ConfigError(f"{', '.join(map(str, paths))}: no rollout was carried out there; leave learn_from out")
+        self._means = {key: mean(seconds) for key, seconds in self._seen.items()}
 
-    return expected_s
+    @staticmethod
+    def _keys(task: str, policy: str) -> tuple[tuple[str, ...], ...]:
+        return (task, policy), ("task", task, ""), ("policy", policy, ""), ()
+
+    def expected_s(self, rollout: Rollout) -> float:
+        """Mean of a rollout's task under its policy; where that is unknown of the task, of the policy, or of all."""
+        return next(self._means[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._means)
+
+    def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
+        """What pods of these rollouts begin with: (task, policy, number, mean, variance) of the logarithm of seconds.
+
+        Of a task under its policy; where that is unknown, of the task under others. Others are left to be guessed.
+        """
+        found = []
+        for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):
+            for key in self._keys(task, policy)[:2]:
+                if seconds := self._seen.get(key):
+                    logs = [math.log(each) for each in seconds]
+                    found.append((task, policy, len(logs), round(mean(logs), 4), round(pvariance(logs), 4)))
+                    break
+        return found

@@ -11,7 +11,8 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
-from megaflow_hpc.trajectories.durations import expectation
+from megaflow_hpc.pod.estimates import Estimates
+from megaflow_hpc.trajectories.durations import Durations
 from megaflow_hpc.types import Rollout
 
 
@@ -28,7 +29,7 @@ def earlier(path: Path, seconds: dict[str, float]) -> Path:
 
 def test_a_task_that_was_not_seen_is_expected_to_take_what_its_policy_takes(tmp_path: Path) -> None:
     path = earlier(tmp_path / "trajectories.h5", {"a/p/0": 10, "a/p/1": 20, "b/p/0": 60, "b/q/0": 100})
-    expected_s = expectation([path])
+    expected_s = Durations([path]).expected_s
     assert expected_s(Rollout("a", "p", 7, "oracle")) == 15
     assert expected_s(Rollout("a", "q", 0, "oracle")) == 15
     assert expected_s(Rollout("new", "p", 0, "oracle")) == 30
@@ -44,15 +45,26 @@ def test_the_longest_of_an_earlier_campaign_are_claimed_first(
     assert [r.task_id for block in read_blocks(run.dir) for r in block.rollouts] == ["task2", "task1", "task0"]
 
 
-@pytest.mark.parametrize(
-    ("scheduling", "message"),
-    [
-        ("{order: longest, learn_from: [nowhere]}", "nowhere: cannot be read"),
-        ("{learn_from: [nowhere]}", "order: longest"),
-    ],
-)
-def test_what_cannot_be_learned_from_is_refused(
-    make_campaign: Callable[..., Path], scheduling: str, message: str
+def test_a_pods_first_estimates_are_those_of_the_earlier_campaign(
+    tmp_path: Path, make_campaign: Callable[..., Path]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Campaign.from_yaml(make_campaign(1, f"scheduling: {scheduling}\n")).plan(launcher="local")
+    seen = {
+        f"task{n}/{policy}/{i}": s
+        for n, policy, s in [(0, "oracle", 5), (1, "oracle", 500), (2, "nop", 9)]
+        for i in range(8)
+    }
+    earlier(tmp_path / "trajectories.h5", seen)
+    run = Campaign.from_yaml(make_campaign(4, "scheduling: {learn_from: [trajectories.h5]}\n", agent="oracle")).plan(
+        launcher="local"
+    )
+    assert [r.task_id for block in read_blocks(run.dir) for r in block.rollouts] == [f"task{n}" for n in range(4)]
+    estimates = Estimates()
+    estimates.learn(run.dir.read_run()["learned"])
+    short, long, other, new = (estimates.expect(f"task{n}", "oracle") or 0.0 for n in range(4))
+    assert short < other < new < long  # the third is known under another policy, the fourth guessed from all
+    assert long > 100
+
+
+def test_what_cannot_be_learned_from_is_refused(make_campaign: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="nowhere: cannot be read"):
+        Campaign.from_yaml(make_campaign(1, "scheduling: {learn_from: [nowhere]}\n")).plan(launcher="local")
