@@ -14,7 +14,7 @@ group with sleepers is always waiting or running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -57,6 +57,8 @@ class _Group:
     asleep: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
+    elsewhere: bool = False
+    """Some sample of it has ended, or is of another pod."""
     lively: bool = False
     """Its rewards differ: all of it runs."""
 
@@ -85,6 +87,7 @@ class Groups:
             return set()
         known = self._groups.setdefault(group, _Group())
         known.wanted = max(0, self._rules.wanted.get(policy, 0) - ended)
+        known.elsewhere |= ended > 0
         known.waiting += rollouts
         first = self._rules.signal_after
         return set(known.waiting[first:]) & set(rollouts) if first else set()
@@ -94,6 +97,21 @@ class Groups:
         if known is not None and rollout in known.waiting:
             known.waiting.remove(rollout)
             known.running.add(rollout)
+
+    def give(self, group: str, rollouts: Collection[str]) -> bool:
+        """Lets go of a group that is handed to another pod; refused where its rules must still be kept here.
+
+        Args:
+            rollouts: those of it that are queued and were not tried. They must be all of it: who gets the group counts
+                samples that it was not given as rewarded.
+        """
+        known = self._groups.get(group)
+        if known is None:
+            return self._rules.idle
+        if known.running or known.asleep or known.rewards or known.elsewhere or set(known.waiting) != set(rollouts):
+            return False
+        del self._groups[group]
+        return True
 
     def requeued(self, group: str, rollout: str) -> None:
         """It will be tried again."""
@@ -110,6 +128,7 @@ class Groups:
         known.running.discard(rollout)
         if rollout in known.waiting:
             known.waiting.remove(rollout)
+        known.elsewhere = True
         if reward is not None:
             known.rewards.append(reward)
         step = self._step(known)

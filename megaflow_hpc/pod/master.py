@@ -72,13 +72,13 @@ class Master:
         )
         self._stragglers = Stragglers(self._estimates) if pod.scheduling.get("copies") else None
         self._held = Holdings(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored)
-        self._sharing = Sharing(self._held, self.scheduler)
         self._endpoints = Endpoints(pod.run, pod.servers)
         self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints, pod.budget())
         self._cores, self._began = cores_of(), time.monotonic()
         self._ranks = Ranks(pod.comm)
         self._starts = Starts(pod.tasks, pod.job_id)
         self._results = Results(pod, self.scheduler, self._clerk, self._ranks, self._estimates, self._drain)
+        self._sharing = Sharing(self._held, self.scheduler, self._results.groups)
         self.scheduler.waiting = set(pod.servers)
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
@@ -285,7 +285,7 @@ class Master:
             self._announce_images()
         if self._stragglers is not None and self._dry and self._draining_since is None:
             self._copy_stragglers(self._stragglers)
-        self._sharing.tick(self._dry, self._draining_since is not None or len(self._results.groups) > 0)
+        self._sharing.tick(self._dry, self._draining_since is not None)
         self._say_slow()
         self._per_s, self._started = self._started / TICK_S, 0
         core_s = round(self._cores * (time.monotonic() - self._began), 1)

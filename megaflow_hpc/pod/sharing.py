@@ -4,7 +4,8 @@ A pod whose free slots find nothing to claim is *hungry* for as long as other po
 and does not leave at once. A pod that has rollouts waiting looks whether others are hungry, often once no block is free
 any more, and gives each a share such that the waiting rollouts are spread over its own slots and the free ones. What is
 given becomes new blocks (:meth:`Holdings.give`); the hungry claim them like any other. Whole groups are given, never
-retries, and the last in the queue first.
+retries, and the last in the queue first. Where rules may close groups early, only those are given of which nothing has
+started: what becomes of the others hangs on rewards that this pod sees.
 
 The loop of rank 0 decides here; the clerk's thread carries out what touches the run directory.
 """
@@ -14,9 +15,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from itertools import groupby
 
 from megaflow_hpc.ledger.blocks import MAX_BLOCK
+from megaflow_hpc.pod.groups import Groups
 from megaflow_hpc.pod.holdings import Holdings
 from megaflow_hpc.pod.scheduler import Scheduler
 from megaflow_hpc.pod.work import Work
@@ -35,8 +36,10 @@ def share_of(waiting: int, slots: int, wanted: int) -> int:
 
 
 class Sharing:
-    def __init__(self, holdings: Holdings, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
-        self._holdings, self._scheduler, self._clock = holdings, scheduler, clock
+    def __init__(
+        self, holdings: Holdings, scheduler: Scheduler, groups: Groups, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._holdings, self._scheduler, self._groups, self._clock = holdings, scheduler, groups, clock
         self._hungry_since: float | None = None
         self._asked_at = self._looked_at = -SELDOM_S
 
@@ -74,14 +77,17 @@ class Sharing:
 
     def _give(self, wanted: int) -> None:
         scheduler = self._scheduler
-        waiting = [work for work in scheduler.waiting_work() if not work.attempt and not work.later]
+        waiting: dict[str, list[Work]] = {}
+        for work in reversed(scheduler.waiting_work()):
+            waiting.setdefault(work.rollout.group_id, []).append(work)
         count = share_of(max(0, scheduler.queued - scheduler.free), scheduler.slots, wanted)
         given: list[Work] = []
-        for _, samples in groupby(reversed(waiting), key=lambda work: work.rollout.group_id):
-            group = list(samples)
+        for name, samples in waiting.items():
+            group = [work for work in samples if not work.attempt]
             if len(given) + len(group) > count:
                 break
-            given += group
+            if group and self._groups.give(name, [work.rollout.id for work in group]):
+                given += group
         for work in given:
             scheduler.drop(work.rollout.id)
         if given:

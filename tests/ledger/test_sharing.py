@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
 from megaflow_hpc.local import LocalPod
 from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.groups import GroupRules, Groups
 from megaflow_hpc.pod.holdings import Holdings
-from megaflow_hpc.pod.sharing import share_of
+from megaflow_hpc.pod.scheduler import Scheduler
+from megaflow_hpc.pod.sharing import Sharing, share_of
+from megaflow_hpc.pod.work import Work
 from megaflow_hpc.rundir import RunDir
 from tests.ledger.conftest import rollouts
 
@@ -75,13 +79,40 @@ def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
     assert [rollout.task_id for rollout in claimed[1]] == ["t000", "t002"]
 
 
+def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has_started(run: RunDir) -> None:
+    write_blocks(run, rollouts(4, samples=4), size=100)
+    (_, giver), (_, taker) = holdings(run, "a"), holdings(run, "b")
+    claimed = giver.claim()
+    assert claimed is not None
+    groups, scheduler = Groups(GroupRules(signal_after=2)), Scheduler()
+    for name, samples in groupby(claimed[1], key=lambda rollout: rollout.group_id):
+        group = list(samples)
+        later = groups.admit(name, "oracle", [rollout.id for rollout in group])
+        scheduler.add(Work(rollout, 0, 0, later=rollout.id in later) for rollout in group)
+    scheduler.join(1, 3)
+    for _, work in iter(scheduler.next, None):  # two of the first group, one of the second
+        groups.started(work.rollout.group_id, work.rollout.id)
+    assert taker.claim() is None
+    taker.want(30)
+    taker.share()
+    sharing = Sharing(giver, scheduler, groups)
+    sharing.tick(True, False)
+    giver.share()
+    sharing.tick(True, False)
+    giver.share()
+    given = {rollout.group_id for block in read_blocks(run)[1:] for rollout in block.rollouts}
+    assert given == {"t002/oracle", "t003/oracle"}
+    assert sum(len(block.rollouts) for block in read_blocks(run)[1:]) == 8
+    assert len(groups) == 2
+    assert scheduler.queued == 5
+
+
 def test_a_pod_that_comes_late_gets_what_the_first_has_not_started(
     make_campaign: Callable[..., Path],
 ) -> None:
     """Two real pods and one block: without giving back, the second would leave with nothing done."""
-    path = make_campaign(
-        8, "slurm: {pods: {slots_per_rank: 2}}\n", agent="oracle", solution="sleep 8; echo 42 > answer"
-    )
+    extra = "samples: 2\nscheduling: {signal_after: 2}\nslurm: {pods: {slots_per_rank: 2}}\n"
+    path = make_campaign(4, extra, agent="oracle", solution="sleep 8; echo 42 > answer")
     run = Campaign.from_yaml(path).plan(launcher="local")
     rollouts = [rollout for block in read_blocks(run.dir) for rollout in block.rollouts]
     for file in run.dir.tasks.iterdir():
