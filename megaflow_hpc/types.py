@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Status = Literal["completed", "truncated", "failed", "cancelled"]
 """``completed`` and ``truncated`` (a limit of the agent) are verified and rewarded; ``failed`` is infrastructure."""
 
-ErrorKind = Literal["", "agent", "model", "sandbox", "verifier", "node", "walltime", "user"]
+ErrorKind = Literal["", "agent", "model", "sandbox", "verifier", "node", "walltime", "preemption", "user"]
 Network = Literal["none", "gateway", "host"]
 SandboxMode = Literal["ephemeral", "persistent"]
 
@@ -178,6 +178,9 @@ class AgentResult:
     """OpenAI message form; empty for agents whose conversation only the gateway sees."""
     sandbox_s: list[float] = field(default_factory=list)
     """Seconds spent in the sandbox after each model call, where the agent knows."""
+    state: dict[str, Any] | None = None
+    """Of an agent whose model call was refused because the rollout is suspended: what its ``resume`` needs, of
+    msgpack's types."""
 
 
 class Agent(Protocol):
@@ -188,6 +191,17 @@ class Agent(Protocol):
     """
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult: ...
+
+
+class ResumableAgent(Agent, Protocol):
+    """An agent that can go on in another process, with a sandbox that holds the same files.
+
+    When its allocation ends, a model call is refused with an error of type ``rollout_suspended``; then ``run`` returns
+    with :attr:`AgentResult.state`, no command of its own under way.
+    """
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Called before ``run``, which goes on from ``state``, with the call that was refused."""
 
 
 # --- what a rollout leaves behind -----------------------------------------------------------------------------------
@@ -205,6 +219,20 @@ class TokenSequence:
     """1 exactly where sampled."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """-1 where not sampled."""
+
+    def to_record(self) -> dict[str, Any]:
+        """A dict that msgpack takes: columns as native-endian bytes."""
+        return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> TokenSequence:
+        found = cls(policy=record["policy"])
+        for name in _COLUMNS:
+            getattr(found, name).frombytes(record[name])
+        return found
+
+
+_COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 
 @dataclass
@@ -286,16 +314,7 @@ class Trajectory:
     def to_record(self) -> dict[str, Any]:
         """A dict that msgpack takes: token columns as native-endian bytes."""
         record = {f.name: getattr(self, f.name) for f in fields(self)}
-        record["sequences"] = [
-            {
-                "policy": s.policy,
-                "tokens": s.tokens.tobytes(),
-                "logprobs": s.logprobs.tobytes(),
-                "loss_mask": s.loss_mask.tobytes(),
-                "weight_versions": s.weight_versions.tobytes(),
-            }
-            for s in self.sequences
-        ]
+        record["sequences"] = [sequence.to_record() for sequence in self.sequences]
         for name in ("turns", "attempts", "artifacts"):
             record[name] = [dict(vars(item)) for item in getattr(self, name)]  # flat: asdict's deep copies are slow
         return record
@@ -303,23 +322,8 @@ class Trajectory:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
         """Inverse of :meth:`to_record`; unknown keys are ignored, missing ones take their default."""
-
-        def column(code: str, data: bytes) -> array[Any]:
-            values: array[Any] = array(code)
-            values.frombytes(data)
-            return values
-
         kept = _known(cls, record)
-        kept["sequences"] = [
-            TokenSequence(
-                policy=s["policy"],
-                tokens=column("i", s["tokens"]),
-                logprobs=column("f", s["logprobs"]),
-                loss_mask=column("B", s["loss_mask"]),
-                weight_versions=column("i", s["weight_versions"]),
-            )
-            for s in record.get("sequences", ())
-        ]
+        kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
         kept["turns"] = [Turn(**_known(Turn, t)) for t in record.get("turns", ())]
         kept["attempts"] = [Attempt(**_known(Attempt, a)) for a in record.get("attempts", ())]
         kept["artifacts"] = [Artifact(**_known(Artifact, a)) for a in record.get("artifacts", ())]
@@ -364,12 +368,14 @@ class Gateway(Protocol):
         listener: socket.socket | None = None,
         budget: Budget | None = None,
         seed: int = -1,
+        recorded: Mapping[str, Any] | None = None,
     ) -> ModelEndpoint:
         """Registers a rollout.
 
         Args:
             listener: taken over; a further socket to be served until :meth:`close`.
             seed: call n of it, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves that to the engine.
+            recorded: of a suspended rollout, to be gone on with.
         """
 
     async def close(self, rollout_id: str) -> Recording:

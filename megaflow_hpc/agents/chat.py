@@ -29,6 +29,10 @@ class BudgetExceeded(Exception):
     """This rollout has used up its calls or tokens (HTTP 429 of the gateway)."""
 
 
+class Suspended(BaseException):
+    """The rollout goes on in another allocation, with this very call. No ``except Exception`` of an agent holds it."""
+
+
 class ChatClient:
     """An async context manager; ``complete`` makes one call.
 
@@ -60,6 +64,7 @@ class ChatClient:
             ModelServiceError: No engine could answer, or the gateway is gone.
             CallRefused: The request is at fault.
             BudgetExceeded: The rollout may call no more.
+            Suspended: The allocation ends.
         """
         assert self._session is not None, "use it as an async context manager"
         body = {"model": self._model.model_name, "messages": list(messages), **self._options}
@@ -74,6 +79,8 @@ class ChatClient:
         message, kind = _error(raw)
         if response.status == 429 and kind == "rollout_budget_exceeded":
             raise BudgetExceeded(message)
+        if kind == "rollout_suspended":
+            raise Suspended
         if response.status >= 500 or response.status in (401, 403, 429):
             raise ModelServiceError(f"HTTP {response.status}: {message}")
         raise CallRefused(response.status, message)

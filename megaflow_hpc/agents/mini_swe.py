@@ -5,6 +5,9 @@ synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). One thing 
 classes: an answer in the wrong format stays in the conversation before the complaint about it, so that the conversation
 only ever grows and one rollout is one token sequence.
 
+It is suspended between two turns, where its model call is refused because the allocation ends: its state is its
+conversation, with which it asks again elsewhere.
+
 How it ends: *Submitted* is ``completed``; a limit of turns, time, tokens or context is ``truncated``; giving up after
 repeated format errors is ``completed`` with exit code 1. A model that no engine serves, or a lost sandbox, raises.
 """
@@ -21,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megaflow_hpc.agents.bridge import Bridge
-from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient
+from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient, Suspended
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
@@ -53,6 +56,10 @@ class MiniSweAgent:
         self.model_options = dict(model or {})
         self.max_format_errors = max_format_errors
         self._config = _load_config(config)
+        self._kept: dict[str, Any] = {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self._kept = dict(state)
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         if model is None:
@@ -64,9 +71,10 @@ class MiniSweAgent:
             environment = _Environment(sandbox, bridge, self._config.get("environment", {}), task, names)
             environment.command_timeout_s = self.command_timeout_s
             templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
-            agent = _package().DefaultAgent(
+            agent = _package().Agent(
                 model_part,
                 environment,
+                kept=self._kept,
                 **templates,
                 step_limit=self.max_turns or 0,
                 cost_limit=0.0,
@@ -80,6 +88,9 @@ class MiniSweAgent:
                 ended, error = "LimitsExceeded", str(budget)
             except CallRefused as refusal:
                 ended, error = ("LimitsExceeded" if refusal.too_long else "CallRefused"), str(refusal)
+            except Suspended:
+                seconds = [*self._kept.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)]
+                return AgentResult(state={**agent.state(), "sandbox_s": seconds})
         messages = [_openai(m) for m in agent.messages if m.get("role") in ("system", "user", "assistant", "tool")]
         limited = ended in ("LimitsExceeded", "TimeExceeded")
         failed = not limited and ended != "Submitted"
@@ -88,7 +99,7 @@ class MiniSweAgent:
             exit_code=1 if failed else 0,
             error=error or ("" if ended == "Submitted" else ended),
             messages=messages,
-            sandbox_s=model_part.sandbox_seconds(environment),
+            sandbox_s=[*self._kept.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)],
         )
 
 
@@ -214,8 +225,29 @@ def _package() -> SimpleNamespace:
         raise ConfigError(f"agent mini-swe-agent: {error}; install it with: pip install mini-swe-agent") from error
     finally:
         os.rmdir(folder)
+
+    class Agent(DefaultAgent):
+        """The package's, beginning with the conversation that it had elsewhere."""
+
+        def __init__(self, *args: Any, kept: Mapping[str, Any], **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._kept = kept
+
+        def step(self) -> list[dict[str, Any]]:
+            kept, self._kept = self._kept, {}
+            if kept:
+                self.messages = [dict(message) for message in kept["messages"]]
+                self.n_calls, self.n_consecutive_format_errors = kept["calls"], kept["format_errors"]
+            result: list[dict[str, Any]] = super().step()
+            return result
+
+        def state(self) -> dict[str, Any]:
+            """After a refused call, which the agent has counted."""
+            messages = [_openai(message) for message in self.messages]
+            return {"messages": messages, "calls": self.n_calls - 1, "format_errors": self.n_consecutive_format_errors}
+
     return SimpleNamespace(
-        DefaultAgent=DefaultAgent,
+        Agent=Agent,
         FormatError=FormatError,
         Submitted=Submitted,
         format_observation_messages=format_observation_messages,

@@ -99,8 +99,18 @@ class Zygote:
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._count = 0
 
-    async def run(self, spec: AgentSpec, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+    async def run(
+        self,
+        spec: AgentSpec,
+        task: Task,
+        sandbox: Sandbox,
+        model: ModelEndpoint | None,
+        state: Mapping[str, Any] | None = None,
+    ) -> AgentResult:
         """Runs one agent to its end; cancelling it kills its process.
+
+        Args:
+            state: with which it resumes.
 
         Raises:
             MegaflowError: As the agent raised it.
@@ -121,7 +131,8 @@ class Zygote:
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
-        job = {"agent": agent, "task": task.to_dict(), "model": dict(vars(model)) if model else None}
+        told = dict(vars(model)) if model else None
+        job = {"agent": agent, "task": task.to_dict(), "model": told, "state": state}
         work: set[asyncio.Task[None]] = set()
         try:
             writer.write(wire.frame(job))

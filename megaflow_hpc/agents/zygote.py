@@ -120,6 +120,8 @@ async def _rollout(connection: socket.socket) -> None:
     message: dict[str, Any]
     try:
         agent = create(job["agent"])
+        if job["state"] is not None:
+            agent.resume(job["state"])  # type: ignore[attr-defined]
         model = ModelEndpoint(**job["model"]) if job["model"] else None
         result = await agent.run(Task.from_dict(job["task"]), sandbox, model)
         message = {"result": dict(vars(result))}

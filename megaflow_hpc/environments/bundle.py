@@ -124,6 +124,12 @@ class Bundle:
         finally:
             self.access.release()
 
+    @property
+    def busy(self) -> bool:
+        """A process that is not the runner's runs in the container."""
+        init = self.container.init if self.container and self.container.alive else None
+        return init is not None and any(Identity.of(pid) and not is_runner(pid) for pid in descendants(init.pid))
+
     def used(self, spec: SandboxSpec) -> str:
         """Why this is not as it was when it started, in words; empty if it can be proved to be."""
         container = self.container
@@ -131,6 +137,6 @@ class Bundle:
             return "its container has ended"
         if container.commands.count:
             return "a command has run in it"
-        if any(Identity.of(pid) and not is_runner(pid) for pid in descendants(container.init.pid)):
+        if self.busy:
             return "a process runs in it"
         return self.layer.holds(spec.binds, spec.workdir or "/")

@@ -19,7 +19,7 @@ from pathlib import Path
 from megaflow_hpc.environments import layer
 from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.writable import LayerPaths
-from megaflow_hpc.rundir import write_json
+from megaflow_hpc.rundir import write_atomic, write_json
 from megaflow_hpc.types import Artifact
 
 NOTE = "checkout.json"
@@ -94,6 +94,18 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None) -> Start | No
     start = Start(words[0], words[1], words[2], words[3], words[4:])
     write_json(note, asdict(start))
     return start
+
+
+def note(sandbox: ApptainerSandbox) -> bytes:
+    """What :func:`remember` wrote down; empty if nothing."""
+    path = Path(sandbox.directory, NOTE)
+    return path.read_bytes() if path.exists() else b""
+
+
+def put_note(sandbox: ApptainerSandbox, content: bytes) -> None:
+    """Of a sandbox that goes on where another was."""
+    if content:
+        write_atomic(Path(sandbox.directory, NOTE), content)
 
 
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:

@@ -187,6 +187,11 @@ class ApptainerSandbox:
         if self._bundle.container is not None and self._bundle.container.init is not None:
             self._watch.attach(self._bundle.container.init)
 
+    @property
+    def busy(self) -> bool:
+        """A command is under way, or a process that one has left in the background."""
+        return self._bundle.busy
+
     async def settled(self) -> None:
         """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
         try:
@@ -337,7 +342,7 @@ class ApptainerSandbox:
         """
         async with self._changing:
             init = self._running().init
-            stopped = await asyncio.to_thread(stop_all, init.pid) if init else []
+            stopped = await asyncio.to_thread(stop_all, init.pid) if init and init.alive() else []
             try:
                 return await self._bundle.layer.snapshot(Path(target), self.spec.image)
             finally:

@@ -10,6 +10,8 @@ A whiteout is a character device 0/0, which Linux lets any user make, and an opa
 ``user.overlay``: both are ordinary to ``cp -a``. It runs as uid 0 of a user namespace where that is to be had, in which
 it may read the owner's own files whatever their modes say, and shares blocks where the file system can. What a sandbox
 without an overlay deleted is marked by files (copies.py); they become whiteouts where an overlay takes the snapshot.
+
+To travel, a layer is packed into one file by GNU tar, which knows devices, links, holes and extended attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from megaflow_hpc.rundir import write_json
 
 FORMAT = 1
 COPY_S = 600.0
+_CHUNK = 1 << 20
+_TAR = ("--xattrs", "--xattrs-include=*", "--numeric-owner")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Snapshot:
     image: str
     marks: str = ""
     """What the names of files begin with that stand for deleted ones; empty: whiteouts do."""
+    offset: int = -1
+    """From this byte on the file ``path`` holds the packed layer; -1: ``path`` is a directory."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -93,9 +99,46 @@ def lay(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
     Args:
         whiteouts: the layer is an overlay's, which knows no other marks of what was deleted.
     """
-    copy(Path(snapshot.path, "upper"), layer / "upper")
+    if snapshot.offset < 0:
+        copy(Path(snapshot.path, "upper"), layer / "upper")
+    else:
+        _unpack(snapshot, layer / "upper")
     if whiteouts and snapshot.marks:
         _make_whiteouts(layer / "upper", snapshot.marks)
+
+
+def pack(snapshot: Snapshot, write: Callable[[bytes], object], limit: int) -> None:
+    """Hands the layer of a snapshot to ``write``, piece by piece, as one archive of at most ``limit`` bytes.
+
+    Raises:
+        SandboxError: it is larger, or cannot be packed; beside what ``write`` raises.
+    """
+    upper = Path(snapshot.path, "upper")
+    words = _as_root(["tar", "--create", "--file=-", f"--directory={upper}", "--format=posix", "--sparse", *_TAR, "."])
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors) as packing:
+        assert packing.stdout is not None
+        try:
+            written = 0
+            while chunk := packing.stdout.read(_CHUNK):
+                written += len(chunk)
+                if written > limit:
+                    raise SandboxError(f"{upper}: takes more than {limit} bytes")
+                write(chunk)
+        except BaseException:
+            packing.kill()
+            raise
+        if packing.wait():
+            errors.seek(0)
+            raise SandboxError(f"{upper}: cannot be packed: {errors.read(500).decode('utf-8', 'replace').strip()}")
+
+
+def _unpack(snapshot: Snapshot, upper: Path) -> None:
+    upper.mkdir()
+    options = ["--same-permissions", "--no-same-owner", "--delay-directory-restore"]
+    with open(snapshot.path, "rb", buffering=0) as file:
+        file.seek(snapshot.offset)
+        argv = ["tar", "--extract", "--file=-", f"--directory={upper}", *options, *_TAR]
+        _run(argv, f"{snapshot.path}: the layer cannot be unpacked", file.fileno())
 
 
 def _make_whiteouts(upper: Path, marks: str) -> None:
@@ -118,12 +161,18 @@ def copy(source: Path, target: Path) -> None:
     _run([program, "-a", "--reflink=auto", "--", str(source), str(target)], f"{source}: cannot be copied to {target}")
 
 
-def _run(argv: Sequence[str], failed: str) -> None:
+def _run(argv: Sequence[str], failed: str, stdin: int = subprocess.DEVNULL) -> None:
     """As uid 0 of a user namespace, where that is to be had."""
-    words = [*(unshare() if os.geteuid() else ()), *argv]
+    words = _as_root(argv)
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COPY_S, check=False)
+        done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, timeout=COPY_S, check=False)
     except subprocess.TimeoutExpired:
         raise SandboxError(f"{failed}: not done in {COPY_S:g} s") from None
+    except OSError as error:
+        raise SandboxError(f"{failed}: {error}") from error
     if done.returncode:
         raise SandboxError(f"{failed}: {done.stderr.strip()[-500:]}")
+
+
+def _as_root(argv: Sequence[str]) -> list[str]:
+    return [*(unshare() if os.geteuid() else ()), *argv]

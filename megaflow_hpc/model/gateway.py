@@ -13,8 +13,9 @@ agent asked for a stream, streamed from here: until the last token is there, a c
 elsewhere.
 
 Errors have the shape of the agent's API. 503 with type ``model_service_error`` means that no engine could answer within
-``wait_s``; 429 with type ``rollout_budget_exceeded`` that this rollout may call no more. Neither is worth a client's
-own retries, and says so in ``x-should-retry``.
+``wait_s``; 429 with type ``rollout_budget_exceeded`` that this rollout may call no more; 503 with type
+``rollout_suspended`` that it goes on in another allocation, where the same call will be answered: what was answered
+here is recorded, what was refused is not. None is worth a client's own retries, and says so in ``x-should-retry``.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = ["SEEDS", "ModelGateway"]
 LOG = logging.getLogger(__name__)
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
+SUSPENDED = "rollout_suspended"
 CHAT = "/v1/chat/completions"
 MAX_BODY = 256 * 2**20
 T = TypeVar("T")
@@ -123,12 +125,14 @@ class ModelGateway:
         listener: socket.socket | None = None,
         budget: Budget | None = None,
         seed: int = -1,
+        recorded: Mapping[str, Any] | None = None,
     ) -> ModelEndpoint:
         if self._runner is None:
             raise MegaflowError("the gateway is not started; call start() first")
         if rollout_id in self._by_id:
             raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
-        key, recorder = f"sk-{secrets.token_urlsafe(24)}", Recorder(policy=policy)
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        recorder = Recorder(policy=policy) if recorded is None else Recorder.resumed(recorded)
         session = Session(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget(), seed=seed)
         inside = ""
         if listener is not None:
@@ -155,6 +159,21 @@ class ModelGateway:
         For agents whose client swallows the 503: the rollout failed by the model service, whatever the agent says.
         """
         return self._by_id[rollout_id].trouble
+
+    def suspend(self, rollout_id: str, now: bool) -> bool:
+        """Refuses an open rollout's further calls, and with ``now`` those that no engine has answered yet.
+
+        Returns:
+            Whether it is waiting for such a call.
+        """
+        session = self._by_id[rollout_id]
+        session.suspend(now)
+        return bool(session.asking)
+
+    def suspended(self, rollout_id: str) -> dict[str, Any] | None:
+        """What was recorded of an open rollout, for :meth:`open`, if a call of it was refused by :meth:`suspend`."""
+        session = self._by_id[rollout_id]
+        return session.recorder.state() if session.refused else None
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the list; from the gateway's own event loop at once, from another thread as soon as it can."""
@@ -185,7 +204,7 @@ class ModelGateway:
             failure = error
         status, message, kind = _said(failure)
         body = dialect_of(request.path, request.headers).error(status, message, kind)
-        hopeless = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED)
+        hopeless = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED, SUSPENDED)
         return _json(body, status, {"x-should-retry": "false"} if hopeless else None)
 
     async def _dispatch(self, session: Session, request: web.BaseRequest, path: str) -> web.StreamResponse:
@@ -213,6 +232,8 @@ class ModelGateway:
 
     async def _complete(self, session: Session, request: web.BaseRequest, place: str) -> web.StreamResponse:
         dialect, body = DIALECTS[place], await _body(request)
+        if session.suspended:
+            raise self._refusal(session)
         try:
             asked = dialect.request(body)
         except BadRequest as error:
@@ -253,7 +274,18 @@ class ModelGateway:
         session.seeded(asked)
         if policy in self._replays:
             return self._replayed(session, policy, path, asked)
-        answer, server, model_s, wait_s = await self._call(session, path, asked, backend.ask)
+        task = asyncio.current_task()
+        assert task is not None
+        session.asking.add(task)
+        try:
+            answer, server, model_s, wait_s = await self._call(session, path, asked, backend.ask)
+        except asyncio.CancelledError:
+            if not session.suspended:
+                raise
+            task.uncancel()
+            raise self._refusal(session) from None
+        finally:
+            session.asking.discard(task)
         if self._by_id.get(session.id) is not session:
             raise _Failure(401, "the rollout has ended", "authentication_error")
         session.servers[policy], session.trouble = server.name, ""
@@ -267,6 +299,11 @@ class ModelGateway:
             self._caller.limits.charge(int((answer.body.get("usage") or {}).get("total_tokens") or 0))
         recorder.count(answer.protocol, server.degraded)
         return answer.body
+
+    @staticmethod
+    def _refusal(session: Session) -> _Failure:
+        session.refused = True
+        return _Failure(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
 
     def _replayed(self, session: Session, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The recorded answer to a call, recorded again."""

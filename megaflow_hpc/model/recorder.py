@@ -199,6 +199,35 @@ class Recorder:
         self.request_arrived()
         return self.recording
 
+    def state(self) -> dict[str, Any]:
+        """All of it, for :meth:`resumed` in another process. A dict that msgpack takes."""
+        recording = self.finish()
+        return {
+            "policy": self.policy,
+            "recording": {
+                **vars(recording),
+                "sequences": [sequence.to_record() for sequence in recording.sequences],
+                "turns": [dict(vars(turn)) for turn in recording.turns],
+            },
+            "sampled": self.sampled,
+            "calls": self.calls,
+            "tips": [[number, {**vars(tip), "rendered": tip.rendered.tobytes()}] for number, tip in self.tips.items()],
+            "answers": self.answers,
+        }
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any]) -> Recorder:
+        """Goes on where :meth:`state` was taken, sampled ids included."""
+        kept = state["recording"]
+        sequences = [TokenSequence.from_record(record) for record in kept["sequences"]]
+        recording = Recording(**{**kept, "sequences": sequences, "turns": [Turn(**turn) for turn in kept["turns"]]})
+        tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
+        answers = {
+            policy: {key: [(place, answer) for place, answer in found] for key, found in known.items()}
+            for policy, known in state["answers"].items()
+        }
+        return cls(state["policy"], RAW_TOKENS, recording, state["sampled"], state["calls"], tips, answers)
+
     def _keep_messages(
         self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,18 @@ class Session:
     in_flight: int = 0
     """Calls that have come in and are not answered."""
     seed: int = -1
+    suspended: bool = False
+    """No call is answered any more: the rollout goes on in another allocation."""
+    refused: bool = False
+    """One was refused for that."""
+    asking: set[asyncio.Task[Any]] = field(default_factory=set)
+    """What waits for an engine's answer, of which nothing is recorded yet."""
+
+    def suspend(self, now: bool) -> None:
+        """Refuses further calls; with ``now`` also those that wait for an answer."""
+        self.suspended = True
+        for task in self.asking if now else ():
+            task.cancel()
 
     @property
     def group(self) -> str:

@@ -15,6 +15,7 @@ from serving import Servers
 from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.model.script import script_from_patch
+from megaflow_hpc.pod.wire import pack, unpack
 from megaflow_hpc.types import AgentResult, Budget, Recording, Task
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"
@@ -125,6 +126,51 @@ def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Pa
 
     with pytest.raises(SandboxError):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
+    servers: Servers, tmp_path: Path, now: bool
+) -> None:
+    """The answer to the second call is late: it is waited for, or given up with ``now`` and asked for once more."""
+    slow = {"text": block("echo two >> log"), "delay_s": 2}
+    submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo done")
+    servers.script({"default": [block("echo one >> log"), slow, block("echo three >> log"), submit]})
+    sandbox = LocalSandbox(tmp_path / "box")
+
+    async def first() -> tuple[dict[str, Any], dict[str, Any]]:
+        agent = create({"name": "mini-swe-agent"})
+        async with servers.gateway() as gateway:
+            model = await gateway.open("sum/default/0", "default", seed=7)
+            running = asyncio.create_task(agent.run(make_task(), sandbox, model))
+            while not (sandbox.work / "log").exists():
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)
+            assert gateway.suspend("sum/default/0", now=now), "it waits for the slow answer"
+            result = await running
+            assert result.state is not None
+            recorded = gateway.suspended("sum/default/0")
+            assert recorded is not None
+            return unpack(pack(result.state)), unpack(pack(recorded))
+
+    async def second(state: dict[str, Any], recorded: dict[str, Any]) -> tuple[AgentResult, Recording]:
+        agent = create({"name": "mini-swe-agent"})
+        agent.resume(state)  # type: ignore[attr-defined]
+        async with servers.gateway() as gateway:
+            model = await gateway.open("sum/default/0", "default", seed=7, recorded=recorded)
+            return await agent.run(make_task(), sandbox, model), await gateway.close("sum/default/0")
+
+    state, recorded = asyncio.run(first())
+    done = ["one"] if now else ["one", "two"]
+    assert (sandbox.work / "log").read_text().split() == done
+    assert len(recorded["recording"]["turns"]) == len(done)
+    result, recording = asyncio.run(second(state, recorded))
+    assert (result.status, result.error) == ("completed", "")
+    assert (sandbox.work / "log").read_text().split() == ["one", "two", "three"]
+    assert len(recording.turns) == len(result.sandbox_s) == 4
+    assert len(recording.sequences) == 1, "what was sampled before is context, token by token"
+    assert recording.messages == result.messages
+    assert [message["role"] for message in result.messages].count("assistant") == 4
 
 
 def test_a_cancelled_rollout_leaves_no_thread(servers: Servers, tmp_path: Path) -> None:

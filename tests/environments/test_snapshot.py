@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec, Snapshot
+from megaflow_hpc.environments.snapshot import pack
 from megaflow_hpc.errors import SandboxError
 
 CHANGE = """
@@ -49,6 +50,34 @@ def test_a_snapshot_brings_back_files_links_modes_and_what_was_deleted(
         assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "second"]
         kept.remove()
         assert not os.path.exists(kept.path)
+
+    asyncio.run(main())
+
+
+def test_a_packed_snapshot_in_one_file_brings_back_the_same_on_any_node(
+    rootfs: str, scratch: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        spec = SandboxSpec(rootfs, workdir="/w")
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(spec) as first:
+                made = await first.exec(CHANGE + "truncate -s 50M /sparse; mknod /tmp/dev c 0 0 2>/dev/null || true\n")
+                assert made.exit_code == 0, made.stderr
+                seen = (await first.exec(LOOK)).stdout
+                kept = await first.snapshot(tmp_path / "kept")
+            with open(tmp_path / "file", "wb") as file:
+                file.write(b"before")
+                pack(kept, file.write, 4 << 20)
+            with open(tmp_path / "small", "wb") as file, pytest.raises(SandboxError, match="more than 4096 bytes"):
+                pack(kept, file.write, 4096)
+            kept.remove()
+            packed = Snapshot(str(tmp_path / "file"), rootfs, offset=len("before"))
+            async with await provider.start(spec, packed) as second:
+                assert (await second.exec(LOOK)).stdout == seen
+                assert (await second.exec("stat -c '%s %b' /sparse")).stdout == "52428800 0\n"
+            os.truncate(packed.path, 9000)
+            with pytest.raises(SandboxError, match="cannot be unpacked"):
+                await provider.start(spec, packed)
 
     asyncio.run(main())
 
