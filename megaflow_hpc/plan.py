@@ -234,7 +234,7 @@ def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) 
         except ConfigError as error:
             raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
         changes["pool"] = str(pool)
-    for field in ("path", "script", "api_key_file", "python"):
+    for field in ("path", "script", "api_key_file", "python", "image"):
         value = getattr(model, field)
         if value is None:
             continue
@@ -245,6 +245,7 @@ def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) 
         elif looks_like_path and field != "python":
             key = f"models.{name}.{field}" if named else f"model.{field}"
             raise ConfigError(
+    changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
                 f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path"
             )
     return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})

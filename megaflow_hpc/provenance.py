@@ -56,7 +56,7 @@ def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
 def _model(model: ModelConfig) -> dict[str, Any]:
     """What of a model is known without starting it."""
     found: dict[str, Any] = {"engine": model.engine}
-    for key in ("path", "script", "base_url"):
+    for key in ("path", "script", "image", "base_url"):
         if getattr(model, key):
             found[key] = getattr(model, key)
     found |= _engine(model)
@@ -69,7 +69,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 def _engine(model: ModelConfig) -> dict[str, str]:
     """Versions of the engine's packages in its interpreter's site-packages."""
-    wanted = () if model.pool else ENGINES.get(model.engine, ())
+    wanted = () if model.pool or model.image else ENGINES.get(model.engine, ())
     if not wanted:
         return {}
     try:

@@ -77,7 +77,10 @@ class WeightsConfig(Section):
     """Requests being sampled finish on the old version, or are continued on the new one."""
 
 
-ALSO = ("engine", "path", "servers", "gpus", "args", "python", "base_url", "api_key_file", "script", "weight")
+ALSO = (
+    *("engine", "path", "servers", "gpus", "args", "python", "image", "binds", "base_url", "api_key_file", "script"),
+    "weight",
+)
 """What further servers of a policy may have of their own."""
 
 
@@ -99,7 +102,11 @@ class ModelConfig(Section):
     args: dict[str, Any] = {}
     """Engine options as they stand on its command line, without the dashes."""
     python: str | None = None
-    """Interpreter (or virtual environment) of the engine; default ``MEGAFLOW_ENGINE_VENV``."""
+    """Interpreter (or virtual environment) of the engine; default ``MEGAFLOW_ENGINE_VENV``. In an image: python3."""
+    image: str | None = None
+    """Apptainer image (SIF file or directory) that holds the engine."""
+    binds: tuple[str, ...] = ()
+    """What an engine in an image sees of the host beside the model and published weights: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
     """``external`` only: address ending in /v1."""
     api_key_file: str | None = None
@@ -127,6 +134,8 @@ class ModelConfig(Section):
         field = "pool" if self.pool else {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
         if getattr(self, field) is None:
             raise ValueError(f"engine {self.engine} needs {field!r}")
+        if self.image and self.engine in ("external", "replay"):
+            raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):
             raise ValueError(f"also: {name!r} belongs to the whole policy; further servers may have {', '.join(ALSO)}")
         self.kinds()

@@ -14,6 +14,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
      r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID|script of answers)",
      "the model cannot be found"),
+    (r"^FATAL:", "its image cannot be started"),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
 

@@ -21,6 +21,8 @@ WARM_UP = 3
 TAIL = 200_000
 """Bytes of the engine's log that are looked at for a cause: a failure in a core process is followed by many others."""
 END_S = 20.0
+NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
+"""Variables that no engine is started with: an MPI world's, and what a site's module would bind into its image."""
 
 
 class EngineProcess:
@@ -40,7 +42,7 @@ class EngineProcess:
             Path(self.launch.uds).unlink(missing_ok=True)
         if not self.launch.command:
             return
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED)}
         descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._log_start = os.fstat(descriptor).st_size
         try:

@@ -6,7 +6,7 @@ it cannot. Keys go to an engine by its environment. ``args`` of the section beco
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
 The interpreter of an engine is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
-environment ``MEGAFLOW_ENGINE_VENV``, else the one that runs this.
+environment ``MEGAFLOW_ENGINE_VENV``, else the one that runs this. With ``model.image`` it is one of that image.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model import image
 
 MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket's path (sun_path has 108)."""
@@ -51,13 +52,14 @@ class Launch:
     """Seconds from the start to the first completion; large models load for minutes."""
 
 
-def launch(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:
     """What to start for ``model`` (the campaign's section as a mapping).
 
     Args:
-        model: ``engine``, ``path``, ``gpus``, ``args``, ``python``, ``script``, ``base_url``, ``api_key_file``.
+        model: ``engine``, ``path``, ``gpus``, ``args``, ``python``, ``image``, ``binds``, ``script``, ``base_url``…
         policy: Name under which the model is served.
         private: A directory of mode 0700 on a local file system, for the socket.
+        seen: What an engine in an image must see of the host beside the model.
 
     Raises:
         ConfigError: The section does not fit the engine.
@@ -65,7 +67,8 @@ def launch(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     engine = str(model.get("engine") or "vllm")
     if engine not in ADAPTERS:
         raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
-    return ADAPTERS[engine](model, policy, private)
+    found = ADAPTERS[engine](model, policy, private)
+    return image.contained(found, model, private, seen) if model.get("image") and found.command else found
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
@@ -115,7 +118,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port, path = free_port(), _path(model)
     built_in: dict[str, Any] = {"host": "127.0.0.1", "port": port}
-    program = str(Path(interpreter(model)).with_name("transformers"))
+    program = str(Path(interpreter(model)).with_name("transformers"))  # "transformers", where a PATH is to find it
     return Launch(
         [program, "serve", path, *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
@@ -131,9 +134,11 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if model.get("script"):
         options["script"] = str(model["script"])
     options |= model.get("args") or {}
-    command = [sys.executable, "-m", "megaflow_hpc.model.scripted", *flags(options)]
+    python = interpreter(model) if model.get("image") else sys.executable
+    command = [python, "-m", "megaflow_hpc.model.scripted", *flags(options)]
     slots = int(options.get("slots") or 0)
-    return Launch(command, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])} if model.get("image") else {}
+    return Launch(command, env, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)
 
 
 def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
@@ -182,6 +187,9 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 def interpreter(model: Mapping[str, Any]) -> str:
     """The Python that has the engine."""
+    if model.get("image"):
+        inside = str(model.get("python") or image.PYTHON)
+        return f"{inside}/bin/python" if Path(inside).is_dir() else inside
     chosen = model.get("python") or os.environ.get("MEGAFLOW_ENGINE_VENV")
     if not chosen:
         return sys.executable

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from megaflow_hpc.model.demand import Gauge
 from megaflow_hpc.model.engine_process import EngineProcess
 from megaflow_hpc.model.guests import Guests
 from megaflow_hpc.model.loading import Follower
+from megaflow_hpc.model.image import clear
 from megaflow_hpc.model.proxy import Proxy
 from megaflow_hpc.model.registration import Assignment, Registration, assignment, in_slurm
 from megaflow_hpc.pool import Pool
@@ -129,7 +129,7 @@ class EngineServer:
             self._give_up(str(error))
             return error.exit_status
         finally:
-            shutil.rmtree(private, ignore_errors=True)
+            clear(private)
 
     def leave(self, why: str) -> None:
         if not self._leave.is_set():
@@ -171,7 +171,7 @@ class EngineServer:
             ModelServiceError: The engine ended, or never answered.
             _OtherWeights: It was ended, since other weights are to be served than it can load.
         """
-        launch = engines.launch(self.weights.model(version), self.what.policy, private)
+        launch = engines.launch(self.weights.model(version), self.what.policy, private, [self.run_dir.weights])
         if self._guests is not None:
             self._guests.engine_answers(launch.slots)
         engine = EngineProcess(launch, self.files.log_file)
