@@ -183,8 +183,6 @@ def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignC
 
 def check_supported(config: CampaignConfig, where: Where) -> None:
     """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
-    if config.limits.gpu_hours is not None:
-        raise ConfigError(f"{where('limits.gpu_hours')}: limits.gpu_hours is not enforced yet; leave it out")
     if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
         place = where("scheduling.retry_every")
         raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow_hpc import plan as plan_module
+from megaflow_hpc.budget import Budget
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.fleet import ASK_SLURM_S, Fleet
@@ -246,14 +247,28 @@ class Run:
         return self.fleet.cancel()
 
     def resume(
-        self, failed: bool = False, only: Sequence[str] = (), launcher: Launcher = "auto", ranks: int = 1
+        self,
+        failed: bool = False,
+        only: Sequence[str] = (),
+        launcher: Launcher = "auto",
+        ranks: int = 1,
+        limits: Mapping[str, float | None] | None = None,
     ) -> bool:
         """Continues: what is not stored is run, with ``failed`` also what failed. False if there was nothing to do.
 
+        Args:
+            limits: ``core_hours``, ``gpu_hours``, ``wall``, in the place of the campaign's own; ``None`` lifts one.
+
         Raises:
+            ConfigError: a limit of the campaign is passed already.
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
         chosen = resolve_launcher(launcher)
+        budget = Budget(self.dir, self._content["campaign"]["limits"])
+        budget.raise_to(limits or {})
+        if (passed := budget.exceeded()) and not self.ledger.finished:
+            name = passed.rpartition("limits.")[2].split(" ")[0]
+            raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         mark = self.dir.ledger / "cancelled"
         if mark.exists() and chosen == "slurm":
             self.fleet.until_gone()

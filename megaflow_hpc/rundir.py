@@ -99,6 +99,8 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.ledger = self.path / "ledger"
         self.jobs = self.ledger / "jobs"
+        self.gpus = self.ledger / "gpus"
+        self.raised_limits = self.ledger / "limits.json"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"
         self.journal = self.path / "journal"

@@ -59,6 +59,14 @@ def register(subparsers: Parsers) -> None:
     resume.add_argument("run_dir", metavar="RUN")
     resume.add_argument("--failed", action="store_true", help="also run again what failed")
     resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="run again these, where they failed")
+    resume.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        type=_limit,
+        metavar="NAME=HOURS",
+        help="from now on: core_hours, gpu_hours or wall; none lifts it",
+    )
     resume.add_argument("--no-wait", action="store_true", help="queue and return")
     launcher(resume)
     add_json(resume)
@@ -188,11 +196,18 @@ def _submit(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _limit(text: str) -> tuple[str, float | None]:
+    name, _, hours = text.partition("=")
+    return name, None if hours == "none" else float(hours)
+
+
 def _resume(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign import Run
 
     run = Run(arguments.run_dir)
-    if not run.resume(arguments.failed, arguments.only, arguments.launcher, arguments.ranks):
+    if not run.resume(
+        arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=dict(arguments.limit)
+    ):
         note(
             "nothing to do: every rollout is stored"
             + ("" if arguments.failed else "; failed ones run again with --failed")

@@ -332,6 +332,7 @@ class LimitsConfig(Section):
     core_hours: float | None = Field(None, gt=0)
     """CPU cores of all pods' allocations times hours, used or not, after which pods start no more."""
     gpu_hours: float | None = Field(None, gt=0)
+    """GPUs of all engine servers times hours, used or not, after which pods start no more."""
     failures: int | None = Field(None, ge=1)
     """Failed rollouts after which a pod starts no more."""
     systematic: int | None = Field(32, ge=4)

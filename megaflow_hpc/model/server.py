@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.budget import Meter, gpus_of
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.ledger.duty import SCALER, Duty
 from megaflow_hpc.model import causes, engines
@@ -93,6 +94,7 @@ class EngineServer:
         self.files = Registration(run, what, pool)
         self._guests = Guests(pool, caps) if pool is not None and caps is not None else None
         self.weights = Follower(run, what)
+        self._meter = Meter(run, what.name, gpus_of(int(what.model.get("gpus") or 0)))
         self._leave = asyncio.Event()
         self._fingerprint = ""
         self._status = 0
@@ -123,6 +125,7 @@ class EngineServer:
                 return await self._keep_running(private)
             finally:
                 watcher.cancel()
+                self._note_gpus(now=True)
                 self.files.leave()
                 await self._proxy.stop()
         except ConfigError as error:
@@ -246,6 +249,7 @@ class EngineServer:
         finished = self.run_dir.ledger / "finished"
         next_beat = time.monotonic() + self.beat_s
         while not self._leave.is_set():
+            self._note_gpus()
             await asyncio.sleep(min(self.poll_s, self.idle_s))
             if finished.exists() or (self.run_dir.ledger / "cancelled").exists():
                 self.leave("the campaign is over")
@@ -259,6 +263,12 @@ class EngineServer:
                     await self._beat()
                 except OSError as error:
                     self._say(f"heartbeat: {error}")
+
+    def _note_gpus(self, now: bool = False) -> None:
+        try:
+            self._meter.tick(now)
+        except OSError as error:
+            self._say(f"GPU time: {error}")
 
     def _asked(self) -> bool:
         """Whether anybody has asked, or an engine that was brought back was not needed after all."""

@@ -18,9 +18,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from megaflow_hpc import budget as budgets
+from megaflow_hpc.budget import Budget
 from megaflow_hpc.ledger import Claim, Ledger
-from megaflow_hpc.pod import budget as budgets
-from megaflow_hpc.pod.budget import Budget
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.holdings import Holdings
@@ -198,7 +198,7 @@ class Clerk:
             if self._listing:
                 self._listing = False
                 self._listed |= self._endpoints.refresh()
-            if self._budget.limited and time.monotonic() - self._budgeted >= budgets.LOOK_S:
+            if time.monotonic() - self._budgeted >= budgets.LOOK_S:
                 self._budgeted = time.monotonic()
                 self.exceeded = self.exceeded or self._budget.exceeded()
             self.stuck_since = None

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from itertools import groupby
 
+from megaflow_hpc.budget import cores_of
 from megaflow_hpc.ledger import Claim
-from megaflow_hpc.pod.budget import cores_of
 from megaflow_hpc.pod.clerk import LOOK_S, Clerk
 from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.endpoints import Endpoints

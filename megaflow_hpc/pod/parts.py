@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.budget import Budget
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.pod.budget import Budget
 from megaflow_hpc.pod.clerk import Journal
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.events import Events
@@ -64,7 +64,7 @@ class Pod:
         return self.samples.get(policy, 0) + int(self.scheduling.get("spare") or 0)
 
     def budget(self) -> Budget:
-        return Budget(self.run, self.limits.get("core_hours"), self.limits.get("wall"))
+        return Budget(self.run, self.limits)
 
     def pattern(self) -> Pattern:
         return Pattern(self.limits.get("systematic"))

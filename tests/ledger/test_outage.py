@@ -53,6 +53,7 @@ def test_a_call_waits_while_the_file_system_is_away_and_says_so_once(
 
 FULL = """
     import errno, json, os, resource, signal, sys, threading, time
+    from megaflow_hpc.budget import Budget
     from megaflow_hpc.ledger import Ledger, PodIdentity
     from megaflow_hpc.pod.clerk import Clerk
     from megaflow_hpc.pod.events import Events
@@ -63,16 +64,13 @@ FULL = """
     from megaflow_hpc.trajectories.frames import pack_record
     from megaflow_hpc.trajectories.journal import JournalWriter
 
-    class NoBudget:
-        limited = False
-
     run = RunDir(sys.argv[1])
     ledger = Ledger(run, PodIdentity("a", "0"))
     ledger.register()
     events = Events(run.event_file("a", "0"))
     held = Holdings(run, ledger, events, lambda owner: 0, set)
     journal = JournalWriter(run.journal_file("a", "0"))
-    clerk = Clerk(journal, ledger, held, events, Endpoints(run, {}), NoBudget())
+    clerk = Clerk(journal, ledger, held, events, Endpoints(run, {}), Budget(run, {}))
     clerk.start()
     clerk.claim()
     while not clerk.claimed():

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc import budget
 from megaflow_hpc.bench.dispatch_ranks import make_pod
-from megaflow_hpc.pod import budget, stragglers
+from megaflow_hpc.pod import stragglers
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master import Master
 from megaflow_hpc.pod.outcome import Outcome
