@@ -243,9 +243,9 @@ def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) 
         elif looks_like_path and field != "python":
             key = f"models.{name}.{field}" if named else f"model.{field}"
             raise ConfigError(
-    changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
                 f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path"
             )
+    changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
     return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})
 
 
@@ -285,8 +285,8 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             "server_groups": plan.server_groups,
             "pools": {name: pool.about()[theirs[name]] for name, pool in pools.items()},
             "total": len(plan.rollouts),
-            "jobs": [],
             "learned": earlier.learned(plan.rollouts) if earlier else [],
+            "jobs": [],
         }
     )
 

@@ -36,8 +36,8 @@ from megaflow_hpc.model import causes, engines
 from megaflow_hpc.model.demand import Gauge
 from megaflow_hpc.model.engine_process import EngineProcess
 from megaflow_hpc.model.guests import Guests
-from megaflow_hpc.model.loading import Follower
 from megaflow_hpc.model.image import clear
+from megaflow_hpc.model.loading import Follower
 from megaflow_hpc.model.proxy import Proxy
 from megaflow_hpc.model.registration import Assignment, Registration, assignment, in_slurm
 from megaflow_hpc.pool import Pool
