@@ -24,8 +24,6 @@ from megaflow_hpc.bench.figures import Figure, median, quantile
 from megaflow_hpc.errors import SiteError
 
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
-LEARNED = 0.5
-"""Standard deviation of the logarithm of estimates' error."""
 DECISION_S = 50e-6
 """Of rank 0's time that one decision takes, journalling included, as measured without ``--simulate``."""
 
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
 
 
 def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
-    from megaflow_hpc.bench.simulation import pareto
+    from megaflow_hpc.bench.simulation import LEARNED, pareto
 
     count = arguments.rollouts or 100_000
     shapes: dict[str, list[list[float]]] = {}

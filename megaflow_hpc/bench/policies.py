@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import replace
 
-from megaflow_hpc.bench.simulation import Outcome, Shape, simulate
+from megaflow_hpc.bench.simulation import LEARNED, Outcome, Shape, believed, simulate
 from megaflow_hpc.pod.groups import GroupRules
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
@@ -47,7 +47,9 @@ def compare(seed: int) -> dict[str, float]:
     dropped = replace(plain, rules=GroupRules(signal_after=4))
     retried = replace(plain, rules=GroupRules(signal_after=4, retry_every=2))
     known = replace(plain, order="longest", expected_s=plain.durations_s)
+    learned = replace(plain, order="longest", expected_s=believed(plain.durations_s, LEARNED, seed))
     return {
+        "order: longest, estimates off by a factor e^±0.5": over(simulate(learned)),
         "order: longest, exact durations": over(simulate(known)),
         "order: fair": over(simulate(replace(plain, order="fair"))),
         "spare: 2": over(simulate(spare)),

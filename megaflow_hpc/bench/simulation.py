@@ -27,6 +27,9 @@ RANK_SLOTS = 32
 COPY_LOOK_S = 30.0
 """Virtual time between two looks for stragglers."""
 
+LEARNED = 0.5
+"""Standard deviation of the logarithm of estimates' error."""
+
 NO_RULES = GroupRules()
 
 
