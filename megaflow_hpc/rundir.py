@@ -12,6 +12,7 @@
       weights/            <version>/
       journal/            <pod>.<start>.journal: acknowledged trajectories
       shards/             <pod>.<start>.h5
+      partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
       trajectories.h5     the result
       events/             <pod>.<start>.jsonl: counters and life-cycle events
       logs/               one file per job element
@@ -105,6 +106,7 @@ class RunDir:
         self.weights = self.path / "weights"
         self.journal = self.path / "journal"
         self.shards = self.path / "shards"
+        self.partial = self.path / "partial"
         self.trajectories = self.path / "trajectories.h5"
         self.events = self.path / "events"
         self.logs = self.path / "logs"

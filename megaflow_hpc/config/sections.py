@@ -313,6 +313,10 @@ class SchedulingConfig(Section):
     """Equal rewards after which what waits of a group is dropped; samples behind these let other groups go first."""
     retry_every: int | None = Field(None, ge=1)
     """Of a group dropped by ``signal_after`` every so many-th sample runs; the rest too, if its reward differs."""
+    cuts: int = Field(16, ge=0)
+    """How often the end of an allocation may cut a rollout short before it is stored as failed, kind ``walltime``."""
+    partial_mb: int = Field(256, ge=0)
+    """MB kept of a rollout that is cut short between two turns, so that it goes on elsewhere; 0: it starts anew."""
     copies: bool = False
     """Start stragglers once more when nothing else is left; the first result counts, which favours short ones."""
 

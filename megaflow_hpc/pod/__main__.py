@@ -112,6 +112,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
             "images": content["images"],
             "slots": slots_per_rank(content),
             "starts": expected_starts(content),
+            "partial": str(run.partial),
         },
         tasks=content["tasks"],
         servers={**Counter(server["policy"] for server in content["servers"]), **content.get("pools", {})},

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megaflow_hpc.ledger import Claim, Ledger, read_block
+from megaflow_hpc.ledger.rules import GIVEN
 from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.histories import Histories, History
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
 
@@ -34,6 +36,7 @@ class Holdings:
         journal_length: Callable[[str], int],
         stored: Callable[[], set[str]],
     ) -> None:
+        self._histories = Histories(run)
         self._run, self._ledger, self._events = run, ledger, events
         self._journal_length, self._stored = journal_length, stored
         self._held: dict[int, _Held] = {}
@@ -65,12 +68,18 @@ class Holdings:
             # Asked once: what is stored meanwhile is run again at worst, and counts once all the same.
             self._stored_ids = stored = self._stored() if self._stored_ids is None else self._stored_ids
         todo = [rollout for rollout in rollouts if rollout.id not in stored and rollout.id not in claim.without]
+        if claim.epoch or claim.block >= GIVEN:
+            self._histories.look()
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
         self._say(claim, "claimed", rollouts=len(todo))
         if not todo:
             self._finish(claim.block)
         return claim, todo
+
+    def history(self, rollout_id: str) -> History | None:
+        """What earlier pods have told of a rollout that was claimed; once."""
+        return self._histories.take(rollout_id)
 
     def settled(self, block: int, rollout_id: str) -> None:
         """A rollout is durable; with its last one the block is marked done."""

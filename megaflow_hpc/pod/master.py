@@ -18,6 +18,7 @@ from megaflow_hpc.pod.clerk import LOOK_S, Clerk
 from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.endpoints import Endpoints
 from megaflow_hpc.pod.estimates import Estimates
+from megaflow_hpc.pod.histories import forget
 from megaflow_hpc.pod.holdings import Holdings
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.parts import Pod
@@ -43,6 +44,8 @@ AHEAD_ROLLOUTS = 256
 DRAIN_S = 25.0
 """What running rollouts may still take once draining has begun; with what workers take to stop, below the warning time
 of the batch script."""
+PATIENCE_S = 12.0
+"""How long agents that are to go on elsewhere may wait for the model's answer of their last turn here."""
 DRAIN_NOW_S = 4.0
 """The same when Slurm is about to kill the step (preempted or cancelled)."""
 SURELY = 0.9
@@ -94,6 +97,7 @@ class Master:
     def run(self) -> str:
         pod = self.pod
         pod.ledger.register()
+        pod.run.partial.mkdir(mode=0o700, exist_ok=True)
         pod.events.write("pod", state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
         self._clerk.start()
         self._ranks.greet(pod.init)
@@ -219,9 +223,12 @@ class Master:
 
     def _start(self, rank: int, work: Work) -> None:
         rollout = work.rollout
-        attempts = self._results.attempts
-        before = attempts.get(rollout.id, ()) if attempts else ()
-        self.pod.comm.send(rank, self._starts.pack(work, rank, before))
+        history = self._results.histories.get(rollout.id) if self._results.histories else None
+        if history is None:
+            self.pod.comm.send(rank, self._starts.pack(work, rank))
+        else:
+            self.pod.comm.send(rank, self._starts.pack(work, rank, history.attempts, history.partial))
+            history.partial = ""  # used once
         if self._results.grouped:
             self._results.groups.started(rollout.group_id, rollout.id)
 
@@ -260,10 +267,15 @@ class Master:
         ids = [rollout.id for rollout in rollouts]
         later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
         for rollout in rollouts:
+            history = self._held.history(rollout.id)
+            if history is not None:
+                self._results.histories[rollout.id] = history
             yield Work(
                 rollout,
                 claim.block,
                 claim.epoch,
+                history.next_attempt if history else 0,
+                causes=tuple(history.causes) if history else (),
                 expected_s=expected_s,
                 demand=demand,
                 share=share,
@@ -274,7 +286,7 @@ class Master:
         pod = self.pod
         if pod.drain_file is not None and pod.drain_file.exists():
             if pod.drain_file.read_text().strip() == "now":
-                self._grace_s = DRAIN_NOW_S
+                self._hurry()
             self._drain("asked to by the batch script")
         for rank, why in list(self._ranks.lost()):
             self._lose(rank, why)
@@ -333,6 +345,13 @@ class Master:
         self._results.draining = True
         self.scheduler.clear()
         self.pod.events.write("pod", state="draining", why=why)
+        self._ranks.tell({"op": "suspend", "patience_s": PATIENCE_S if self._grace_s == DRAIN_S else 0.0})
+
+    def _hurry(self) -> None:
+        """Slurm kills the step soon."""
+        if self._grace_s == DRAIN_S and self._draining_since is not None:
+            self._ranks.tell({"op": "suspend", "patience_s": 0.0})
+        self._grace_s = DRAIN_NOW_S
 
     def _leave(self, state: str) -> None:
         """Stops the workers, gives unfinished blocks back, says goodbye."""
@@ -346,7 +365,10 @@ class Master:
             return  # nothing is given back: whoever takes over seals what counts
         self._results.cut_short(preempted=self._grace_s == DRAIN_NOW_S)
         if self._clerk.finish(STUCK_S):
+            self._results.hand_down()
             self._held.release()
         self._results.count(self._clerk.durable())
+        if pod.ledger.finished:
+            forget(pod.run)
         pod.events.write("pod", state=state, stored=self._results.stored)
         pod.events.close()

@@ -33,9 +33,13 @@ class Outcome:
     cause: str
     """Why it failed, as :mod:`megaflow_hpc.pod.failures` tells causes apart; empty where it did not."""
     record: bytes
+    partial: str = ""
+    """Of one that was cut short: the file below ``RUN/partial`` with which it goes on, if any."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory, attempts: Sequence[Attempt] = (), cause: str = "") -> Outcome:
+    def of(
+        cls, trajectory: Trajectory, attempts: Sequence[Attempt] = (), cause: str = "", partial: str = ""
+    ) -> Outcome:
         """Packs ``trajectory`` with ``attempts`` before it and its own.
 
         Args:
@@ -47,7 +51,8 @@ class Outcome:
         trajectory.attempts = [*attempts, attempt_of(trajectory)]
         told = {name: getattr(trajectory, name) for name in _TOLD}
         cause = cause or (trajectory.error_kind if trajectory.status == "failed" else "")
-        return cls(**told, turns=len(trajectory.turns), cause=cause, record=pack(trajectory.to_record()))
+        record = pack(trajectory.to_record())
+        return cls(**told, turns=len(trajectory.turns), cause=cause, record=record, partial=partial)
 
     @property
     def seconds(self) -> float:
@@ -68,7 +73,7 @@ class Outcome:
 
 
 _NAMES = tuple(field.name for field in fields(Outcome))
-_TOLD = tuple(name for name in _NAMES if name not in ("turns", "cause", "record"))
+_TOLD = tuple(name for name in _NAMES if name not in ("turns", "cause", "record", "partial"))
 _KIND = b"\x84" + pack("kind") + pack("trajectory") + pack("epoch")  # a map of four pairs, its parts one by one
 _OF_ATTEMPT = tuple(field.name for field in fields(Attempt))
 _BLOCK = pack("block")

@@ -6,14 +6,17 @@ own, and this one carries them out.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megaflow_hpc.pod import histories
 from megaflow_hpc.pod.clerk import Clerk, Filed
 from megaflow_hpc.pod.estimates import Estimates
 from megaflow_hpc.pod.failures import Blame, may_retry
 from megaflow_hpc.pod.groups import Groups, Step
+from megaflow_hpc.pod.histories import History
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.parts import Pod
 from megaflow_hpc.pod.ranks import Ranks
@@ -22,6 +25,8 @@ from megaflow_hpc.pod.work import Work
 from megaflow_hpc.types import Attempt, Status, Trajectory
 
 JUDGED = ("completed", "truncated")
+CUTS = 16
+"""Of runs that were planned before campaigns could say it."""
 
 
 class Results:
@@ -45,8 +50,10 @@ class Results:
         self._blame, self._pattern = Blame(), pod.pattern()
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
-        self.attempts: dict[str, list[Attempt]] = {}
-        """Attempts that failed, by rollout."""
+        self.histories: dict[str, History] = {}
+        """Of rollouts that were tried and are not stored."""
+        self._cut: set[str] = set()
+        """Rollouts that the end of this allocation has cut short."""
         self._asleep: dict[str, Work] = {}
         self._cancelling: dict[str, str] = {}
         """Rollout that was told to stop → why."""
@@ -91,8 +98,8 @@ class Results:
         why = self._cancelling.get(outcome.id) if self._cancelling else None
         if outcome.status == "cancelled" and why is None:
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
-            # whoever takes it runs this rollout again.
-            self._pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind="preemption", error="")
+            # whoever takes it goes on with this rollout.
+            self._cut_short(work, outcome)
             self._drain("a rollout was stopped by a signal to the step")
             return
         failed = outcome.status == "failed"
@@ -102,13 +109,15 @@ class Results:
         if failed and self._goes_on(rank, work, outcome):
             return
         if outcome.status in JUDGED:
-            self._estimates.observe(outcome.task_id, outcome.policy, outcome.seconds)
+            before = self.histories.get(outcome.id) if self.histories else None
+            seconds = outcome.seconds + (before.kept_s if before else 0.0)
+            self._estimates.observe(outcome.task_id, outcome.policy, seconds)
         if self._copies:
             self._call_off_copies(outcome.id)
         if why is not None:
             del self._cancelling[outcome.id]
-        if self.attempts:
-            self.attempts.pop(outcome.id, None)
+        if self.histories:
+            self.histories.pop(outcome.id, None)
         self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
         if self.grouped:
             judged = outcome.status in JUDGED
@@ -122,7 +131,10 @@ class Results:
         twin = self._copies and bool(self._scheduler.running_at(outcome.id))
         if not twin and not self._scheduler.retry(work, outcome.cause, rank):
             return False
-        self.attempts.setdefault(outcome.id, []).append(attempt_of(outcome))
+        history = self.histories.setdefault(outcome.id, History())
+        history.attempts.append(attempt_of(outcome))
+        history.causes.append(outcome.cause)
+        history.kept_s = 0.0
         self._pod.events.write(
             "attempt", id=outcome.id, attempt=work.attempt, kind=outcome.cause, error=outcome.error[:300], rank=rank
         )
@@ -149,7 +161,7 @@ class Results:
             finished_at=now,
             epoch=work.epoch,
         )
-        return Outcome.of(trajectory, self.attempts.get(work.rollout.id, ()))
+        return Outcome.of(trajectory, self.attempts(work.rollout.id))
 
     # --- what follows ---
 
@@ -165,7 +177,7 @@ class Results:
             work = self._asleep.pop(rollout, None) or self._scheduler.drop(rollout)
             if work is not None:
                 outcome = self.unrun(work, "", step.why, "cancelled")
-                self.attempts.pop(rollout, None)
+                self.histories.pop(rollout, None)
                 self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
             for rank in self._scheduler.running_at(rollout):
                 self._cancelling[rollout] = step.why
@@ -182,11 +194,44 @@ class Results:
         why = f"sandboxes do not start on {node}: {error[:300]}"
         self._pod.events.write("worker", rank=rank, state="excluded", node=node, why=why)
 
+    # --- the end of the allocation ---
+
+    def attempts(self, rollout: str) -> Sequence[Attempt]:
+        """Those that have ended without a result that counts."""
+        history = self.histories.get(rollout) if self.histories else None
+        return history.attempts if history else ()
+
     def cut_short(self, preempted: bool) -> None:
-        """Says what still runs while the allocation ends; the next one starts it anew."""
+        """Says what still runs when the allocation ends; the next one starts it anew."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.running_work():
-            self._pod.events.write("attempt", id=work.rollout.id, attempt=work.attempt, kind=kind, error="")
+            self._cut_short(work, self.unrun(work, kind, "cut short; it starts anew", "cancelled"))
+
+    def _cut_short(self, work: Work, outcome: Outcome) -> None:
+        """Notes that an attempt was cut short; a rollout to which that happened too often fails."""
+        history = self.histories.setdefault(outcome.id, History())
+        if outcome.id not in self._cut:
+            self._cut.add(outcome.id)
+            history.cuts += 1
+        history.attempts.append(attempt_of(outcome))
+        history.partial = outcome.partial
+        history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
+        kind = outcome.error_kind or "preemption"
+        self._pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=kind, error=outcome.error[:300])
+        most = int(self._pod.scheduling.get("cuts", CUTS))
+        if history.cuts > most:
+            why = f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
+            failed = self.unrun(work, "walltime", why)
+            del self.histories[outcome.id]
+            self._clerk.file(failed, work.block, failed.payload(work.epoch, work.block))
+
+    def hand_down(self) -> None:
+        """Tells the pods that come after of the rollouts that go back with their blocks."""
+        identity = self._pod.ledger.identity
+        try:
+            histories.write(self._pod.run, identity.name if identity else "", self.histories)
+        except OSError as error:
+            print(f"pod: {self._pod.run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
 
     # --- what is durable ---
 

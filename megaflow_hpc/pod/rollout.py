@@ -2,7 +2,8 @@
 
 Sandbox, agent, everything of the agent killed, verifier, in this order (the last three for each step of a task that has
 steps); whatever goes wrong becomes a status and a cause, never an exception. Infrastructure that fails is ``failed``
-with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other.
+with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other. One that the
+allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was (ending.py).
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.remote import Zygote, forked
-from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.config.quotas import gateways
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.config import Policy
+from megaflow_hpc.environments import checkout
 from megaflow_hpc.environments.limits import Breach
+from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
 from megaflow_hpc.environments.tasks import prepare
-from megaflow_hpc.environments.verifier import Court, verify
+from megaflow_hpc.environments.verifier import verify
 from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, SandboxError, UserCodeError
-from megaflow_hpc.model.gateway import SEEDS, ModelGateway
-from megaflow_hpc.model.limits import CallLimits, Quotas
-from megaflow_hpc.pod.recordings import replays_of
+from megaflow_hpc.model.gateway import SEEDS
+from megaflow_hpc.pod.partial import CutShort, Partial
+from megaflow_hpc.pod.services import Services, court, sandbox_spec
 from megaflow_hpc.process import node_name
 from megaflow_hpc.types import (
     Agent,
@@ -38,6 +40,7 @@ from megaflow_hpc.types import (
     Budget,
     ModelEndpoint,
     Recording,
+    ResumableAgent,
     Rollout,
     Sandbox,
     Task,
@@ -50,57 +53,6 @@ KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 SETTLE_S = 1.0
 """After an agent was killed: if it is the job that ends, the signal will have reached the sandbox and us by then, and a
 preempted rollout is not to be judged."""
-
-
-@dataclass
-class Services:
-    """What the rollouts of one runner share."""
-
-    config: CampaignConfig
-    policies: Mapping[str, Policy]
-    images: Mapping[str, str]
-    """Image name in the tasks → SIF or directory."""
-    provider: ApptainerProvider
-    gateway: ModelGateway
-    agents: Zygote = field(default_factory=lambda: Zygote(()))
-    """Where Python agents run."""
-    preempted: bool = False
-    """Slurm has signalled every process of the step: what ends from now on may have ended of that."""
-
-    @classmethod
-    async def open(cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str]) -> Services:
-        gateway = ModelGateway(
-            policies=[name for name, policy in policies.items() if policy.model],
-            limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
-            replays=replays_of(policies),
-        )
-        await gateway.start()
-        agents = Zygote([policy.agent.name for policy in policies.values()])
-        return cls(config, policies, images, ApptainerProvider(), gateway, agents)
-
-    async def close(self) -> None:
-        self.agents.close()
-        await self.provider.close()
-        await self.gateway.stop()
-
-
-def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
-    environment = services.config.environment
-    limits, default = task.limits, environment.limits
-    return SandboxSpec(
-        image=services.images[task.image],
-        env=dict(task.env),
-        workdir=task.workdir,
-        user=task.user,
-        network=environment.network_of(task),
-        memory_mb=limits.memory_mb or default.memory_mb,
-        cpus=limits.cpus or default.cpus,
-        disk_mb=limits.disk_mb or default.disk_mb,
-        processes=default.processes or limits.processes or 512,
-        mode=environment.mode_of(task),
-        cpu_s=limits.cpu_s or default.cpu_s,
-        wall_s=limits.wall_s or default.wall_s,
-    )
 
 
 def blank(rollout: Rollout, attempt: int) -> Trajectory:
@@ -124,34 +76,60 @@ class NoSandbox(SandboxError):
     """None could be started, which may be the node's fault."""
 
 
+@dataclass
+class Ended:
+    """One attempt."""
+
+    trajectory: Trajectory
+    cause: str = ""
+    """Of a failure, as :mod:`megaflow_hpc.pod.failures` tells causes apart."""
+    partial: str = ""
+    """Of one that was cut short, the file with which it goes on."""
+
+
 async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
     """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
-    return (await attempt_once(services, rollout, task, attempt))[0]
+    return (await attempt_once(services, rollout, task, attempt)).trajectory
 
 
-async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt: int) -> tuple[Trajectory, str]:
-    """As :func:`execute`, with the cause of a failure as :mod:`megaflow_hpc.pod.failures` tells causes apart."""
-    trajectory, cause = blank(rollout, attempt), ""
+async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt: int, partial: str = "") -> Ended:
+    """As :func:`execute`.
+
+    Args:
+        partial: file with which an attempt that was cut short goes on.
+    """
+    began = time.time()
+    ended = Ended(blank(rollout, attempt))
+    trajectory = ended.trajectory
     try:
-        await _run(services, rollout, task, trajectory)
-        if services.preempted:
+        await _run(services, rollout, task, trajectory, partial)
+        if services.ending.preempted:
             raise asyncio.CancelledError
+    except CutShort as cut:
+        ended.trajectory = trajectory = blank(rollout, attempt)  # what it was is in the file, or forgotten
+        ended.partial = cut.kept
+        _cancel(services, trajectory, str(cut))
     except asyncio.CancelledError:
-        trajectory.status, trajectory.error = "cancelled", "stopped before it ended"
+        _cancel(services, trajectory, "stopped before it ended")
     except SandboxError as error:
-        if services.preempted:
-            trajectory.status, trajectory.error = "cancelled", f"preempted: {error}"
+        if services.ending.preempted:
+            _cancel(services, trajectory, f"preempted: {error}")
         else:
             _fail(trajectory, "sandbox", str(error))
-            cause = "sandbox-start" if isinstance(error, NoSandbox) else "sandbox-lost"
+            ended.cause = "sandbox-start" if isinstance(error, NoSandbox) else "sandbox-lost"
     except ModelServiceError as error:
         _fail(trajectory, "model", str(error))
     except (ConfigError, UserCodeError) as error:  # says itself where
         _fail(trajectory, "user", str(error))
     except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
         _fail(trajectory, "user", f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
+    trajectory.started_at = began
     trajectory.finished_at = time.time()
-    return trajectory, cause
+    return ended
+
+
+def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
+    trajectory.status, trajectory.error_kind, trajectory.error = "cancelled", services.ending.kind, error
 
 
 def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
@@ -168,31 +146,36 @@ def _timed(trajectory: Trajectory, name: str) -> Iterator[None]:
         setattr(trajectory, name, (getattr(trajectory, name) or 0.0) + time.monotonic() - began)
 
 
-async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory) -> None:
+async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, partial: str) -> None:
     policy = services.policies[rollout.policy]
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
+    with _timed(trajectory, "setup_s"):
+        sandbox, resumed = await _sandbox(services, task, policy, partial)
     try:
         with _timed(trajectory, "setup_s"):
-            binds = getattr(create(policy.agent), "binds", ())
-            sandbox = await services.provider.start(replace(sandbox_spec(services, task), binds=tuple(binds)))
-    except SandboxError as error:
-        raise NoSandbox(str(error)) from error
-    except OSError as error:
-        raise NoSandbox(f"no sandbox could be made: {error}") from error
-    try:
-        with _timed(trajectory, "setup_s"):
-            await prepare(task, sandbox)
-        verdicts: list[StepVerdict] = []
+            await _hand_over(task, sandbox, resumed)
+        if resumed:
+            resumed.carry_over(trajectory)
+        verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
         steps = steps_of(task)
-        for step in steps:
+        for number, step in list(enumerate(steps))[resumed.step if resumed else 0 :]:
             if step.user != sandbox.spec.user:
                 await sandbox.restart(replace(sandbox.spec, user=step.user))
-            await begin_step(step, sandbox)
-            before = len(sandbox.breaches)
-            with _timed(trajectory, "agent_s"):
-                seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
-                result, recording = await _run_agent(services, rollout, step, policy, sandbox, seed)
+            if not resumed:
+                await begin_step(step, sandbox)
+            before, before_s = len(sandbox.breaches), trajectory.agent_s or 0.0
+            try:
+                with _timed(trajectory, "agent_s"):
+                    seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
+                    result, recording = await _run_agent(services, rollout, step, policy, sandbox, seed, resumed)
+            except CutShort as cut:
+                spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
+                if cut.agent is not None:
+                    kept = Partial(trajectory, number, verdicts, spent_s, cut.agent, cut.recorded)
+                    cut.kept, cut.why = await services.ending.keep(rollout.id, kept, sandbox)
+                raise
+            resumed = None
             _say_limits(result, sandbox.breaches[before:])
             _add(trajectory, result, recording)
             if result.exit_code in KILLED:
@@ -219,14 +202,35 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             print(f"{rollout.id}: {error}", file=sys.stderr)
 
 
-def court(services: Services) -> Court:
-    """Where and how this campaign verifies."""
-    environment = services.config.environment
-    return Court(
-        fresh=environment.verification == "fresh",
-        network="none" if environment.network == "gateway" else environment.network,
-        start=lambda other: services.provider.start(sandbox_spec(services, other)),
-    )
+async def _sandbox(
+    services: Services, task: Task, policy: Policy, partial: str
+) -> tuple[ApptainerSandbox, Partial | None]:
+    """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
+    try:
+        binds = getattr(create(policy.agent), "binds", ())
+        spec = replace(sandbox_spec(services, task), binds=tuple(binds))
+        resumed = await services.ending.read(partial)
+        if resumed is not None:
+            try:
+                sandbox = await services.provider.start(spec, resumed.layer)
+                return sandbox, resumed
+            except SandboxError as error:
+                print(f"{error}; the rollout starts anew", file=sys.stderr)
+            finally:
+                services.ending.used(partial)
+        return await services.provider.start(spec), None
+    except SandboxError as error:
+        raise NoSandbox(str(error)) from error
+    except OSError as error:
+        raise NoSandbox(f"no sandbox could be made: {error}") from error
+
+
+async def _hand_over(task: Task, sandbox: ApptainerSandbox, resumed: Partial | None) -> None:
+    """Makes a sandbox ready for the agent."""
+    if resumed is None:
+        await prepare(task, sandbox)
+    else:
+        checkout.put_note(sandbox, resumed.note)
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
@@ -255,22 +259,45 @@ def _say_limits(result: AgentResult, breaches: Sequence[Breach]) -> None:
 
 
 async def _run_agent(
-    services: Services, rollout: Rollout, task: Task, policy: Policy, sandbox: Sandbox, seed: int
+    services: Services,
+    rollout: Rollout,
+    task: Task,
+    policy: Policy,
+    sandbox: ApptainerSandbox,
+    seed: int,
+    resumed: Partial | None,
 ) -> tuple[AgentResult, Recording]:
-    """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off."""
+    """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off.
+
+    Raises:
+        CutShort: the allocation ends, and a model call of the agent's was refused for that.
+    """
     agent = create(policy.agent)
-    endpoint = await _open_model(services, rollout, task, agent, sandbox, seed) if policy.model else None
+    recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
+    endpoint = await _open_model(services, rollout, task, agent, sandbox, seed, recorded) if policy.model else None
     timeout_s = policy.agent.timeout_s or task.agent_timeout_s
+    left_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
     recording = Recording()
+    goes_on = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"  # its code has a state too
+    watching = services.ending.watching(rollout.id, sandbox) if goes_on else nullcontext()
     try:
         try:
             forks = forked(policy.agent.name)
-            work = services.agents.run(policy.agent, task, sandbox, endpoint) if forks else None
-            result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), timeout_s)
+            if state is not None and not forks:
+                cast(ResumableAgent, agent).resume(state)
+            work = services.agents.run(policy.agent, task, sandbox, endpoint, state) if forks else None
+            with watching:
+                result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), left_s)
         except TimeoutError:
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
         except LimitError as error:
             result = AgentResult(status="truncated", error=str(error))
+        except UserCodeError:
+            if not endpoint or services.gateway.suspended(rollout.id) is None:
+                raise
+            result = AgentResult()  # that is what its client made of the refusal
+        if endpoint and (known := services.gateway.suspended(rollout.id)) is not None:
+            raise CutShort(result.state, known)
         if endpoint and (trouble := services.gateway.trouble(rollout.id)):
             raise ModelServiceError(trouble)  # whatever the agent's client made of the 503
     finally:
@@ -282,7 +309,13 @@ async def _run_agent(
 
 
 async def _open_model(
-    services: Services, rollout: Rollout, task: Task, agent: Agent, sandbox: Sandbox, seed: int
+    services: Services,
+    rollout: Rollout,
+    task: Task,
+    agent: Agent,
+    sandbox: Sandbox,
+    seed: int,
+    recorded: Mapping[str, Any] | None,
 ) -> ModelEndpoint:
     """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
     network = services.config.environment.network_of(task)
@@ -290,7 +323,7 @@ async def _open_model(
     budget = Budget(calls=limits.max_turns, tokens=limits.max_tokens)
     if network == "gateway" and getattr(agent, "in_sandbox", False):
         return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget, seed)
-    endpoint = await services.gateway.open(rollout.id, rollout.policy, budget=budget, seed=seed)
+    endpoint = await services.gateway.open(rollout.id, rollout.policy, None, budget, seed, recorded)
     return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
 
 

@@ -12,13 +12,15 @@ import signal
 import socket
 import struct
 import sys
+from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.pod.rollout import Services, attempt_once, blank
+from megaflow_hpc.pod.rollout import Ended, attempt_once, blank
+from megaflow_hpc.pod.services import Services
 from megaflow_hpc.pod.wire import STOP, Message, frame, unpack_all
 from megaflow_hpc.process import node_name
-from megaflow_hpc.types import Attempt, Rollout, Task, Trajectory
+from megaflow_hpc.types import Attempt, Rollout, Task
 
 
 class Runner:
@@ -58,7 +60,7 @@ class Runner:
     async def _on_init(self, message: Message) -> None:
         config = CampaignConfig.model_validate(message["campaign"])
         policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
-        self._services = await Services.open(config, policies, message["images"])
+        self._services = await Services.open(config, policies, message["images"], Path(message["partial"]))
         for image, starts in message["starts"].items():
             self._services.provider.images.expect(image, starts)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._preempted)
@@ -67,11 +69,19 @@ class Runner:
     def _preempted(self) -> None:
         """Preemption and cancelling reach every process of a step; what dies of it is nobody's failure."""
         assert self._services is not None
-        self._services.preempted = True
+        self._services.ending.preempt()
 
     async def _on_start(self, message: Message) -> None:
         rollout = Rollout(**message["rollout"])
         self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
+
+    async def _on_suspend(self, message: Message) -> None:
+        """The allocation ends: agents that can go on elsewhere finish their turn, those that wait for the model for
+        longer than ``patience_s`` do not."""
+        assert self._services is not None, "rank 0 sends init first"
+        ending = self._services.ending
+        ending.suspend(now=message["patience_s"] <= 0)
+        asyncio.get_running_loop().call_later(message["patience_s"], ending.suspend, True)
 
     async def _on_cancel(self, message: Message) -> None:
         """Nobody waits for this rollout any more; its result will say ``cancelled``."""
@@ -95,24 +105,24 @@ class Runner:
         assert self._services is not None, "rank 0 sends init first"
         attempts = [Attempt(**attempt) for attempt in start["attempts"]]
         try:
-            trajectory, cause = await attempt_once(
-                self._services, rollout, Task.from_dict(start["task"]), start["attempt"]
-            )
+            task = Task.from_dict(start["task"])
+            ended = await attempt_once(self._services, rollout, task, start["attempt"], start["partial"])
             try:
-                outcome = self._outcome(trajectory, start, attempts, cause)
+                outcome = self._outcome(ended, start, attempts)
             except (TypeError, ValueError, OverflowError) as error:
                 failed = blank(rollout, start["attempt"])
                 failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
-                outcome = self._outcome(failed, start, attempts)
+                outcome = self._outcome(Ended(failed), start, attempts)
             await self._send(outcome.to_message())
         finally:
             self._rollouts.pop(rollout.id, None)
 
     @staticmethod
-    def _outcome(trajectory: Trajectory, start: Message, attempts: list[Attempt], cause: str = "") -> Outcome:
+    def _outcome(ended: Ended, start: Message, attempts: list[Attempt]) -> Outcome:
         """With what only rank 0 knew when it started the rollout."""
+        trajectory = ended.trajectory
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
-        return Outcome.of(trajectory, attempts, cause)
+        return Outcome.of(trajectory, attempts, ended.cause, ended.partial)
 
 
 async def _main(descriptor: int) -> None:

@@ -15,7 +15,7 @@ from megaflow_hpc.types import Attempt
 TASKS_KEPT = 4096
 """Packed tasks in memory."""
 
-_HEAD = b"\x88" + pack("op") + pack("start") + pack("task")  # a map of eight pairs, its parts one by one
+_HEAD = b"\x89" + pack("op") + pack("start") + pack("task")  # a map of nine pairs, its parts one by one
 
 
 class Starts:
@@ -29,13 +29,14 @@ class Starts:
         self._packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass", default=str)
         self._task = lru_cache(TASKS_KEPT)(lambda task_id: pack(tasks[task_id]))
 
-    def pack(self, work: Work, rank: int, attempts: Sequence[Attempt] = ()) -> bytes:
-        """What ``rank`` has to know to run ``work`` after ``attempts``."""
+    def pack(self, work: Work, rank: int, attempts: Sequence[Attempt] = (), partial: str = "") -> bytes:
+        """What ``rank`` has to know to run ``work`` after ``attempts``, going on with ``partial`` if that is named."""
         rest = {
             "rollout": vars(work.rollout),
             "attempt": work.attempt,
             "attempts": [vars(attempt) for attempt in attempts],
             "epoch": work.epoch,
             "rank": rank,
+            "partial": partial,
         }
         return b"".join((_HEAD, self._task(work.rollout.task_id), self._packer.pack(rest)[1:], self._tail))

@@ -1,6 +1,7 @@
 """Messages between master, ranks and runners: msgpack maps, framed on sockets by a 4-byte length.
 
-``op`` names a message. Master to worker: ``init`` ``start`` ``cancel`` ``endpoints`` ``images`` ``beat`` ``stop``.
+``op`` names a message. Master to worker: ``init`` ``start`` ``cancel`` ``endpoints`` ``images`` ``suspend`` ``beat``
+``stop``.
 Worker to master: ``ready`` ``result`` ``beat`` ``left``.
 
 What travels is a *parcel*: one message or several, one packed behind another. A rank between the two ends passes

@@ -19,7 +19,7 @@ from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.tasks import load_tasks
 from megaflow_hpc.model.gateway import ModelGateway
-from megaflow_hpc.pod.rollout import Services, sandbox_spec
+from megaflow_hpc.pod.services import Services, sandbox_spec
 from megaflow_hpc.types import Network, Task
 from tests.environments.test_tasks import write_task
 

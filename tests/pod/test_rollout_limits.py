@@ -12,7 +12,8 @@ from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.harbor import read_harbor_task
 from megaflow_hpc.model.gateway import ModelGateway
-from megaflow_hpc.pod.rollout import Services, execute
+from megaflow_hpc.pod.rollout import execute
+from megaflow_hpc.pod.services import Services
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Rollout, Sandbox, Task, Trajectory
 
 HOG = "python3 -c 'held = []\nwhile True: held.append(b\"x\" * 10_000_000)'"
