@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -190,6 +191,8 @@ class Run:
         """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
         from megaflow_hpc.trajectories import gather
 
+        if self.ledger.finished:  # the last pod removes it, unless it was killed then
+            shutil.rmtree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
 
     def _recount(self) -> None:

@@ -62,6 +62,9 @@ class Ending:
     @contextmanager
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
         """While the agent of a rollout runs that can be resumed; it is open at the gateway."""
+        if self.folder is None:
+            yield  # it would be stopped for nothing
+            return
         self._at_work[rollout] = sandbox
         try:
             if self._suspending:
@@ -72,8 +75,7 @@ class Ending:
 
     async def keep(self, rollout: str, partial: Partial, sandbox: ApptainerSandbox) -> tuple[str, str]:
         """Publishes a partial rollout: its file's name, or nothing and why it starts anew."""
-        if self.folder is None:
-            return "", "scheduling.partial_mb is 0"
+        assert self.folder is not None, "nothing else was suspended"
         if not partial.turns:
             return "", "it had not begun"
         if rollout in self._hit or sandbox.busy:

@@ -19,7 +19,7 @@ import hashlib
 import os
 import secrets
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,6 +78,8 @@ class Partial:
     """Seconds of the agent in this step."""
     agent: dict[str, Any]
     recorded: dict[str, Any]
+    breaches: list[str] = field(default_factory=list)
+    """Limits that its commands have passed in this step."""
     note: bytes = b""
     """What the host knows of the checkout in the sandbox."""
     layer: Snapshot | None = None

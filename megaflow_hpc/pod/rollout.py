@@ -23,7 +23,6 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.config import Policy
 from megaflow_hpc.environments import checkout
-from megaflow_hpc.environments.limits import Breach
 from megaflow_hpc.environments.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
 from megaflow_hpc.environments.tasks import prepare
@@ -172,11 +171,12 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             except CutShort as cut:
                 spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
                 if cut.agent is not None:
-                    kept = Partial(trajectory, number, verdicts, spent_s, cut.agent, cut.recorded)
+                    passed = _passed(sandbox, before, resumed)
+                    kept = Partial(trajectory, number, verdicts, spent_s, cut.agent, cut.recorded, passed)
                     cut.kept, cut.why = await services.ending.keep(rollout.id, kept, sandbox)
                 raise
+            _say_limits(result, _passed(sandbox, before, resumed))
             resumed = None
-            _say_limits(result, sandbox.breaches[before:])
             _add(trajectory, result, recording)
             if result.exit_code in KILLED:
                 await asyncio.sleep(SETTLE_S)
@@ -251,7 +251,12 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     _keep_raw(trajectory, recording)
 
 
-def _say_limits(result: AgentResult, breaches: Sequence[Breach]) -> None:
+def _passed(sandbox: ApptainerSandbox, before: int, resumed: Partial | None) -> list[str]:
+    """The limits that an agent's commands have passed, after so many that were passed in earlier steps."""
+    return [*(resumed.breaches if resumed else ()), *map(str, sandbox.breaches[before:])]
+
+
+def _say_limits(result: AgentResult, breaches: Sequence[str]) -> None:
     """A limit that the agent's commands passed is the agent's doing, and is said so even if it went on well."""
     if breaches and not result.error:
         more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
