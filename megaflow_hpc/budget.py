@@ -147,7 +147,8 @@ class Meter:
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
     """GPUs that an engine server holds: what Slurm gave its element, else what was ``planned`` for it."""
     given = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
-    return int(given) if given.isdigit() else planned
+    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+    return int(given) * int(nodes) if given.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:

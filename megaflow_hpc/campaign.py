@@ -62,6 +62,8 @@ class Campaign:
         if slurm:
             fleet.check_site(self.config, self.where)
         made = plan_module.make(self.config, self.base, self.where, self._text, only)
+        if slurm:
+            fleet.check_resources(self.config, made.server_groups, self.where)
         run = self._run_dir(run_dir)
         plan_module.write(made, run, site.mpi_plugin() if slurm else "pmi2")
         return Run(run)
@@ -78,5 +80,6 @@ class Campaign:
         """The jobs that :meth:`submit` would queue; touches nothing."""
         fleet.check_site(self.config, self.where)
         made = plan_module.make(self.config, self.base, self.where, self._text, only, build=False)
+        fleet.check_resources(self.config, made.server_groups, self.where)
         run = self._run_dir(run_dir)
         return fleet.preview(self.config, run, made.server_groups)

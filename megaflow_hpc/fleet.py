@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
@@ -19,7 +19,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.slurm import accounting, limits, script, site
+from megaflow_hpc.slurm import accounting, limits, resources, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, server_jobs
 
@@ -76,7 +76,8 @@ class Fleet:
                 return
             # Pods wait in the queue, not on a node, until an engine starts.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
-            for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines):
+            beside = _beside(self._config, self._run, self._groups, allowed)
+            for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines, beside):
                 self.arrays.queue(job)
             self._queue_gather(sorted({engine.split("_")[0] for engine in servers}))
         except BaseException:
@@ -318,8 +319,44 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]
         return [_together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
     if config.is_pool:
         return list(server_jobs(config, run, groups, allowed))
-    arrays = [*server_jobs(config, run, groups, allowed), *pod_jobs(config, run, allowed, engines=engines)]
-    return [*arrays, script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")]
+    pods = pod_jobs(config, run, allowed, engines=engines, beside=_beside(config, run, groups, allowed))
+    gather = script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")
+    return [*server_jobs(config, run, groups, allowed), *pods, gather]
+
+
+def _beside(
+    config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]], allowed: limits.Allowance
+) -> list[resources.Amounts]:
+    """What each engine server asks for of that which pods may have."""
+    found = []
+    for job in server_jobs(config, run, groups, allowed) if allowed.caps else ():
+        both = set(allowed.caps) & set(limits.resource_caps(_named(job.options)))
+        found += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+    return found
+
+
+def check_resources(config: CampaignConfig, groups: Sequence[Sequence[int]], where: Any) -> None:
+    """Refuses what would stay in the queue for ever: a pod or an engine server that no limit lets start.
+
+    Raises:
+        SiteError: names the limit.
+    """
+    run, pods = RunDir("/RUN"), config.slurm.pods
+    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
+    jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
+    jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
+    for key, job in jobs:
+        options = _named(job.options)
+        names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
+        known[names] = known[names] if names in known else limits.resource_caps(options)
+        wanted = resources.asked(options)
+        if cap := resources.impossible(known[names], wanted):
+            what = "engine server" if job.role == "servers" else "pod"
+            raise SiteError(
+                f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
+                "start; ask for less, or name another account or QOS"
+            )
 
 
 def _together(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> script.Job:
@@ -329,8 +366,11 @@ def _together(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int
 def _options(config: CampaignConfig) -> dict[str, Any]:
     """The sbatch options of pods that decide which limits hold."""
     slurm = config.slurm
-    given = {"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra}
-    return {script.option_name(name): value for name, value in given.items()}
+    return _named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {script.option_name(name): value for name, value in options.items()}
 
 
 def _age(job_id: str) -> tuple[int, ...]:

@@ -94,7 +94,8 @@ class EngineServer:
         self.files = Registration(run, what, pool)
         self._guests = Guests(pool, caps) if pool is not None and caps is not None else None
         self.weights = Follower(run, what)
-        self._meter = Meter(run, what.name, gpus_of(int(what.model.get("gpus") or 0)))
+        gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
+        self._meter = Meter(run, what.name, gpus_of(gpus))
         self._leave = asyncio.Event()
         self._fingerprint = ""
         self._status = 0

@@ -22,6 +22,7 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.rundir import RunDir, make_directory, write_json
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.limits import Allowance, chunks
+from megaflow_hpc.slurm.resources import Amounts, asked, at_once
 from megaflow_hpc.slurm.script import Job, pod_job, server_job
 
 if TYPE_CHECKING:
@@ -45,19 +46,23 @@ def pod_jobs(
     count: int | None = None,
     dependency: str | None = None,
     engines: int = 0,
+    beside: Sequence[Amounts] = (),
 ) -> Iterator[Job]:
     """The pod arrays of all pools, ``count`` elements in all (default: as many as the campaign asks for).
 
-    Where few jobs may run at once, the arrays are throttled so that ``engines`` can, of which a pod would otherwise
-    take the place when an engine is requeued.
+    Where few jobs may run at once, or few resources be used, the arrays are throttled so that ``engines`` can run, of
+    which a pod would otherwise take the place when an engine is requeued; ``beside`` is what each of these asks for.
     """
     pods = config.slurm.pods
     left = pods.total if count is None else count
-    throttle = None if allowed.running is None else max(1, allowed.running - engines)
     pools = [(None, pods.count + max(0, left - pods.total)), *((pool, pool.count) for pool in pods.pools)]
     for pool, size in pools:
         sizes = chunks(min(size, left), allowed.array_size)
         left -= sum(sizes)
+        most = [] if allowed.running is None else [allowed.running - engines]
+        if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), beside):
+            most.append(fit[0])
+        throttle = max(1, min(most)) if most else None
         for elements in sizes:
             share = None if throttle is None or throttle >= pods.total else max(1, throttle // len(sizes))
             yield pod_job(config, run, elements, dependency, pool, share)

@@ -1,8 +1,8 @@
-"""How much Slurm lets this user queue at once: array size, association and QOS limits.
+"""How much Slurm lets this user queue and run at once: array size, association and QOS limits.
 
-Asked with one ``sacctmgr`` query each for associations and QOS; a site without accounting, or whose slurmdbd is away,
-limits nothing but the size of an array. Slurm enforces all of it: reading it beforehand is what makes one campaign fit
-instead of being refused half-way.
+Asked with one ``sacctmgr`` query each for associations and QOS; a site without accounting, whose slurmdbd is away, or
+that does not enforce limits, limits nothing but the size of an array. Slurm enforces all of it: reading it beforehand
+is what makes one campaign fit instead of being refused half-way, or queued for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm import resources, site
+from megaflow_hpc.slurm.resources import Cap
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Allowance:
     """Jobs that may run at once."""
     why: str = ""
     """Which limit ``submit`` is, for messages."""
+    caps: tuple[Cap, ...] = ()
+    """Limits on resources."""
 
     @property
     def room(self) -> int | None:
@@ -54,20 +57,33 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
     array_size = site.max_array_size()
     user = getpass.getuser()
     try:
-        account, limits = _association(user, options)
-        names = {str(options.get("qos") or account["qos"]), *site.partition_qos(str(options.get("partition") or ""))}
-        limits += [limit for name in sorted(names - {""}) for limit in _qos(name)]
+        rows = _rows(user, options)
     except SiteError:  # no accounting, or slurmdbd is away: Slurm itself will say what it refuses
         return Allowance(array_size)
+    caps = _caps(rows, options)
+    limits = [limit for of, row in rows for limit in _read(row, of)]
     submits = [limit for limit in limits if limit.kind == "submit"]
     running = min((limit.value for limit in limits if limit.kind == "jobs"), default=None)
     if not submits:
-        return Allowance(array_size, running=running)
+        return Allowance(array_size, running=running, caps=caps)
     jobs = Counter[str]()
     for line in site.ask("squeue", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
         jobs.update(line.split("|"))
     narrow = min(submits, key=lambda limit: limit.value - jobs[limit.of])
-    return Allowance(array_size, narrow.value, jobs[narrow.of], running, f"{narrow.of} allows {narrow.value}")
+    return Allowance(array_size, narrow.value, jobs[narrow.of], running, f"{narrow.of} allows {narrow.value}", caps)
+
+
+def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
+    """The limits on resources that hold for jobs with these sbatch options; none where nobody can say."""
+    try:
+        return _caps(_rows(getpass.getuser(), options), options)
+    except SiteError:
+        return ()
+
+
+def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
+    several = "," in str(options.get("partition") or "")  # what one of them forbids another may allow
+    return tuple(resources.caps(rows[-2:] if several else rows))
 
 
 class Limit(NamedTuple):
@@ -78,33 +94,50 @@ class Limit(NamedTuple):
     """``QOS …`` or ``account …``: whose jobs are counted."""
 
 
-def _association(user: str, options: Mapping[str, Any]) -> tuple[dict[str, str], list[Limit]]:
-    """The default QOS of the user's association and the limits on it."""
-    fields = ("cluster", "account", "user", "partition", "maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
+def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """Whose limits hold, by name, and what sacctmgr says of each; those that take precedence first.
+
+    Raises:
+        SiteError: there is no accounting, or it does not answer.
+    """
+    if not site.enforces_limits():
+        return []
+    account = _association(user, options)
+    own = str(options.get("qos") or account["qos"])
+    names = [*sorted(site.partition_qos(str(options.get("partition") or "")) - {own}), own]
+    return [*((f"QOS {name}", _qos(name)) for name in names if name), (f"account {account['account']}", account)]
+
+
+def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """The user's association: its default QOS, and the limits on it by sacctmgr's names."""
+    fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres")
     output = site.ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
     rows = [dict(zip((*fields, "qos"), line.split("|"), strict=True)) for line in output.splitlines()]
     rows = [row for row in rows if row["cluster"] == cluster]
     if not rows:
-        return {"qos": "normal"}, []
+        return {"qos": "normal", "account": ""}
     wanted = str(options.get("account") or os.environ.get("SBATCH_ACCOUNT") or "")
     ours = [row for row in rows if row["account"] == wanted] or rows
     partitions = str(options.get("partition") or "").split(",")
     ours = [row for row in ours if row["partition"] in ("", *partitions)] or ours
-    row = ours[0]
-    kinds = (("jobs", "maxjobs"), ("submit", "maxsubmitjobs"), ("jobs", "grpjobs"), ("submit", "grpsubmitjobs"))
-    return row, _read(row, kinds, f"account {row['account']}")
+    return ours[0]
 
 
-def _qos(name: str) -> list[Limit]:
-    fields = ("maxjobspu", "maxsubmitpu", "maxjobspa", "maxsubmitpa", "grpjobs", "grpsubmit")
+_QOS_JOBS = ("maxjobspu", "maxsubmitpu", "maxjobspa", "maxsubmitpa", "grpjobs", "grpsubmit")
+_JOBS = ("maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
+
+
+def _qos(name: str) -> dict[str, str]:
+    """A QOS' limits by sacctmgr's names; none where there is no such QOS."""
+    fields = (*_QOS_JOBS, *resources.LIMITS)
     output = site.ask("sacctmgr", "-nP", "show", "qos", name, f"format={','.join(fields)}")
-    if not output.strip():
-        return []
-    row = dict(zip(fields, output.splitlines()[0].split("|"), strict=True))
-    kinds = [("submit" if "submit" in field else "jobs", field) for field in fields]
-    return _read(row, kinds, f"QOS {name}")
+    return dict(zip(fields, output.splitlines()[0].split("|"), strict=True)) if output.strip() else {}
 
 
-def _read(row: Mapping[str, str], fields: Sequence[tuple[str, str]], name: str) -> list[Limit]:
-    return [Limit(kind, int(row[field]), name) for kind, field in fields if row[field].isdigit()]
+def _read(row: Mapping[str, str], name: str) -> list[Limit]:
+    return [
+        Limit("submit" if "submit" in field else "jobs", int(row[field]), name)
+        for field in (*_QOS_JOBS, *_JOBS)
+        if row.get(field, "").isdigit()
+    ]

@@ -110,6 +110,11 @@ def max_array_size() -> int:
     return int(size) if size.isdigit() else 1001
 
 
+def enforces_limits() -> bool:
+    """Whether limits on associations and QOS mean anything (AccountingStorageEnforce)."""
+    return bool({"limits", "safe"} & set(configuration().get("AccountingStorageEnforce", "").lower().split(",")))
+
+
 def cluster_name() -> str:
     return configuration().get("ClusterName", "")
 

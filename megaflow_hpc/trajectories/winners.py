@@ -141,8 +141,8 @@ def journals(run: RunDir) -> list[Path]:
 
 
 def seals_of(run: RunDir) -> Seals:
-    """The ledger's seals; none where no ledger has been made yet."""
-    return Ledger(run).seals() if (run.ledger / "claims").is_dir() else {}
+    """The ledger's seals, waited for while the run directory is away; none where no ledger has been made yet."""
+    return Ledger(run).seals()
 
 
 def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:

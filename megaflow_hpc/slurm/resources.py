@@ -1,0 +1,135 @@
+"""What a job asks for in Slurm's trackable resources (TRES), and how much of them associations and QOS allow.
+
+Resources are named as Slurm names them: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit
+is of one job, or of all jobs together that run at once for a user, an account, an association or a QOS. Of the same
+limit the first that is set holds: the partition's QOS before the job's, and that before the association
+(https://slurm.schedmd.com/resource_limits.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from megaflow_hpc.slurm.script import option_name
+
+Amounts = dict[str, int]
+"""Resource → how much of it; memory in MB."""
+
+PER_JOB = "MaxTRESPerJob"
+LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
+"""What sacctmgr calls a limit in a format → what its manual calls it."""
+_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+class Cap(NamedTuple):
+    """A limit on one resource."""
+
+    limit: str
+    """One of the values of :data:`LIMITS`."""
+    resource: str
+    value: int
+    of: str
+    """``QOS …`` or ``account …``."""
+
+    def __str__(self) -> str:
+        return f"{self.of} allows {self.resource}={self.value} ({self.limit})"
+
+
+def amounts(text: str) -> Amounts:
+    """``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it; what is no number limits nothing."""
+    found: Amounts = {}
+    for resource, _, value in (part.partition("=") for part in text.split(",")):
+        with contextlib.suppress(ValueError):
+            found[resource] = megabytes(value) if resource == "mem" else int(value)
+    return found
+
+
+def megabytes(text: str) -> int:
+    """``100G``, ``2000`` (MB).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text.strip().upper())
+    if not match:
+        raise ValueError(f"{text!r}: expected a number of MB, or one with K, M, G or T")
+    return round(float(match[1]) * _MB[match[2]])
+
+
+def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
+    """The limits that hold.
+
+    Args:
+        rows: whose it is, and its fields by sacctmgr's names; those that take precedence first.
+    """
+    found: dict[tuple[str, str], Cap] = {}
+    for of, row in rows:
+        for field, limit in LIMITS.items():
+            for resource, value in amounts(row.get(field, "")).items():
+                found.setdefault((limit, resource), Cap(limit, resource, value, of))
+    return list(found.values())
+
+
+def asked(options: Mapping[str, Any]) -> Amounts:
+    """What one job with these sbatch options needs at least."""
+    given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
+    nodes = _number(given, "nodes", 1)
+    tasks = _number(given, "ntasks", nodes * _number(given, "ntasks-per-node", 1))
+    found = {"node": nodes, "cpu": tasks * _number(given, "cpus-per-task", 1)}
+    with contextlib.suppress(ValueError):
+        if "mem" in given:
+            found["mem"] = megabytes(given["mem"]) * nodes
+        elif "mem-per-cpu" in given:
+            found["mem"] = megabytes(given["mem-per-cpu"]) * found["cpu"]
+    gpus = [f"gpu:{given[name]}" for name in ("gpus-per-node",) if name in given]
+    for each in [*given.get("gres", "").split(","), *gpus]:
+        for resource, count in _gres(each).items():
+            found[resource] = found.get(resource, 0) + count * nodes
+    for name, times in (("gpus", 1), ("gpus-per-task", tasks)):
+        for resource, count in _gres(f"gpu:{given[name]}" if name in given else "").items():
+            found[resource] = max(found.get(resource, 0), count * times)
+    return found
+
+
+def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
+    """What of a job's needs counts under these limits."""
+    counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
+    return {resource: count for resource, count in amounts.items() if resource in counted}
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    """The first number of an option: of ``2-4`` nodes, two."""
+    match = re.match(r"\d+", given.get(name, ""))
+    return int(match[0]) if match else default
+
+
+def _gres(text: str) -> Amounts:
+    """``gpu:4`` and ``gpu:a100:4``, of which the second counts as both; ``gpu`` is one."""
+    name, _, rest = text.strip().removeprefix("gres/").removeprefix("gres:").partition(":")
+    kind, _, count = rest.rpartition(":")
+    if rest and not count.isdigit():
+        kind, count = count, "1"
+    if not name:
+        return {}
+    number = int(count or 1)
+    return {f"gres/{name}": number, **({f"gres/{name}:{kind}": number} if kind else {})}
+
+
+def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
+    """The limit under which not even one such job can start; ``None`` if there is none."""
+    over = [cap for cap in limits if job.get(cap.resource, 0) > cap.value]
+    return max(over, key=lambda cap: job[cap.resource] / max(1, cap.value), default=None)
+
+
+def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
+    """How many such jobs may run at once beside ``others``, and by which limit; ``None``: as many as one likes."""
+    others = list(others)
+    found = []
+    for cap in limits:
+        if cap.limit != PER_JOB and (each := job.get(cap.resource, 0)):
+            left = cap.value - sum(other.get(cap.resource, 0) for other in others)
+            found.append((max(0, left) // each, cap))
+    return min(found, key=lambda each: each[0], default=None)
