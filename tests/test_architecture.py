@@ -120,6 +120,12 @@ def test_there_is_no_import_circle() -> None:
     tuple(TopologicalSorter(graph).static_order())
 
 
+def test_a_runner_comes_without_the_libraries_of_files() -> None:
+    """One stands on every worker rank: h5py and numpy would be 30 MB of each, and half of its start."""
+    code = "import sys, megaflow_hpc.pod.runner; print({'h5py', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
 def test_import_is_light() -> None:
     code = (
         "import sys, megaflow_hpc; import megaflow_hpc.types, megaflow_hpc.rundir;"

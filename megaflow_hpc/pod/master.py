@@ -36,6 +36,9 @@ from megaflow_hpc.types import Rollout
 TICK_S = 1.0
 """How often the drain file and heartbeats are looked at."""
 LISTING_S = 10.0
+SOON_S = 1.0
+"""When the ledger is looked at again after there was no block to claim, or after the last rollout here; each further
+time twice as late, up to ``LISTING_S``: the end of a campaign is mostly near, and nodes must not wait for it."""
 WAITING_S = 2.0
 """How often engines are looked for while rollouts wait for one."""
 AHEAD_S = 5.0
@@ -86,6 +89,7 @@ class Master:
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
         self._dry = False
+        self._look_s = SOON_S
         self._slow = False
         self._grace_s = DRAIN_S
         self._started = 0
@@ -195,6 +199,8 @@ class Master:
         """Takes note of what the clerk has done."""
         durable = self._clerk.durable()
         self._results.count(durable)
+        if durable and not self.scheduler.running:
+            self._look_s = SOON_S
         claimed = self._clerk.claimed()
         for answer in claimed:
             self._on_claimed(answer)
@@ -241,14 +247,16 @@ class Master:
             return
         if not self.pod.ledger.may_commit or self.scheduler.too_long:
             return
-        if not self._dry or self._due("claim", LISTING_S):
+        if not self._dry or self._due("claim", self._look_s):
             self._clerk.claim()
 
     def _on_claimed(self, answer: tuple[Claim, list[Rollout]] | None) -> None:
         self._dry = answer is None
         if answer is None:
+            self._look_s = min(LISTING_S, 2 * self._look_s) if "claim" in self._last else SOON_S
             self._last["claim"] = time.monotonic()
             return
+        self._last.pop("claim", None)
         if self._draining_since is not None:
             return  # it goes back when the pod leaves
         self._sharing.fed()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from megaflow_hpc.config import Policy
 from megaflow_hpc.model.replay import Replay
-from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.types import Trajectory
 
 
@@ -17,6 +16,8 @@ class StoredRecordings:
         self._path = path
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
+        from megaflow_hpc.trajectories import open_trajectories  # brings h5py and numpy, which no other runner needs
+
         with open_trajectories(self._path) as store:
             return store[rollout_id].trajectory() if rollout_id in store else None
 
