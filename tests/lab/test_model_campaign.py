@@ -5,7 +5,6 @@ While it runs, one of its two vLLM servers is killed and the other is given new 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import h5py
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ from megaflow_hpc.model import tiny
 from megaflow_hpc.slurm import accounting
 from tests.conftest import required
 from tests.lab.labs import processes_of
-from tests.model.serving import Servers
 
 pytestmark = [pytest.mark.lab, pytest.mark.engine, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(900)]
 
@@ -41,7 +38,7 @@ CAMPAIGN = """\
 name: model
 tasks: tasks/*
 agent: {name: mini-swe-agent, max_turns: 3, timeout_s: 240}
-samples: 10
+samples: 8
 models:
   tiny: {path: models/tiny, servers: {min: 2, max: 2}, args: {max-model-len: 16384, dtype: float32}}
   scripted: {engine: scripted, script: answers.yaml, samples: 1}
@@ -49,14 +46,45 @@ slurm:
   pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem_gb: 2, time: 15}
   servers: {partition: gpu, time: 15}
 """
+MODELS = ("tiny", "trained")
+MAKE = """
+import pathlib, sys
+sys.path.append(sys.argv[1])
+import tiny
+for seed, name in enumerate(("tiny", "trained")):
+    tiny.make(pathlib.Path(sys.argv[2], name), seed=seed)
+"""
+SCORE = """
+import json, sys
+import numpy, torch
+from transformers import AutoModelForCausalLM
+told, found = numpy.load(sys.argv[1]), []
+for version, path in enumerate(sys.argv[2:]):
+    model, compared, most = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0, 0.0
+    for number in numpy.flatnonzero(told["ours"]):
+        part = slice(*told["offsets"][number : number + 2])
+        chosen = told["weight_version"][part][1:] == version
+        if chosen.any():
+            ids = torch.tensor(told["id"][part], dtype=torch.long)
+            with torch.inference_mode():
+                scores = model(ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].numpy()
+            compared += int(chosen.sum())
+            most = max(most, float(abs(scores - told["logprob"][part][1:])[chosen].max()))
+    found.append([compared, most])
+print(json.dumps(found))
+"""
+
+
+def engine_python() -> Path:
+    return Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
-    for name, seed in (("tiny", "0"), ("trained", "1")):
-        subprocess.run([python, tiny.__file__, folder / "models" / name, "--seed", seed], check=True, timeout=300)
+    subprocess.run(
+        [engine_python(), "-c", MAKE, Path(tiny.__file__).parent, folder / "models"], check=True, timeout=300
+    )
     (folder / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
     return folder
 
@@ -149,7 +177,7 @@ def artifact(file: h5py.File, row: int, name: str) -> bytes:
 def test_scripted_rollouts_act_in_the_sandbox_and_are_rewarded(file: h5py.File) -> None:
     rewards = dict(zip(strings(file["trajectories/id"]), file["trajectories/reward"][:].tolist(), strict=True))
     assert rewards == {
-        **{f"{task}/tiny/{sample}": 0 for task in ("alpha", "beta") for sample in range(10)},
+        **{f"{task}/tiny/{sample}": 0 for task in ("alpha", "beta") for sample in range(8)},
         **{f"{task}/scripted/0": 1 for task in ("alpha", "beta")},
     }
 
@@ -189,40 +217,20 @@ def test_both_versions_of_the_weights_answered_and_the_killed_server_did(file: h
     assert {"tiny.0", "tiny.1"} <= set(strings(file["turns/server"]))
 
 
-def test_the_recorded_ids_sent_back_score_as_recorded(folder: Path, file: h5py.File) -> None:
-    """Each token by the version that its row names."""
-    policies = strings(file["sequences/policy"])
-    offsets = file["sequences/token_offset"][:]
-    with Servers(folder / "again") as servers:
-        servers.start(
-            {"engine": "vllm", "path": str(folder / "models" / "tiny"), "gpus": 0, "args": {"dtype": "float32"}},
-            "default",
-            *("--poll-s", "0.3"),
-        )
-        servers.record(0, timeout_s=600)
-        for version in (0, 1):
-            if version:
-                weights.publish(servers.run, folder / "models" / "trained")
-                until(lambda: servers.record(0)["weight_version"] == 1)
-            compared = 0
-            for number in [i for i, policy in enumerate(policies) if policy == "tiny"]:
-                part = slice(offsets[number], offsets[number + 1])
-                chosen = file["tokens/weight_version"][part] == version
-                if chosen.any():
-                    again = asyncio.run(prompt_logprobs(servers.record(0), file["tokens/id"][part].tolist()))
-                    difference = np.abs(np.array(again) - file["tokens/logprob"][part])[chosen]
-                    assert difference.max() < 1e-2
-                    compared += len(difference)
-            assert compared > 0
-
-
-async def prompt_logprobs(record: dict[str, Any], ids: list[int]) -> list[float]:
-    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-    body = {"model": record["model_name"], "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
-        async with session.post(record["url"] + "/v1/completions", json=body, ssl=pin) as response:
-            entries = json.loads(await response.text())["choices"][0]["prompt_logprobs"]
-    return [float("nan")] + [entry[str(i)]["logprob"] for entry, i in zip(entries[1:], ids[1:], strict=True)]
+def test_another_program_scores_the_recorded_ids_as_the_engine_did(folder: Path, file: h5py.File) -> None:
+    """Transformers' plain forward pass over whole sequences; each token by the weights that its row names."""
+    np.savez(
+        folder / "recorded.npz",
+        offsets=file["sequences/token_offset"][:],
+        ours=[policy == "tiny" for policy in strings(file["sequences/policy"])],
+        **{name: file[f"tokens/{name}"][:] for name in ("id", "logprob", "weight_version")},
+    )
+    command = [engine_python(), "-c", SCORE, folder / "recorded.npz", *(folder / "models" / name for name in MODELS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for compared, difference in json.loads(done.stdout):
+        assert compared > 0
+        assert difference < 1e-2
 
 
 def test_engines_end_with_the_campaign_and_accounting_knows_all_three_jobs(run: Run) -> None:
