@@ -54,11 +54,11 @@ class Plan:
     """Of earlier campaigns."""
 
     @property
-    def server_groups(self) -> list[tuple[int, int, int, bool]]:
-        """(first index, elements, GPUs an element, held): one Slurm array each."""
-        groups: list[tuple[int, int, int, bool]] = []
+    def server_groups(self) -> list[tuple[int, int, int, bool, int]]:
+        """(first index, elements, GPUs a node, held, nodes an element): one Slurm array each."""
+        groups: list[tuple[int, int, int, bool, int]] = []
         for index, server in enumerate(self.servers):
-            shape = (server["model"]["gpus"], server["held"])
+            shape = (server["model"]["gpus"], server["held"], server["model"]["nodes"])
             if groups and groups[-1][2:] == shape:
                 groups[-1] = (groups[-1][0], groups[-1][1] + 1, *shape)
             else:
@@ -159,7 +159,7 @@ def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
 
 
 def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
-    """The engine array: ``servers.max`` elements a policy, those with equal GPUs side by side."""
+    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side."""
     servers = [
         {"policy": name, "model": model.model_dump(mode="json", exclude={"agent", "also"}), "held": number >= least}
         for name, policy in policies.items()
@@ -168,7 +168,12 @@ def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
         for least in (model.servers.min,)
         for number in range(model.servers.max)
     ]
-    return sorted(servers, key=lambda server: (-server["model"]["gpus"], server["held"]))
+    return sorted(servers, key=_shape)
+
+
+def _shape(server: dict[str, Any]) -> tuple[int, int, bool]:
+    model = server["model"]
+    return -model["nodes"], -model["gpus"], server["held"]
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
@@ -196,6 +201,10 @@ def check_together(config: CampaignConfig, where: Where) -> None:
         raise ConfigError(
             f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
             "nodes (slurm.pods.nodes), or leave together out"
+        )
+    if any(kind.nodes > 1 for policy in config.policies().values() if policy.model for kind in policy.model.kinds()):
+        raise ConfigError(
+            f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
         )
     if not any(policy.model for policy in config.policies().values()):
         raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")

@@ -78,8 +78,8 @@ class WeightsConfig(Section):
 
 
 ALSO = (
-    *("engine", "path", "servers", "gpus", "args", "python", "image", "binds", "base_url", "api_key_file", "script"),
-    "weight",
+    *("engine", "path", "servers", "gpus", "nodes", "args", "python", "image", "binds"),
+    *("base_url", "api_key_file", "script", "weight"),
 )
 """What further servers of a policy may have of their own."""
 
@@ -96,7 +96,9 @@ class ModelConfig(Section):
     servers: ServerCount = ServerCount()
     """Size of the engine array."""
     gpus: int = Field(1, ge=0)
-    """GPUs a server; tensor parallel over them."""
+    """GPUs a server on each of its nodes; tensor parallel over them."""
+    nodes: int = Field(1, ge=1)
+    """Nodes a server; pipeline parallel over them. ``vllm`` only."""
     weights: WeightsConfig = WeightsConfig()
     """How published weights are loaded."""
     args: dict[str, Any] = {}
@@ -134,6 +136,8 @@ class ModelConfig(Section):
         field = "pool" if self.pool else {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
         if getattr(self, field) is None:
             raise ValueError(f"engine {self.engine} needs {field!r}")
+        if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
+            raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
         if self.image and self.engine in ("external", "replay"):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):

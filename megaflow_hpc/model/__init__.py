@@ -4,6 +4,7 @@
 ``engines``      how to start each engine (vLLM, SGLang, Transformers, scripted) and reach it
 ``engine_process``  one of them while it runs; ``causes`` says why it ended
 ``image``        an engine out of an Apptainer image
+``nodes``        an engine over several nodes; ``engine_part`` is what runs on each
 ``lifeline``     the parent of an engine's processes: they end when it does
 ``proxy``        the only TCP listener before an engine: TLS, keys, an allow-list of paths
 ``server``       one element of the engine array: start, health, register, heartbeat, drain

@@ -12,22 +12,29 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
     (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option"),
     (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
-     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID|script of answers)",
+     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)",
      "the model cannot be found"),
+    (r"^error: wrong script: ", "its script cannot be used"),
     (r"^FATAL:", "its image cannot be started"),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
 
 KEY = "refuses the key"
 """Of an endpoint that is there already."""
-LASTING = (KEY, "its virtual environment lacks a module", "it does not know an option", "the model cannot be found")
+LASTING = (
+    KEY,
+    "its virtual environment lacks a module",
+    "it does not know an option",
+    "the model cannot be found",
+    "its script cannot be used",
+)
 """Causes that another start would meet again."""
 
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
 """Errors that only say that there was another."""
 
-ASIDE = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b"
-"""Lines of engines that go on: they tell of missing modules too."""
+ASIDE = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
+"""Lines of engines that go on: they tell of missing modules too; and of a step that ends since a part of it has."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:

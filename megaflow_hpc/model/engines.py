@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model import image
+from megaflow_hpc.model import image, nodes
+from megaflow_hpc.model.address import address, free_port
 
 MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket's path (sun_path has 108)."""
@@ -56,7 +56,7 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
     """What to start for ``model`` (the campaign's section as a mapping).
 
     Args:
-        model: ``engine``, ``path``, ``gpus``, ``args``, ``python``, ``image``, ``binds``, ``script``, ``base_url``…
+        model: ``engine``, ``path``, ``gpus``, ``nodes``, ``args``, ``python``, ``image``, ``script``, ``base_url``…
         policy: Name under which the model is served.
         private: A directory of mode 0700 on a local file system, for the socket.
         seen: What an engine in an image must see of the host beside the model.
@@ -68,7 +68,9 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
     if engine not in ADAPTERS:
         raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
     found = ADAPTERS[engine](model, policy, private)
-    return image.contained(found, model, private, seen) if model.get("image") and found.command else found
+    if model.get("image") and found.command:
+        found = image.contained(found, model, private, seen)
+    return nodes.spread(found, count, private) if (count := int(model.get("nodes") or 1)) > 1 else found
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
@@ -79,6 +81,12 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     built_in |= {"uvicorn-log-level": "warning"}
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
+    program = "vllm.entrypoints.openai.api_server"
+    words: list[str] = []
+    if (count := int(model.get("nodes") or 1)) > 1:
+        built_in |= {"pipeline-parallel-size": count, "nnodes": count, "master-addr": address()}
+        built_in["master-port"] = free_port("")
+        program, words = "vllm.entrypoints.cli.main", ["serve"]  # which alone knows nodes that do not serve
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the paths that change weights: on the socket, and behind the admin key
     if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
@@ -86,7 +94,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
     result = Launch(
-        [python, "-m", "vllm.entrypoints.openai.api_server", *flags({**built_in, **options})],
+        [python, "-m", program, *words, *flags({**built_in, **options})],
         {k: os.environ.get(k, v) for k, v in env.items()},
         model_name=str(options.get("served-model-name", policy)),
         protocol="split" if options.get("enable-scale-out", True) else "plain",
@@ -206,14 +214,6 @@ def socket_path(private: Path) -> str:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(f"{path} is too long for a Unix socket; set TMPDIR to a shorter directory")
     return path
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago; a start that loses the race for it is tried again with another."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _is_cpu_build(python: str) -> bool:

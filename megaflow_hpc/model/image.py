@@ -32,6 +32,7 @@ PASSED = re.compile(
 """Variables that an engine in an image is given, beside those that its adapter sets."""
 PYTHON = "python3"
 """In the image, where ``model.python`` names no other."""
+HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
 """Without it an ordinary user cannot mount a SIF file: each start unpacks it."""
 
@@ -53,11 +54,9 @@ def contained(launch: Launch, model: Mapping[str, Any], private: Path, seen: Ite
         )
     runtime = apptainer()
     prefix = Path(runtime).name.upper()
-    home, unpacked = private / "home", private / "image"
-    clear(unpacked)  # of an engine that was killed
-    for folder in (home, unpacked):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    words = [runtime, "-q", "exec", "--cleanenv", "--home", str(home), "--pwd", "/", *gpu_flags(model)]
+    clear(private / UNPACKED)  # of an engine that was killed
+    furnish(private)
+    words = [runtime, "-q", "exec", "--cleanenv", "--home", str(private / HOME), "--pwd", "/", *gpu_flags(model)]
     if image.is_file() and prefix == "APPTAINER" and not os.access(FUSE, os.R_OK | os.W_OK):
         words.append("--unsquash")
     for bind in [str(private), *_read_only([*_model_paths(model), *seen]), *map(str, model.get("binds") or ())]:
@@ -65,8 +64,14 @@ def contained(launch: Launch, model: Mapping[str, Any], private: Path, seen: Ite
     told = {name: value for name, value in os.environ.items() if PASSED.fullmatch(name)} | launch.env
     told |= {"PYTHONNOUSERSITE": "1", "TMPDIR": str(private)}
     env = {f"{prefix}ENV_{name}": value for name, value in told.items()}
-    env[f"{prefix}_TMPDIR"] = str(unpacked)
+    env[f"{prefix}_TMPDIR"] = str(private / UNPACKED)
     return replace(launch, command=[*words, str(image), *launch.command], env=env)
+
+
+def furnish(private: Path) -> None:
+    """Makes in a server's private directory what a container needs there, on each node that it runs on."""
+    for name in (HOME, UNPACKED):
+        (private / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def clear(folder: Path) -> None:

@@ -3,7 +3,8 @@
 ``python -m megaflow_hpc.model.lifeline COMMAND…`` starts the command in a session of its own and waits. End-of-file on
 standard input (the server that started it died, however), SIGTERM or SIGINT end it: SIGTERM to the session, SIGKILL
 after :data:`GRACE_S` to all that is left, also to processes that made sessions of their own, since orphans of a
-subreaper come to it. Its exit code is the command's, 128+n for signal n.
+subreaper come to it. Its exit code is the command's, 128+n for signal n. The command's own standard input says nothing
+until then and ends first, so that lifelines on other nodes, behind ``srun``, hang on this one.
 
 Engines pass tensors through files in ``/dev/shm`` that outlive whoever is killed: memory of the node that nobody gets
 back. Those that one of these processes had mapped are removed at the end.
@@ -26,6 +27,7 @@ SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 """What Python's multiprocessing calls its shared memory and semaphores."""
 LOOK_S = 5.0
 """Seconds between two looks at which of these the processes have mapped."""
+HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -77,7 +79,8 @@ def _kill_all() -> None:
         time.sleep(0.02)
 
 
-def main(command: Sequence[str]) -> int:
+def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
+    """Runs the command; its status. ``heeded``: signals that end it, the others of these are ignored."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -88,13 +91,13 @@ def main(command: Sequence[str]) -> int:
         nonlocal ended
         ended = True
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, stop)
+    for number in HEEDED:
+        signal.signal(number, stop if number in heeded else lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         child = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
@@ -109,6 +112,8 @@ def main(command: Sequence[str]) -> int:
             ended = True
         if wake_read in ready:
             os.read(wake_read, 4096)
+    assert child.stdin is not None
+    child.stdin.close()
     if child.poll() is None:
         try:
             os.killpg(child.pid, signal.SIGTERM)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.address import address
 from megaflow_hpc.model.engines import Launch
 from megaflow_hpc.model.proxy import Proxy
 from megaflow_hpc.pool import Pool
@@ -131,25 +132,6 @@ class Registration:
                     self._pool.withdraw(self.what.name)
         except (OSError, ValueError):
             pass
-
-
-def address() -> str:
-    """How other nodes reach this one: the host's name where it resolves, else the address of its route outward."""
-    chosen = os.environ.get("MEGAFLOW_ADDRESS")
-    if chosen:
-        return chosen
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None, socket.AF_INET)
-        return name
-    except OSError:
-        pass
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
 
 
 def in_slurm() -> bool:

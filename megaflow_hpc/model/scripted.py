@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -207,14 +208,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, default=1_000_000)
     parser.add_argument("--split", action="store_true", help="serve render, generate and derender, as vLLM may")
     parser.add_argument("--slots", type=int, default=0, help="answers that it gives at once; default: any number")
+    parser.add_argument("--node-rank", type=int, default=0, help="of an engine over several nodes")
+    parser.add_argument("--headless", action="store_true", help="serve nothing: another node does")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--uds")
     where.add_argument("--port", type=int, help="on 127.0.0.1")
     arguments = parser.parse_args(argv)
+    if arguments.headless:
+        signal.pause()
     try:
         script = load(arguments.script) if arguments.script else Script()
     except ConfigError as mistake:
-        raise SystemExit(f"error: {mistake}") from None
+        raise SystemExit(f"error: wrong script: {mistake}") from None
     kind: type[ScriptedEngine] = ScriptedEngine
     if arguments.split:
         from megaflow_hpc.model.scripted_split import SplitEngine

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 def server_jobs(
     config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]], allowed: Allowance
 ) -> Iterator[Job]:
-    """The engine arrays. ``groups``: (first server, servers, GPUs a server, held) as ``run.json`` has them."""
-    for first, count, gpus, *held in groups:
+    """The engine arrays. ``groups``: (first server, servers, GPUs a node, held, nodes a server) of ``run.json``."""
+    for first, count, gpus, held, *nodes in groups:
         for size in chunks(count, allowed.array_size):
-            yield server_job(config, run, size, gpus, first, largest=allowed.array_size - 1, held=any(held))
+            yield server_job(config, run, size, gpus, first, allowed.array_size - 1, bool(held), *nodes)
             first += size
 
 

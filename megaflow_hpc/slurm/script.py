@@ -155,19 +155,22 @@ def server_job(
     first: int = 0,
     largest: int | None = None,
     held: bool = False,
+    nodes: int = 1,
 ) -> Job:
     """An engine array: each element one engine server; its index is the server's in ``run.json``.
 
     Args:
         largest: highest array index that the site allows; servers beyond are counted from 0 and a base.
         held: they wait in the queue until somebody lets them go (``scontrol release``).
+        nodes: of each server; ``gpus`` on each of them.
     """
     servers = config.slurm.servers
     options = {
         **_common(config, run, "server"),
         "partition": servers.partition,
-        "nodes": 1,
-        "ntasks": 1,
+        "nodes": nodes,
+        "ntasks": nodes,
+        "ntasks-per-node": 1 if nodes > 1 else None,
         "gres": f"gpu:{gpus}" if gpus else None,
         "time": _walltime(servers.time),
         "signal": f"B:USR2@{WARN_S}",

@@ -1,0 +1,65 @@
+"""An engine over two nodes of the lab: it serves, starts anew when a part of it is killed, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(300)]
+
+CAMPAIGN = """\
+name: two-nodes
+model: {engine: scripted, script: answers.yaml, gpus: 0, nodes: 2}
+pool: {}
+slurm: {servers: {partition: cpu, time: 10, extra: {mem: 200M}}}
+"""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def parts(script: Path) -> dict[int, int]:
+    """Processes of the engine by their node's rank."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if words[1:3] == ["-m", "megaflow_hpc.model.scripted"] and str(script) in words:
+            found[int(words[words.index("--node-rank") + 1])] = int(folder.name)
+    return found
+
+
+def test_an_engine_over_two_nodes_comes_back_and_goes_whole(tmp_path: Path) -> None:
+    script = tmp_path / "answers.yaml"
+    script.write_text("default: [from two nodes]")
+    (tmp_path / "campaign.yaml").write_text(CAMPAIGN)
+    run = Campaign.from_yaml(tmp_path / "campaign.yaml").submit(launcher="slurm")
+    try:
+        endpoint = run.dir.endpoint("default.0")
+        until(endpoint.exists)
+        first = parts(script)
+        assert set(first) == {0, 1}
+        (node,) = run.dir.logs.glob("server-*.log")
+        os.kill(first[1], signal.SIGKILL)
+        until(lambda: node.read_text().count("serving the campaign") == 2)
+        assert "task 1: Exited with exit code 137" in node.read_text()
+        second = parts(script)
+        assert set(second) == {0, 1}
+        assert not set(second.values()) & set(first.values())
+    finally:
+        run.cancel()
+    until(lambda: not parts(script) and not run.live_jobs(0))
+    assert not endpoint.exists()
