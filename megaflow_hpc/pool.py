@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pwd
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir import RunDir, write_atomic, write_json
+from megaflow_hpc.rundir import RunDir, user_name, write_atomic, write_json
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -118,16 +117,9 @@ class Pool:
                     continue
                 with os.fdopen(descriptor, "rb") as file:
                     if file.read(65) == path.name.encode():  # a link to another's file has another's name in it
-                        found[path.name] = _name(os.fstat(file.fileno()).st_uid)
+                        found[path.name] = user_name(os.fstat(file.fileno()).st_uid)
         return found
 
 
 def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -191,6 +191,7 @@ class Run:
         """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
         from megaflow_hpc.trajectories import gather
 
+        self.dir.check_ours()
         if self.ledger.finished:  # the last pod removes it, unless it was killed then
             shutil.rmtree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
@@ -226,6 +227,7 @@ class Run:
         """Brings the pods that are queued or running to so many; see :meth:`Fleet.scale`."""
         if resolve_launcher("auto") != "slurm":
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
+        self.dir.check_ours()
         return self.fleet.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
@@ -244,6 +246,7 @@ class Run:
 
     def cancel(self) -> list[str]:
         """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""
+        self.dir.check_ours()
         self.dir.ledger.joinpath("cancelled").touch()
         if self.local is not None:
             self.local.stop()
@@ -266,6 +269,7 @@ class Run:
             ConfigError: a limit of the campaign is passed already.
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
+        self.dir.check_ours()
         chosen = resolve_launcher(launcher)
         budget = Budget(self.dir, self._content["campaign"]["limits"])
         budget.raise_to(limits or {})

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pwd
 import secrets
 import stat
 import time
@@ -81,6 +82,14 @@ def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None
         raise
 
 
+def user_name(uid: int) -> str:
+    """Login name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def to_json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
@@ -126,6 +135,15 @@ class RunDir:
         for room in ("tasks", "ledger", "weights", "journal", "shards", "events", "logs", "report"):
             make_directory(self.path / room)
 
+    def check_ours(self) -> None:
+        """
+        Raises:
+            ConfigError: It is another user's, who alone may change it.
+        """
+        owner = self.path.stat().st_uid
+        if os.getuid() not in (owner, 0):
+            raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
+
     def block(self, number: int) -> Path:
         return self.tasks / f"{number:06d}.json"
 
@@ -152,6 +170,10 @@ class RunDir:
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+            ) from None
+        except PermissionError:
+            raise ConfigError(
+                f"{self.path}: closed to this user; its owner lets a group look with share: group in the campaign file"
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.run_json}: cannot be read ({error}); the run directory is damaged") from error

@@ -12,6 +12,7 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign import Run
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.pool import Pool
 from megaflow_hpc.rundir import RunDir, write_json
 from tests.model.second_user import as_second_user
@@ -86,6 +87,12 @@ def test_a_member_of_the_group_reads_a_shared_run_but_its_keys_and_a_stranger_re
     closed = visit(run, member=False)
     assert {result for results in closed.values() for result in results.values()} == {"PermissionError"}
     assert Run(run).status()["rollouts"]["completed"] == 1
+
+
+def test_another_users_run_is_refused_by_name_to_whoever_would_change_it(tmp_path: Path) -> None:
+    RunDir(tmp_path).check_ours()
+    with pytest.raises(ConfigError, match="/: belongs to root; others may look and change nothing"):
+        RunDir("/").check_ours()
 
 
 def test_a_run_that_is_not_shared_is_closed_to_its_group_too(place: Path, make_campaign: Make) -> None:
