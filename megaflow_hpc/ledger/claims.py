@@ -156,6 +156,15 @@ class Ledger:
         return self._mine.unclaimed
 
     @property
+    def free(self) -> list[int]:
+        """After :meth:`claim`: those blocks. Others may have claimed some meanwhile."""
+        return self._mine.free
+
+    def prefer(self, blocks: Iterable[int]) -> None:
+        """Free blocks that are claimed before others from now on."""
+        self._mine.preferred = frozenset(blocks)
+
+    @property
     def others(self) -> bool:
         """After :meth:`claim`: some block is held by another pod that may be alive."""
         return self._mine.others

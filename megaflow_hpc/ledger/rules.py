@@ -153,7 +153,10 @@ class Rules:
         """After :meth:`claim`: some block is held by another pod that may be alive."""
         self.unfinished = True
         """After :meth:`claim`: some block that it saw is not done."""
-        self._free: list[int] = []
+        self.free: list[int] = []
+        """After :meth:`claim`: those blocks, in the order in which they will be claimed."""
+        self.preferred: frozenset[int] = frozenset()
+        """Of blocks that are free these are claimed first."""
         self._done: dict[int, int] = {}
         self._blocks: list[int] = []
         self._owners: dict[tuple[int, int], str] = {}
@@ -230,9 +233,9 @@ class Rules:
             return None
 
     def _claim(self) -> Steps[Claim | None]:
-        free, self._free = self._free, []
+        free, self.free = self._in_order(self.free), []
         if free and (claim := (yield from self._first(free[:1]))):  # seen at the last look: the link decides
-            self._free, self.unclaimed = free[1:], len(free) - 1
+            self.free, self.unclaimed = free[1:], len(free) - 1
             return claim
         if free:
             claimed = latest((yield Names(CLAIMS)))
@@ -248,7 +251,11 @@ class Rules:
         claimed = latest((yield Names(CLAIMS)))
         open_blocks = [block for block in self._blocks if block not in self._done]
         taken = yield from self._take_over({block: claimed[block] for block in open_blocks if block in claimed})
-        return taken or (yield from self._first([block for block in open_blocks if block not in claimed]))
+        free = self._in_order(block for block in open_blocks if block not in claimed)
+        return taken or (yield from self._first(free))
+
+    def _in_order(self, free: Iterable[int]) -> list[int]:
+        return sorted(free, key=lambda block: block not in self.preferred)
 
     def _first(self, free: Sequence[int]) -> Steps[Claim | None]:
         """The first of these that nobody was faster to claim."""
@@ -256,8 +263,8 @@ class Rules:
             if block >= GIVEN and not (yield from self._belongs(block)):
                 continue
             if (yield from self._take(block, 0, {"owner": self.identity.name}, keep=True)):
-                self._free = list(free[place + 1 :])
-                self.unclaimed = len(self._free)
+                self.free = list(free[place + 1 :])
+                self.unclaimed = len(self.free)
                 return self._hold(Claim(block, 0))
         return None
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.ledger.rules import GIVEN
 from megaflow_hpc.pod.events import Events
+from megaflow_hpc.pod.foresight import Foresight
 from megaflow_hpc.pod.histories import Histories, History
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
@@ -26,6 +27,7 @@ class Holdings:
     Args:
         journal_length: of the journal of a pod (``<pod>.<start>``) whose block is taken over, or of this one's own.
         stored: ids of the rollouts that are stored and did not fail; asked once, when a dead pod's block is taken over.
+        ahead: blocks of few rollouts that are looked into before they are claimed.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Holdings:
         events: Events,
         journal_length: Callable[[str], int],
         stored: Callable[[], set[str]],
+        ahead: int = 0,
     ) -> None:
         self._histories = Histories(run)
+        self._foresight = Foresight(run, ledger, ahead)
         self._run, self._ledger, self._events = run, ledger, events
         self._journal_length, self._stored = journal_length, stored
         self._held: dict[int, _Held] = {}
@@ -73,9 +77,15 @@ class Holdings:
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
         self._say(claim, "claimed", rollouts=len(todo))
+        self._foresight.claimed(len(rollouts))
         if not todo:
             self._finish(claim.block)
         return claim, todo
+
+    @property
+    def coming(self) -> list[str]:
+        """Tasks of blocks that this pod will claim next, as far as it looks ahead."""
+        return self._foresight.tasks
 
     def history(self, rollout_id: str) -> History | None:
         """What earlier pods have told of a rollout that was claimed; once."""

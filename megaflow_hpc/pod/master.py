@@ -44,6 +44,8 @@ WAITING_S = 2.0
 AHEAD_S = 5.0
 AHEAD_ROLLOUTS = 256
 """How often ranks are told which images come next, and how many rollouts that looks ahead."""
+AHEAD_BLOCKS = 4
+"""Of the last, small blocks, so many that this pod has not claimed yet."""
 DRAIN_S = 25.0
 """What running rollouts may still take once draining has begun; with what workers take to stop, below the warning time
 of the batch script."""
@@ -77,7 +79,14 @@ class Master:
             pod.scheduling.get("groups") == "together",
         )
         self._stragglers = Stragglers(self._estimates) if pod.scheduling.get("copies") else None
-        self._held = Holdings(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored)
+        self._held = Holdings(
+            pod.run,
+            pod.ledger,
+            pod.events,
+            pod.journal_length,
+            pod.stored,
+            AHEAD_BLOCKS if len({task.get("image") for task in pod.tasks.values()}) > 1 else 0,
+        )
         self._endpoints = Endpoints(pod.run, pod.servers)
         self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints, pod.budget())
         self._cores, self._began = cores_of(), time.monotonic()
@@ -338,7 +347,7 @@ class Master:
 
     def _announce_images(self) -> None:
         """Tells the ranks which images they need next, so that they stage them meanwhile."""
-        tasks = self.scheduler.coming(AHEAD_ROLLOUTS)
+        tasks = [*self.scheduler.coming(AHEAD_ROLLOUTS), *self._held.coming]
         order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in tasks))
         if order != self._announced and len(order) > 1:
             self._announced = order

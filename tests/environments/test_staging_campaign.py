@@ -16,6 +16,7 @@ from megaflow_hpc.environments.copy_log import CopyLog
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.store import ImageStore
 from megaflow_hpc.ledger.blocks import split
+from megaflow_hpc.pod.master import AHEAD_BLOCKS
 from megaflow_hpc.types import Rollout
 
 COUNT = 16
@@ -55,7 +56,9 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     cache = tmp_path / f"megaflow-{os.getuid()}" / "cache"
     # What the pod knows of when its first rollouts run: the block it has claimed.
     known = len(split([Rollout(f"n{number:02}", "oracle", 0, "oracle") for number in range(COUNT)], pods=1)[0])
-    settings = f"COUNT, KNOWN, LOG = {COUNT}, {known}, {str(cache / 'made.jsonl')!r}\n"
+    # And some blocks that it has not claimed: the rest is so little that it looks into them.
+    foreseen = known + AHEAD_BLOCKS
+    settings = f"COUNT, KNOWN, LOG = {COUNT}, {foreseen}, {str(cache / 'made.jsonl')!r}\n"
     (tmp_path / "image_numbers.py").write_text(settings + TASKS)
     images = ", ".join(f"small{number}: {path}" for number, path in enumerate(paths))
     campaign = tmp_path / "campaign.yaml"
@@ -84,5 +87,6 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     # The first to run could not be known of before; what came next nobody had to wait for.
     assert known > WORKERS
     assert set(ahead) >= set(range(WORKERS, known))
+    assert len(set(ahead) - set(range(known))) >= AHEAD_BLOCKS
     started = {int(task[1:]): at for at, task, _, _ in rows}
     assert all(ahead[number]["t"] <= started[number] for number in range(WORKERS, known))

@@ -21,10 +21,10 @@ from megaflow_hpc.rundir import RunDir
 from tests.ledger.conftest import rollouts
 
 
-def holdings(run: RunDir, name: str) -> tuple[Ledger, Holdings]:
+def holdings(run: RunDir, name: str, ahead: int = 0) -> tuple[Ledger, Holdings]:
     ledger = Ledger(run, PodIdentity(name, "0"))
     ledger.register()
-    return ledger, Holdings(run, ledger, Events(run.event_file(name, "0")), lambda owner: 0, set)
+    return ledger, Holdings(run, ledger, Events(run.event_file(name, "0")), lambda owner: 0, set, ahead)
 
 
 def test_what_waits_is_spread_over_all_slots() -> None:
@@ -54,6 +54,30 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
         for rollout in claimed[1]:
             taker.settled(claimed[0].block, rollout.id)
     assert theirs.finished
+
+
+def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: RunDir) -> None:
+    write_blocks(run, rollouts(30), size=1)
+    (_, one), (_, other) = (holdings(run, name, ahead=4) for name in "ab")
+    for pod in (one, other):
+        assert pod.claim() is not None
+        assert len(pod.coming) == 4
+    assert not set(one.coming) & set(other.coming)
+    for _ in range(4):
+        before, claimed = one.coming, one.claim()
+        assert claimed is not None
+        assert [rollout.task_id for rollout in claimed[1]] == before[:1]
+        assert len(one.coming) == 4
+    (_, blind) = holdings(run, "c")
+    assert blind.claim() is not None
+    assert blind.coming == []
+
+
+def test_a_pod_does_not_look_beyond_large_blocks(run: RunDir) -> None:
+    write_blocks(run, rollouts(60), size=20)
+    _, pod = holdings(run, "a", ahead=4)
+    assert pod.claim() is not None
+    assert pod.coming == []
 
 
 def test_who_takes_a_block_over_leaves_out_what_was_given(run: RunDir) -> None:
