@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Provides the tool box of command-line agents, once: Claude Code, Codex and Qwen Code in pinned versions, and Node 22.
-# Prints its path.
+# Provides the tool box of command-line agents, once: Claude Code, Codex and Qwen Code in pinned versions, and Node 22;
+# OpenHands, where it is named, and a Python of its own. Prints its path.
 #
-# usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code; all without an argument
+# usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code openhands; the first three without an argument
 #
-# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB) is one directory that every sandbox sees
+# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
 # read-only, so the tasks' images stay as they are (docs/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
-# Node and npm come from PyPI, where a machine has none; npm uses its registry as it is configured.
+# Node and npm come from PyPI, npm uses its registry as it is configured. OpenHands comes from PyPI, as
+# containers/openhands.txt lists it, and its Python from Debian's archive (launchers/python.sh).
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -70,24 +71,54 @@ install() {
   mark_done "$dir/.complete" "$package"
 }
 
+# openhands PACKAGE@VERSION: the interpreter is told where it will be found in sandboxes, so it runs only there.
+openhands() {
+  local package=$1 dir=$BOX/openhands inside=/opt/megaflow-agents/openhands python prefix libs loader wheel
+  if ! done_before "$dir/.complete" "$package"; then
+    python=$(bash "$SOURCES/launchers/python.sh" 3.12 --portable)
+    have patchelf || die "openhands: no patchelf to adapt its Python: run launchers/setup first"
+    say "installing $package into $dir ($("$python" --version))"
+    prefix=$(dirname "$(dirname "$(dirname "$python")")")
+    rm -rf "$dir" "$dir.new"
+    mkdir "$dir.new"
+    wheel=$(find "$prefix/usr/share/python-wheels" -name 'pip-*.whl' | sed -n 1p)
+    quietly "$LOGS/agents-openhands.log" "$python" "$wheel/pip" --disable-pip-version-check install --no-deps --compile \
+      --no-warn-script-location --target "$dir.new/site" -r "$SOURCES/containers/openhands.txt"
+    cp -r "$prefix" "$dir.new/python"
+    libs=$(dirname "$(find "$prefix" -name libc.so.6 | sed -n 1p)")
+    loader=$(find "$libs" -maxdepth 1 -name 'ld-linux*.so.*' -printf '%f\n' | sed -n 1p)
+    libs=$inside/python${libs#"$prefix"}
+    patchelf --set-interpreter "$libs/$loader" --force-rpath --set-rpath "$libs" \
+      "$dir.new/python/usr/bin/$(basename "$python")"
+    mv -T "$dir.new" "$dir"
+    printf '#!/bin/sh\nexec %s -I %s/run.py "$@"\n' "$inside/python/usr/bin/$(basename "$python")" "$inside" >"$BOX/bin/openhands"
+    chmod +x "$BOX/bin/openhands"
+    mark_done "$dir/.complete" "$package"
+  fi
+  cp "$SOURCES/megaflow_hpc/agents/openhands_run.py" "$dir/run.py.new"
+  mv -f "$dir/run.py.new" "$dir/run.py"
+}
+
 # NAME PACKAGE@VERSION, a line each.
 mapfile -t packages < <("$(find_python)" - "$SOURCES/megaflow_hpc/agents/presets.py" "$@" <<'PYTHON'
 import ast, sys
 tree = ast.parse(open(sys.argv[1]).read())
-packages = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "PACKAGES")
-unknown = set(sys.argv[2:]) - set(packages)
+found = {n.target.id: n.value for n in tree.body if isinstance(n, ast.AnnAssign)}
+packages = ast.literal_eval(found["PACKAGES"])
+known = packages | ast.literal_eval(found["PYTHON_PACKAGES"])
+unknown = set(sys.argv[2:]) - set(known)
 if unknown:
-    sys.exit(f"error: no such agent: {', '.join(sorted(unknown))}; there are {', '.join(packages)}")
+    sys.exit(f"error: no such agent: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 for name in sys.argv[2:] or packages:
-    print(name, packages[name])
+    print(name, known[name])
 PYTHON
 )
 [[ ${#packages[@]} -gt 0 ]] || exit 1
-node
+[[ ${packages[*]} =~ ^openhands\ [^\ ]*$ ]] || node
 jobs=()
 for line in "${packages[@]}"; do
   # shellcheck disable=SC2086  # two words
-  install $line &
+  case $line in openhands*) openhands ${line#* } & ;; *) install $line & ;; esac
   jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job" || die "not every agent could be installed: run it again (logs in $LOGS)"; done

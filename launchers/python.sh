@@ -2,7 +2,7 @@
 # Provides a Python of at least a given version, as an ordinary user: from PATH, else from Debian's archive in a private
 # prefix. Prints the interpreter's path.
 #
-# usage: launchers/python.sh [VERSION]        3.12 without an argument
+# usage: launchers/python.sh [VERSION] [--portable]        3.12 without an argument; --portable: Debian's in any case
 #
 # Some of what works with megaflow-hpc needs a newer Python than stable distributions have (Harbor: 3.12). Debian's
 # package runs anywhere if the libraries of its own suite lie beside it and the interpreter is told so with patchelf.
@@ -67,7 +67,9 @@ install_from() {
 # The interpreter's own path, not the link's: a virtual environment keeps it, and the link may move on.
 ours() { readlink -f "$MEGAFLOW_HOME/python/usr/bin/python" 2>/dev/null || true; }
 
-for candidate in ${MEGAFLOW_PYTHON:-} python3.13 python3.14 python3.12 python3 "$(ours)"; do
+candidates=("${MEGAFLOW_PYTHON:-python3.13}" python3.13 python3.14 python3.12 python3)
+[[ ${2:-} == --portable ]] && candidates=() # with the libraries of its own suite: it may be taken elsewhere
+for candidate in "${candidates[@]}" "$(ours)"; do
   found=$(command -v "$candidate" 2>/dev/null) || continue
   if usable "$found"; then
     echo "$found"

@@ -5,7 +5,7 @@ The command is shell text. It finds the task's text in the file ``$MEGAFLOW_INST
 input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
 
 Instead of a command, a preset names a program that is known (:mod:`megaflow_hpc.agents.presets`); the agents
-``claude-code``, ``codex`` and ``qwen-code`` are these.
+``claude-code``, ``codex``, ``openhands`` and ``qwen-code`` are these.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ def claude_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str
 def codex(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
     """OpenAI's Codex."""
     return CommandAgent(preset="codex", flags=flags, toolbox=toolbox, env=env)
+
+
+def openhands(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
+    """OpenHands' default agent, by its SDK."""
+    return CommandAgent(preset="openhands", flags=flags, toolbox=toolbox, env=env)
 
 
 def qwen_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:

@@ -3,8 +3,8 @@
 The programs lie in a *tool box*, one directory that every sandbox sees read-only at :data:`INSIDE`, so that an image
 needs nothing of them. ``launchers/agents.sh`` makes it (``containers/agents.def`` for sites without the npm registry)::
 
-    TOOLBOX/bin/{node,claude,codex,qwen}       what PATH begins with
-    TOOLBOX/<name>/.complete                   package@version, written last
+    TOOLBOX/bin/{node,claude,codex,qwen,openhands}    what PATH begins with
+    TOOLBOX/<name>/.complete                          package@version, written last
 
 Each preset is shell text. The task comes on standard input, which has no limit of length; HOME is a directory of the
 sandbox, since images may have none that can be written.
@@ -26,6 +26,8 @@ PACKAGES: Mapping[str, str] = {
     "qwen-code": "@qwen-code/qwen-code@0.24.4",
 }
 """Package and pinned version of each in the npm registry."""
+PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
+"""The same of agents from PyPI, which have a Python of their own in the tool box; ``containers/openhands.txt``."""
 HOME = 'export HOME=/tmp/megaflow-home; mkdir -p "$HOME"'
 CALL_MS = 3_600_000
 """Milliseconds an agent's client waits for one answer: the gateway's own limits come first."""
@@ -60,6 +62,15 @@ PRESETS: Mapping[str, Preset] = {
         "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --color never "
         f'-m "$OPENAI_MODEL" -c model_provider=gateway -c "model_providers.gateway={{{_CODEX_PROVIDER}}}"'
     ),
+    "openhands": Preset(
+        "openhands",
+        {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # a list of prices that it would fetch while it is imported
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            "OTEL_SDK_DISABLED": "true",
+            "MEGAFLOW_CALL_S": str(CALL_MS // 1000),
+        },
+    ),
     "qwen-code": Preset(
         "qwen --auth-type openai --yolo", {"QWEN_CODE_SUPPRESS_YOLO_WARNING": "1", "QWEN_TELEMETRY_ENABLED": "false"}
     ),
@@ -86,9 +97,10 @@ def toolbox_of(name: str, given: str | None) -> Path:
         found = (box / name / ".complete").read_text().strip()
     except OSError:
         found = "nothing"
-    if found != PACKAGES[name]:
+    wanted = {**PACKAGES, **PYTHON_PACKAGES}[name]
+    if found != wanted:
         raise ConfigError(
-            f"agent {name}: the tool box {box} should hold {PACKAGES[name]} and holds {found}; run launchers/agents.sh "
+            f"agent {name}: the tool box {box} should hold {wanted} and holds {found}; run launchers/agents.sh "
             f"{name}, or name another directory in args.toolbox or MEGAFLOW_AGENTS"
         )
     return box

@@ -21,6 +21,7 @@ NAMES: Mapping[str, str] = {
     "command": "megaflow_hpc.agents.command:CommandAgent",
     "claude-code": "megaflow_hpc.agents.command:claude_code",
     "codex": "megaflow_hpc.agents.command:codex",
+    "openhands": "megaflow_hpc.agents.command:openhands",
     "qwen-code": "megaflow_hpc.agents.command:qwen_code",
     "replay": "megaflow_hpc.agents.replay:ReplayAgent",
 }
