@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import rules as rules_module
@@ -37,6 +37,8 @@ from megaflow_hpc.types import Rollout
 TIMES = Times(renew_s=1, commit_s=2, lease_s=4)
 
 Program = Generator[Any, Any, str]
+Files = frozenset[tuple[str, str]]
+"""Path and content."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,12 @@ def reader() -> Program:
 # --- the world --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
+    """A tuple, because some hundred thousand of them are made."""
+
     time: int
-    files: frozenset[tuple[str, str]]
-    before: tuple[frozenset[tuple[str, str]], ...]
+    files: Files
+    before: tuple[Files, ...]
     """The files at the end of each of the last units of time, the oldest first."""
     journals: frozenset[tuple[str, tuple[tuple[str, int, int, int], ...]]]
     """Owner → (rollout, block, epoch, time) of each record."""
@@ -223,7 +226,10 @@ class Model:
         self._numbers: dict[Any, int] = {}
         self._pending: dict[tuple[str, int], Any] = {}
         self._same: dict[tuple[str, str], int] = {}
-        self._dicts: dict[frozenset[tuple[str, str]], dict[str, str]] = {}
+        self._dicts: dict[Files, dict[str, str]] = {}
+        self._looks: dict[tuple[Files, Names | Read | There], Any] = {}
+        self._checked: set[tuple[Any, ...]] = set()
+        self._best: dict[tuple[Any, ...], dict[str, Entry]] = {}
 
     def explore(self) -> Model:
         """Goes through every state.
@@ -249,31 +255,33 @@ class Model:
             for one in following:
                 if one not in met:
                     met.add(one)
-                    self._check(one)
+                    if (told := (one.files, one.journals, one.acknowledged, one.settled)) not in self._checked:
+                        self._checked.add(told)
+                        self._check(one)
                     stack.append(one)
         return self
 
     # --- steps ---
 
     def _following(self, state: State) -> Iterator[State]:
-        for place, (name, history) in enumerate(state.processes):
-            call = self._call(name, history)
-            if name in state.gone or isinstance(call, str | Wait):
+        calls = {name: self._call(name, history) for name, history in state.processes if name not in state.gone}
+        for place, (name, _) in enumerate(state.processes):
+            call = calls.get(name, "gone")
+            if isinstance(call, str | Wait):
                 continue
             for world, answer in self._answers(state, name, call):
                 yield self._advance(world, place, answer)
             if name in self.may_crash and not state.gone:
-                crashed = replace(state, gone=frozenset({name}))
+                crashed = state._replace(gone=frozenset({name}))
                 if self.told:
                     crashed = self._write(crashed, f"{GONE}/{name}", "{}")
                 heirs = tuple((heir, 0) for heir, after in self.later.items() if after == name)
-                yield replace(crashed, processes=crashed.processes + heirs)
-        calls = {name: self._call(name, history) for name, history in state.processes if name not in state.gone}
+                yield crashed._replace(processes=crashed.processes + heirs)
         late = any(not isinstance(calls[name], Wait | str) for name in self.prompt if name in calls)
         if state.time < self.units and not late and any(not isinstance(call, str) for call in calls.values()):
-            later = replace(state, time=state.time + 1, before=(*state.before, state.files)[1:])
-            for place, (name, history) in enumerate(later.processes):
-                if isinstance(self._call(name, history), Wait) and name not in state.gone:
+            later = state._replace(time=state.time + 1, before=(*state.before, state.files)[1:])
+            for place, (name, _) in enumerate(later.processes):
+                if isinstance(calls.get(name), Wait):
                     later = self._advance(later, place, None)
             yield later
 
@@ -294,7 +302,7 @@ class Model:
             history = self._told(history, answer)
         processes = list(state.processes)
         processes[place] = name, history
-        return replace(state, processes=tuple(processes))
+        return state._replace(processes=tuple(processes))
 
     def _at_once(self, state: State, call: Any) -> bool:
         """Whether a call makes no difference to the others, nor they to it."""
@@ -313,7 +321,7 @@ class Model:
             raise Broken(f"{name} committed for block {block} after it had been taken over, at {state.time}")
         if state.time - dict(state.renewed)[name] >= TIMES.commit_s:
             raise Broken(f"{name} committed with a lease of {state.time - dict(state.renewed)[name]} units")
-        return self._settle(replace(state, acknowledged=state.acknowledged | {(name, len(records) - 1)}))
+        return self._settle(state._replace(acknowledged=state.acknowledged | {(name, len(records) - 1)}))
 
     def _told(self, history: int, answer: Any) -> int:
         key = history, repr(answer)
@@ -343,7 +351,7 @@ class Model:
     def _files(self, state: State) -> dict[str, str]:
         return self._dict(state.files)
 
-    def _dict(self, files: frozenset[tuple[str, str]]) -> dict[str, str]:
+    def _dict(self, files: Files) -> dict[str, str]:
         if files not in self._dicts:
             self._dicts[files] = dict(files)
         return self._dicts[files]
@@ -353,8 +361,8 @@ class Model:
         if isinstance(call, Names | Read | There):
             found = []
             path = call.room if isinstance(call, Names) else call.path
-            for seen in (files, *map(self._dict, state.before if path.startswith(self.cached) else ())):
-                if (answer := _look(seen, call)) not in found:
+            for seen in (state.files, *(state.before if path.startswith(self.cached) else ())):
+                if (answer := self._look(seen, call)) not in found:
                     found.append(answer)
                     yield state, answer
         elif isinstance(call, Clock | Acknowledged):
@@ -372,19 +380,19 @@ class Model:
             written = self._write(state, call.path, _json(call.content))
             if call.path.startswith(LEASES):
                 renewed = frozenset({**dict(state.renewed), name: state.time}.items())
-                written = replace(written, renewed=renewed)
+                written = written._replace(renewed=renewed)
             yield written, None
         elif isinstance(call, Touch):
             yield self._write(state, call.path, "{}"), None
         elif isinstance(call, Remove):
-            yield replace(state, files=frozenset(item for item in state.files if item[0] != call.path)), None
+            yield state._replace(files=frozenset(item for item in state.files if item[0] != call.path)), None
         elif isinstance(call, Do):
             append = call.action
             assert isinstance(append, Append)
             record = append.rollout, append.block, append.epoch, state.time
             journals = dict(state.journals)
             journals[name] = (*journals.get(name, ()), record)
-            yield replace(state, journals=frozenset(journals.items())), None
+            yield state._replace(journals=frozenset(journals.items())), None
         elif isinstance(call, Block):
             yield state, json.loads(files[task_path(call.number)])
         elif isinstance(call, Stored):
@@ -402,7 +410,13 @@ class Model:
             raise AssertionError(call)
 
     def _write(self, state: State, path: str, content: str) -> State:
-        return replace(state, files=frozenset({**self._files(state), path: content}.items()))
+        return state._replace(files=frozenset({**self._files(state), path: content}.items()))
+
+    def _look(self, files: Files, call: Names | Read | There) -> Any:
+        key = files, call
+        if key not in self._looks:
+            self._looks[key] = _look(self._dict(files), call)
+        return self._looks[key]
 
     # --- what must hold ---
 
@@ -424,7 +438,10 @@ class Model:
         ]
 
     def _winners(self, state: State) -> dict[str, Entry]:
-        return decide(self._valid(state))[0]
+        key = state.files, state.journals
+        if key not in self._best:
+            self._best[key] = decide(self._valid(state))[0]
+        return self._best[key]
 
     def _check(self, state: State) -> None:
         valid = {(entry.journal.removesuffix(".journal"), entry.start): entry for entry in self._valid(state)}
@@ -449,7 +466,7 @@ class Model:
             for entry in best.values()
             if (entry.journal, entry.start) == (f"{owner}.journal", number) and entry.id not in before
         }
-        return replace(state, settled=state.settled | new)
+        return state._replace(settled=state.settled | new)
 
     def _ended(self, state: State) -> None:
         said = {name: self._call(name, history) for name, history in state.processes if name not in state.gone}

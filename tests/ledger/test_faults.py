@@ -16,10 +16,9 @@ SCALE = 0.3
 """A hundredth of the product's times."""
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_stale_answers_replayed_replies_and_pauses_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
+def test_stale_answers_replayed_replies_and_pauses_lose_and_double_nothing(tmp_path: Path) -> None:
     prepare(tmp_path / "run")
-    said = campaign([tmp_path / "run"] * 3, tmp_path / "run", seed, scale=SCALE)
+    said = campaign([tmp_path / "run"] * 3, tmp_path / "run", seed=1, scale=SCALE)
     met = {kind: sum(start[kind] for each in said for start in each["met"]) for kind in said[0]["met"][0]}
     print(met, [each["starts"] for each in said])
     assert met["stale"]

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.ledger import rules
-from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Rewrite, Steps
-from megaflow_hpc.ledger.rules import DONE, GONE, LEASES, RELEASED, TASKS, Rules, Times, block_numbers, done_blocks
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Rewrite, Steps, There
+from megaflow_hpc.ledger.rules import (
+    DONE,
+    FINISHED,
+    GONE,
+    LEASES,
+    RELEASED,
+    TASKS,
+    Rules,
+    Times,
+    block_numbers,
+    done_blocks,
+)
 from tests.ledger.model import TIMES, Broken, Model, pod, reader
 
 Make = Callable[..., Rules]
@@ -128,6 +139,19 @@ class RenewsTooLate(Rules):
         self.counter, self.renewed = self.counter + 1, now
 
 
+class ReadsTheClockAfterwards(Rules):
+    """Counts its lease from after it was written: a pause in between makes it look younger than others see it."""
+
+    def renew(self, force: bool = False) -> Steps[None]:
+        now = yield Clock()
+        if self.counter and (not self.open_at(now) or (not force and now - self.renewed < self.times.renew_s)):
+            return
+        path = f"{LEASES}/{self.identity.name}"
+        yield (Rewrite if self.counter else Publish)(path, {"counter": self.counter + 1})
+        yield There(FINISHED)  # the model lets nobody pause right before a clock is read
+        self.counter, self.renewed = self.counter + 1, (yield Clock())
+
+
 class TakesOverAtOnce(Rules):
     """Takes any pod that has a lease for gone."""
 
@@ -179,6 +203,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
     ),
     "no look at the fence after the commit": (partial(paused, CommitsWithoutLooking), "lost|taken over|lease of"),
     "a late lease is renewed": (partial(paused, RenewsTooLate), "lost|taken over"),
+    "the clock is read after the lease": (partial(paused, ReadsTheClockAfterwards), "lost|taken over"),
     "takeover without a lease's end": (partial(two, TakesOverAtOnce, units=1), "lost|taken over"),
     "given rollouts are taken over": (partial(giving, RunsGivenTwice), "settled"),
     "a block that nobody knows is run": (partial(giving, RunsWhatNobodyKnew, 5, SHORT), "settled"),
