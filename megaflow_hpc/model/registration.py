@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.address import address
+from megaflow_hpc.model.causes import lasting
 from megaflow_hpc.model.engines import Launch
 from megaflow_hpc.model.proxy import Proxy
 from megaflow_hpc.pool import Pool
@@ -120,8 +121,8 @@ class Registration:
         self._take_away(self.loading_file)
 
     def failed(self, cause: str) -> None:
-        record = {"server": self.what.name, "policy": self.what.policy, "cause": cause, "job_id": job_id()}
-        write_json(self.failed_file, {**record, "log": str(self.log_file), "at": time.time()})
+        record = {"server": self.what.name, "policy": self.what.policy, "cause": cause, "lasting": lasting(cause)}
+        write_json(self.failed_file, {**record, "job_id": job_id(), "log": str(self.log_file), "at": time.time()})
 
     def _take_away(self, marked: Path, *others: Path) -> None:
         try:

@@ -27,7 +27,8 @@ from megaflow_hpc.errors import ModelServiceError
 REST_S = 0.5
 REST_MAX_S = 30.0
 HOPELESS_S = 15.0
-"""A call waits this long when every server of its policy has given up; one may have been requeued to another node."""
+"""A call waits this long when every server of its policy has given up; one may have been requeued to another node,
+unless the cause of each is one that another start would meet again: then nobody waits."""
 AFFINITY = 2
 """Requests by which a rollout's previous server may be busier and is still taken: its prefix cache is worth that."""
 
@@ -99,7 +100,8 @@ class Router:
     def __init__(self) -> None:
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
-        self._hopeless: set[str] = set()
+        self._hopeless: dict[str, float] = {}
+        """Policy whose servers have all given up → seconds that a call still waits for one."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -108,7 +110,11 @@ class Router:
         A record marked ``hopeless`` says that every server its policy was given has given up.
         """
         servers: dict[str, Server] = {}
-        self._hopeless = {str(record.get("policy", "")) for record in records if record.get("hopeless")}
+        self._hopeless = {}
+        for record in records:
+            if record.get("hopeless"):
+                policy, wait_s = str(record.get("policy", "")), 0.0 if record.get("lasting") else HOPELESS_S
+                self._hopeless[policy] = max(wait_s, self._hopeless.get(policy, 0.0))
         causes: dict[str, str] = {}
         for record in records:
             if not record.get("url"):
@@ -158,7 +164,7 @@ class Router:
                 return server
             now = time.monotonic()
             if policy in self._hopeless:
-                deadline = min(deadline, began + HOPELESS_S)
+                deadline = min(deadline, began + self._hopeless[policy])
             if now >= deadline:
                 raise ModelServiceError(self.describe(policy))
             wakes = [s.rests_until - now for s in self.servers(policy)]

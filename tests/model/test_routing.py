@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model import router
 from megaflow_hpc.model.router import AFFINITY, Router, Server
 
@@ -54,6 +56,16 @@ def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_
     assert pick(found, previous="p.0") is first
     first.outstanding = AFFINITY + 1
     assert pick(found, previous="p.0") is second
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_nobody_waits_for_servers_that_would_fail_again(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "HOPELESS_S", 0.3)
+    found, began = Router(), time.monotonic()
+    found.update([{"server": "p.0", "policy": "p", "cause": "no such option", "hopeless": True, "lasting": lasting}])
+    with pytest.raises(ModelServiceError, match=r"p\.0: no such option"):
+        asyncio.run(found.acquire("p", began + 60))
+    assert (time.monotonic() - began >= 0.3) != lasting
 
 
 def test_requests_in_flight_follow_the_weights() -> None:
