@@ -28,7 +28,7 @@ _LINE = re.compile(r"^\S+\s+(?:\S+\s+)?(\w+)\((.*)$")
 
 
 def figures(ranks: int, note: Callable[[str], None]) -> list[Figure]:
-    from megaflow_hpc.ledger.rules import TIMES as LEASE
+    from megaflow_hpc.ledger.lease import TIMES as LEASE
     from megaflow_hpc.pod.sharing import SELDOM_S
 
     strace = shutil.which("strace")

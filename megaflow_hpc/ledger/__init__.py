@@ -5,6 +5,7 @@ Pods meet only here. Every rule holds on NFS and Lustre: no wall clock, no mtime
 
 from megaflow_hpc.ledger.blocks import Block, read_block, read_blocks, write_blocks
 from megaflow_hpc.ledger.claims import Ledger
-from megaflow_hpc.ledger.rules import Claim, PodIdentity
+from megaflow_hpc.ledger.lease import PodIdentity
+from megaflow_hpc.ledger.rules import Claim
 
 __all__ = ["Block", "Claim", "Ledger", "PodIdentity", "read_block", "read_blocks", "write_blocks"]

@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.calls import Link
 from megaflow_hpc.ledger.files import Files
-from megaflow_hpc.ledger.rules import GIVEN, task_path
+from megaflow_hpc.ledger.names import GIVEN, task_path
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger import rules
+from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, boot_clock
-from megaflow_hpc.ledger.rules import TIMES, Claim, PodIdentity, Rules, Times
+from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
+from megaflow_hpc.ledger.rules import Claim, Rules
 from megaflow_hpc.rundir import RunDir, make_directory, write_atomic
 from megaflow_hpc.types import Rollout
 
@@ -92,19 +93,19 @@ class Ledger:
     def leases(self) -> dict[str, dict[str, Any]]:
         """Every pod that ever registered, by ``<pod>.<start>``: identity and counter."""
         found = {}
-        for name in sorted(self._names(rules.LEASES)):
+        for name in sorted(self._names(names.LEASES)):
             with contextlib.suppress(ValueError):  # being written; the next look reads it
-                lease = self._files.answer(Read(f"{rules.LEASES}/{name}"))
+                lease = self._files.answer(Read(f"{names.LEASES}/{name}"))
                 if lease is not None:
                     found[name] = lease
         return found
 
     def mark_gone(self, pod_start: str) -> None:
         """Records that this start of a pod is no more; the caller has proof (Slurm, or the process table)."""
-        write_atomic(self.run.path / rules.GONE / pod_start, b"")
+        write_atomic(self.run.path / names.GONE / pod_start, b"")
 
     def gone(self) -> set[str]:
-        return set(self._names(rules.GONE))
+        return set(self._names(names.GONE))
 
     # --- claims ---
 
@@ -188,7 +189,7 @@ class Ledger:
 
     @property
     def finished_mark(self) -> Path:
-        return self.run.path / rules.FINISHED
+        return self.run.path / names.FINISHED
 
     @property
     def finished(self) -> bool:
@@ -200,18 +201,18 @@ class Ledger:
 
     def view(self) -> View:
         """Which blocks are claimed, and which are done but for what they gave to others."""
-        return View(rules.latest(self._names(rules.CLAIMS)), set(rules.done_blocks(self._names(rules.DONE))))
+        return View(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
 
     def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
         """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs."""
         read = []
-        for block, epoch in sorted(rules.pairs(self._names(rules.CLAIMS))):
+        for block, epoch in sorted(names.pairs(self._names(names.CLAIMS))):
             if epoch:
-                content = self._files.answer(Read(rules.claim_path(block, epoch)))
+                content = self._files.answer(Read(names.claim_path(block, epoch)))
                 if content is None:
-                    raise LedgerError(f"{rules.claim_path(block, epoch)}: listed and not there; was it removed?")
+                    raise LedgerError(f"{names.claim_path(block, epoch)}: listed and not there; was it removed?")
                 read.append((block, epoch, content))
-        return rules.seals(read)
+        return names.seals(read)
 
     def _names(self, room: str) -> tuple[str, ...]:
         return self._files.answer(Names(room))

@@ -1,15 +1,12 @@
-"""The rules by which pods share blocks: claims, leases, seals, takeovers, giving back. Pure: no file is touched here.
+"""The rules by which pods share blocks: claims, seals, takeovers, giving back. Pure: no file is touched here.
 
-*Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. *Lease.* A pod counts up one file for all its blocks;
-an observer declares it gone when the count, read twice, was the same for longer than ``lease_s`` of the observer's own
-clock, counted from the *end* of the first reading to the *beginning* of the last one. *Fence.* A pod commits nothing
-once its lease is ``commit_s`` old, counted from *before* it was written; a result counts if the fence is still open
-*after* it became durable. What is between the two times may be lost to caches of the file system.
+*Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. It holds for as long as the pod's lease
+(:mod:`megaflow_hpc.ledger.lease`).
 
 *Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
 of the predecessor's journal counts, its *seal*: what the predecessor said when it released, else what there is after it
 was found to be gone. *Giving back.* A pod hands rollouts that it has not started to others by a new block, numbered
-from :data:`GIVEN` on, that names the block they come from. Who takes that one over leaves them out, and lists the given
+from ``GIVEN`` on, that names the block they come from. Who takes that one over leaves them out, and lists the given
 blocks it knows; one that appears later than that belongs to nobody and is put away unrun.
 
 *The end.* A mark ``done/<block>.<n>`` says that a block is finished and gave n others; the campaign is finished when
@@ -18,62 +15,30 @@ all blocks that can be seen are done and as many given ones can be seen as the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import (
-    Clock,
-    Do,
-    Length,
-    Link,
-    Names,
-    Publish,
-    Read,
-    Remove,
-    Rewrite,
-    Steps,
-    There,
-    Touch,
+from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Remove, Steps, There, Touch
+from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
+from megaflow_hpc.ledger.names import (
+    CLAIMS,
+    DONE,
+    FINISHED,
+    GIVEN,
+    HUNGRY,
+    RELEASED,
+    TASKS,
+    all_done,
+    block_numbers,
+    claim_path,
+    done_blocks,
+    latest,
+    pairs,
+    task_path,
 )
 from megaflow_hpc.types import Rollout
-
-CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
-GONE, HUNGRY, FINISHED, TASKS = "ledger/gone", "ledger/hungry", "ledger/finished", "tasks"
-
-GIVEN = 1_000_000
-"""Number of the first block that pods give back; planned ones lie below."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """In seconds."""
-
-    renew_s: float = 30.0
-    commit_s: float = 90.0
-    lease_s: float = 180.0
-
-
-TIMES = Times()
-
-
-@dataclass(frozen=True)
-class PodIdentity:
-    """One start of one pod. ``start`` differs between starts of the same element; together they are unique in a run."""
-
-    pod: str
-    start: str
-    job_id: str = ""
-    """``<array job>_<element>`` under Slurm, empty elsewhere."""
-    host: str = ""
-    pid: int = 0
-    pid_start: int = 0
-    """Field 22 of /proc/PID/stat of rank 0: with host and pid it names one process for ever."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.pod}.{self.start}"
 
 
 @dataclass(frozen=True)
@@ -88,60 +53,15 @@ class Claim:
     """Ids that lie in blocks given back."""
 
 
-def claim_path(block: int, epoch: int) -> str:
-    return f"{CLAIMS}/{block:06d}.{epoch}"
-
-
-def task_path(block: int) -> str:
-    return f"{TASKS}/{block:06d}.json"
-
-
-def earlier(start: str, than: str) -> bool:
-    """Whether one start of an element came before another; Slurm counts them."""
-    return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
-
-
-def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
-    """(block, epoch) of names like ``000012.3``."""
-    return {(int(block), int(epoch)) for block, _, epoch in (name.partition(".") for name in names)}
-
-
-def latest(names: Iterable[str]) -> dict[int, int]:
-    """Block → its highest epoch."""
-    found: dict[int, int] = {}
-    for block, epoch in pairs(names):
-        found[block] = max(epoch, found.get(block, -1))
-    return found
-
-
-def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Block → how many blocks it gave."""
-    return {int(block): int(given or 0) for block, _, given in (name.partition(".") for name in names)}
-
-
-def block_numbers(names: Iterable[str]) -> list[int]:
-    stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
-    return sorted(int(stem) for stem in stems if stem.isdigit())
-
-
-def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
-    """``blocks`` must have been listed after ``done``."""
-    given = sum(block >= GIVEN for block in blocks)
-    return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
-
-
 class _NotYet(Exception):
     """Listed and not to be opened: a cache will let it through at a later look."""
 
 
-class Rules:
+class Rules(Lease):
     """What one start of a pod knows, and the operations of the ledger as steps. One operation at a time."""
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES) -> None:
-        self.identity, self.times = identity, times
-        self.counter = 0
-        self.renewed = 0.0
-        """This machine's clock before the lease was last counted up."""
+        super().__init__(identity, times)
         self.held: set[Claim] = set()
         self._let_go: set[Claim] = set()
         """Held once: what a cache still shows of them is not to be believed."""
@@ -160,65 +80,12 @@ class Rules:
         self._done: dict[int, int] = {}
         self._blocks: list[int] = []
         self._owners: dict[tuple[int, int], str] = {}
-        self._seen: dict[str, tuple[int, float]] = {}
-        self._alive: set[str] = set()
         self._parents: dict[int, tuple[int, int, frozenset[str]]] = {}
         """Given block → block and epoch that gave it, ids of its rollouts."""
         self._given: dict[int, int] = {}
         """Block → blocks that it gave, as far as its holder must know."""
         self._want = ""
         self._wants = 0
-
-    # --- the lease ---
-
-    def open_at(self, now: float) -> bool:
-        """Whether the fence is open: what became durable until ``now`` counts."""
-        return self.counter > 0 and now - self.renewed < self.times.commit_s
-
-    def may_commit(self) -> Steps[bool]:
-        return self.open_at((yield Clock()))
-
-    def committed(self, commit: Callable[[], object]) -> Steps[bool]:
-        """Commits, and says whether it counts: the fence was open before, and still is now that all is durable."""
-        if not (yield from self.may_commit()):
-            return False
-        yield Do(commit)
-        return (yield from self.may_commit())
-
-    def renew(self, force: bool = False) -> Steps[None]:
-        """Counts the lease up when it is due. One that is too old stays so: somebody may be taking over."""
-        now: float = yield Clock()
-        if self.counter and (not self.open_at(now) or (not force and now - self.renewed < self.times.renew_s)):
-            return
-        content = {**asdict(self.identity), "counter": self.counter + 1}
-        path = f"{LEASES}/{self.identity.name}"
-        yield (Rewrite(path, content) if self.counter else Publish(path, content))
-        self.counter += 1
-        self.renewed = now
-
-    def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
-        """Those of ``owners`` that are gone."""
-        gone = set((yield Names(GONE))) if owners else set()
-        found = set()
-        for owner in sorted(owners):
-            pod, _, start = owner.rpartition(".")
-            if owner in gone or (pod == self.identity.pod and earlier(start, self.identity.start)):
-                found.add(owner)
-                continue
-            looked_at: float = yield Clock()
-            try:
-                lease = yield Read(f"{LEASES}/{owner}")
-            except ValueError:
-                continue  # half written: it tells nothing
-            counter = int(lease["counter"]) if lease else -1
-            seen = self._seen.get(owner)
-            if seen is None or seen[0] != counter:
-                self._seen[owner] = counter, (yield Clock())
-                if seen is not None:
-                    self._alive.add(owner)
-            elif looked_at - seen[1] > self.times.lease_s:
-                found.add(owner)
-        return found
 
     # --- claims ---
 
@@ -438,16 +305,3 @@ class Rules:
             if owner != self.identity.name:
                 found[f"{owner}.{number}"] = int(slots)
         return found
-
-
-def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
-    """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
-
-    Args:
-        read: block, epoch and content of claims.
-    """
-    return {
-        (block, epoch - 1): (str(content["predecessor"]), int(content["sealed"]))
-        for block, epoch, content in read
-        if epoch
-    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megaflow_hpc.ledger import Claim, Ledger, read_block
-from megaflow_hpc.ledger.rules import GIVEN
+from megaflow_hpc.ledger.names import GIVEN
 from megaflow_hpc.pod.events import Events
 from megaflow_hpc.pod.foresight import Foresight
 from megaflow_hpc.pod.histories import Histories, History

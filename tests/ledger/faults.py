@@ -32,7 +32,8 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
 from megaflow_hpc.ledger.calls import Call, Names, Read, There
 from megaflow_hpc.ledger.files import Files
-from megaflow_hpc.ledger.rules import LEASES, Times
+from megaflow_hpc.ledger.lease import Times
+from megaflow_hpc.ledger.names import LEASES
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.frames import pack_record
 from megaflow_hpc.trajectories.journal import JournalWriter, valid_length

@@ -15,22 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger import rules as rules_module
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
-from megaflow_hpc.ledger.rules import (
+from megaflow_hpc.ledger.lease import PodIdentity, Times
+from megaflow_hpc.ledger.names import (
     CLAIMS,
     FINISHED,
     GONE,
     LEASES,
     RELEASED,
     TASKS,
-    PodIdentity,
-    Rules,
-    Times,
+    claim_path,
     pairs,
     seals,
     task_path,
 )
+from megaflow_hpc.ledger.rules import Rules
 from megaflow_hpc.trajectories.winners import Entry, counts, decide
 from megaflow_hpc.types import Rollout
 
@@ -159,7 +158,7 @@ def reader() -> Program:
     read = []
     for block, epoch in claimed:
         if epoch:
-            read.append((block, epoch, (yield Read(rules_module.claim_path(block, epoch)))))
+            read.append((block, epoch, (yield Read(claim_path(block, epoch)))))
     sealed = seals(each for each in read if each[2])
     valid = [entry for entry, block, end in entries if counts(sealed, block, entry.epoch, entry.journal, end)]
     yield Saw(tuple(decide(valid)[0].values()))
@@ -317,7 +316,7 @@ class Model:
     def _acknowledge(self, state: State, name: str) -> State:
         records = dict(state.journals)[name]
         _, block, epoch, _ = records[-1]
-        if rules_module.claim_path(block, epoch + 1) in self._files(state):
+        if claim_path(block, epoch + 1) in self._files(state):
             raise Broken(f"{name} committed for block {block} after it had been taken over, at {state.time}")
         if state.time - dict(state.renewed)[name] >= TIMES.commit_s:
             raise Broken(f"{name} committed with a lease of {state.time - dict(state.renewed)[name]} units")
@@ -430,7 +429,7 @@ class Model:
     def _valid(self, state: State) -> list[Entry]:
         files = self._files(state)
         claimed = [(b, e) for b, e in pairs(_look(files, Names(CLAIMS))) if e]
-        sealed = seals([(b, e, json.loads(files[rules_module.claim_path(b, e)])) for b, e in claimed])
+        sealed = seals([(b, e, json.loads(files[claim_path(b, e)])) for b, e in claimed])
         return [
             entry
             for entry, block, end in self._entries(state)

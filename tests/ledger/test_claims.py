@@ -9,7 +9,7 @@ import pytest
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
 from megaflow_hpc.ledger.blocks import deal, split
-from megaflow_hpc.ledger.rules import TIMES
+from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir import RunDir
 from tests.ledger.conftest import rollouts
 

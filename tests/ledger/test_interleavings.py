@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.ledger import rules
-from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Rewrite, Steps, There
-from megaflow_hpc.ledger.rules import (
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Rewrite, Steps, There, Touch
+from megaflow_hpc.ledger.lease import Times
+from megaflow_hpc.ledger.names import (
     DONE,
     FINISHED,
     GONE,
     LEASES,
     RELEASED,
     TASKS,
-    Rules,
-    Times,
     block_numbers,
     done_blocks,
+    earlier,
 )
+from megaflow_hpc.ledger.rules import Rules
 from tests.ledger.model import TIMES, Broken, Model, pod, reader
 
 Make = Callable[..., Rules]
@@ -184,7 +184,7 @@ class CountsBlocksFirst(Rules):
     """Lists the blocks before the marks: one that is given in between is not missed."""
 
     def mark_done(self, claim: Any) -> Steps[None]:
-        yield rules.Touch(f"{DONE}/{claim.block:06d}.0")
+        yield Touch(f"{DONE}/{claim.block:06d}.0")
         self._drop(claim)
         blocks = block_numbers((yield Names(TASKS)))
         if set(done_blocks((yield Names(DONE)))) >= set(blocks):
@@ -219,7 +219,7 @@ def test_a_rule_that_is_broken_on_purpose_is_found(mutation: str) -> None:
 
 
 def test_an_earlier_start_never_takes_from_a_later_one() -> None:
-    assert rules.earlier("0", "1")
-    assert not rules.earlier("2", "1")
-    assert not rules.earlier("1", "1")
-    assert rules.earlier("x1f3", "b2c4")  # starts that nobody counts: the other one is taken for the earlier
+    assert earlier("0", "1")
+    assert not earlier("2", "1")
+    assert not earlier("1", "1")
+    assert earlier("x1f3", "b2c4")  # starts that nobody counts: the other one is taken for the earlier

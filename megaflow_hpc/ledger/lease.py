@@ -1,0 +1,107 @@
+"""A pod's lease on all its blocks, and what it knows of the leases of others. Pure: no file is touched here.
+
+A pod counts up one file; an observer declares it gone when the count, read twice, was the same for longer than
+``lease_s`` of the observer's own clock, counted from the *end* of the first reading to the *beginning* of the last one.
+*Fence.* A pod commits nothing once its lease is ``commit_s`` old, counted from *before* it was written; a result counts
+if the fence is still open *after* it became durable. What is between the two times may be lost to caches of the file
+system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+
+from megaflow_hpc.ledger.calls import Clock, Do, Names, Publish, Read, Rewrite, Steps
+from megaflow_hpc.ledger.names import GONE, LEASES, earlier
+
+
+@dataclass(frozen=True)
+class Times:
+    """In seconds."""
+
+    renew_s: float = 30.0
+    commit_s: float = 90.0
+    lease_s: float = 180.0
+
+
+TIMES = Times()
+
+
+@dataclass(frozen=True)
+class PodIdentity:
+    """One start of one pod. ``start`` differs between starts of the same element; together they are unique in a run."""
+
+    pod: str
+    start: str
+    job_id: str = ""
+    """``<array job>_<element>`` under Slurm, empty elsewhere."""
+    host: str = ""
+    pid: int = 0
+    pid_start: int = 0
+    """Field 22 of /proc/PID/stat of rank 0: with host and pid it names one process for ever."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.pod}.{self.start}"
+
+
+class Lease:
+    """What one start of a pod knows of its own lease and of others', and what it does about them, as steps."""
+
+    def __init__(self, identity: PodIdentity, times: Times = TIMES) -> None:
+        self.identity, self.times = identity, times
+        self.counter = 0
+        self.renewed = 0.0
+        """This machine's clock before the lease was last counted up."""
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._alive: set[str] = set()
+
+    def open_at(self, now: float) -> bool:
+        """Whether the fence is open: what became durable until ``now`` counts."""
+        return self.counter > 0 and now - self.renewed < self.times.commit_s
+
+    def may_commit(self) -> Steps[bool]:
+        return self.open_at((yield Clock()))
+
+    def committed(self, commit: Callable[[], object]) -> Steps[bool]:
+        """Commits, and says whether it counts: the fence was open before, and still is now that all is durable."""
+        if not (yield from self.may_commit()):
+            return False
+        yield Do(commit)
+        return (yield from self.may_commit())
+
+    def renew(self, force: bool = False) -> Steps[None]:
+        """Counts the lease up when it is due. One that is too old stays so: somebody may be taking over."""
+        now: float = yield Clock()
+        if self.counter and (not self.open_at(now) or (not force and now - self.renewed < self.times.renew_s)):
+            return
+        content = {**asdict(self.identity), "counter": self.counter + 1}
+        path = f"{LEASES}/{self.identity.name}"
+        yield (Rewrite(path, content) if self.counter else Publish(path, content))
+        self.counter += 1
+        self.renewed = now
+
+    def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
+        """Those of ``owners`` that are gone."""
+        gone = set((yield Names(GONE))) if owners else set()
+        found = set()
+        for owner in sorted(owners):
+            pod, _, start = owner.rpartition(".")
+            if owner in gone or (pod == self.identity.pod and earlier(start, self.identity.start)):
+                found.add(owner)
+                continue
+            looked_at: float = yield Clock()
+            try:
+                lease = yield Read(f"{LEASES}/{owner}")
+            except ValueError:
+                continue  # half written: it tells nothing
+            counter = int(lease["counter"]) if lease else -1
+            seen = self._seen.get(owner)
+            if seen is None or seen[0] != counter:
+                self._seen[owner] = counter, (yield Clock())
+                if seen is not None:
+                    self._alive.add(owner)
+            elif looked_at - seen[1] > self.times.lease_s:
+                found.add(owner)
+        return found

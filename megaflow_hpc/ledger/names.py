@@ -1,0 +1,67 @@
+"""The files of the ledger by name, and what their names say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
+GONE, HUNGRY, FINISHED, TASKS = "ledger/gone", "ledger/hungry", "ledger/finished", "tasks"
+
+GIVEN = 1_000_000
+"""Number of the first block that pods give back; planned ones lie below."""
+
+
+def claim_path(block: int, epoch: int) -> str:
+    return f"{CLAIMS}/{block:06d}.{epoch}"
+
+
+def task_path(block: int) -> str:
+    return f"{TASKS}/{block:06d}.json"
+
+
+def earlier(start: str, than: str) -> bool:
+    """Whether one start of an element came before another; Slurm counts them."""
+    return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
+
+
+def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
+    """(block, epoch) of names like ``000012.3``."""
+    return {(int(block), int(epoch)) for block, _, epoch in (name.partition(".") for name in names)}
+
+
+def latest(names: Iterable[str]) -> dict[int, int]:
+    """Block → its highest epoch."""
+    found: dict[int, int] = {}
+    for block, epoch in pairs(names):
+        found[block] = max(epoch, found.get(block, -1))
+    return found
+
+
+def done_blocks(names: Iterable[str]) -> dict[int, int]:
+    """Block → how many blocks it gave."""
+    return {int(block): int(given or 0) for block, _, given in (name.partition(".") for name in names)}
+
+
+def block_numbers(names: Iterable[str]) -> list[int]:
+    stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
+    """``blocks`` must have been listed after ``done``."""
+    given = sum(block >= GIVEN for block in blocks)
+    return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
+
+
+def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
+    """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
+
+    Args:
+        read: block, epoch and content of claims.
+    """
+    return {
+        (block, epoch - 1): (str(content["predecessor"]), int(content["sealed"]))
+        for block, epoch, content in read
+        if epoch
+    }
