@@ -30,7 +30,7 @@ def plan(path: Path, count: int) -> None:
     write_json(run.run_json, {"rollouts": count})
 
 
-def make_pod(run: RunDir, comm: Comm, **more: Any) -> Pod:
+def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
     """A pod over the real ledger and journal of a run directory that :func:`plan` made."""
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
     from megaflow_hpc.pod.events import Events
@@ -43,9 +43,9 @@ def make_pod(run: RunDir, comm: Comm, **more: Any) -> Pod:
     return Pod(
         run=run,
         comm=comm,
-        ledger=Ledger(run, PodIdentity("bench", "0", "", os.uname().nodename, me.pid, me.start)),
-        journal=JournalWriter(run.journal_file("bench", "0")),
-        events=Events(run.event_file("bench", "0")),
+        ledger=Ledger(run, PodIdentity("bench", start, "", os.uname().nodename, me.pid, me.start)),
+        journal=JournalWriter(run.journal_file("bench", start)),
+        events=Events(run.event_file("bench", start)),
         init={"op": "init"},
         tasks={r.task_id: {"id": r.task_id, "image": "none"} for b in read_blocks(run) for r in b.rollouts},
         servers={},

@@ -13,12 +13,12 @@ cause              stored as     retries  what it is
 ``verifier``       verifier      1        tests left no verdict
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
-``walltime``       not at all    n/a      the allocation ended first; goes back with its block
-``preemption``     not at all    n/a      Slurm took the allocation back; goes back with its block
+``walltime``       not at all    cuts     the allocation ended first; goes back with its block
+``preemption``     not at all    cuts     Slurm took the allocation back; goes back with its block
 =================  ============  =======  ==========================================================================
 
-The last two are nobody's failure: an event says that it happened, nothing is judged, and how often it may happen to an
-element of the array is ``slurm.requeues``.
+The last two are nobody's failure: they are kept as attempts and nothing is judged. How often they may happen to a rollout
+is ``scheduling.cuts``, to an element of the array ``slurm.requeues``.
 
 *Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
 results failed for one cause, going on would burn the allocation.

@@ -213,9 +213,6 @@ class Results:
         if outcome.id not in self._cut:
             self._cut.add(outcome.id)
             history.cuts += 1
-        history.attempts.append(attempt_of(outcome))
-        history.partial = outcome.partial
-        history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
         kind = outcome.error_kind or "preemption"
         self._pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=kind, error=outcome.error[:300])
         most = int(self._pod.scheduling.get("cuts", CUTS))
@@ -224,6 +221,10 @@ class Results:
             failed = self.unrun(work, "walltime", why)
             del self.histories[outcome.id]
             self._clerk.file(failed, work.block, failed.payload(work.epoch, work.block))
+            return
+        history.attempts.append(attempt_of(outcome))
+        history.partial = outcome.partial
+        history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
 
     def hand_down(self) -> None:
         """Tells the pods that come after of the rollouts that go back with their blocks."""

@@ -149,9 +149,9 @@ GROUPS = (
         "attempts",
         "Every attempt with its cause, the last one included where the pod listed it. `a` rows.",
         (
-            ("attempt", "int32", "a", "number within the rollout and epoch, from 0"),
+            ("attempt", "int32", "a", "number within the rollout, from 0; pods that were killed are not counted"),
             ("status", STRING, "a", "as of a trajectory"),
-            ("error_kind", STRING, "a", "as of a trajectory"),
+            ("error_kind", STRING, "a", "as of a trajectory, or `preemption`"),
             ("error", TEXT, "a", "the cause in words"),
             ("node", STRING, "a", "host"),
             ("job_id", STRING, "a", "Slurm job"),

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.environments.access import Access
 from megaflow_hpc.environments.files import remove_tree
 from megaflow_hpc.environments.harbor import read_harbor_task
+from megaflow_hpc.environments.snapshot import Snapshot, pack
 from megaflow_hpc.environments.tasks import prepare
 from megaflow_hpc.environments.verifier import Court, verify
 from megaflow_hpc.environments.writable import WritableLayer
@@ -146,15 +148,17 @@ def test_a_sandbox_writes_to_a_copy_that_a_reset_renews(
     assert sorted(os.listdir(Path(busybox_rootfs, "etc"))) == ["passwd", "profile"]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["directory", "packed"])
 def test_snapshots_pass_between_copies_and_overlays(
-    busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
     change = "echo one > /new; mkdir /opt/d; rm /etc/profile; rm -r /root; mkdir /locked; "
     change += "echo in > /locked/f; chmod 0 /locked"
     look = "cat /new; ls -d /opt/d /etc/profile /root 2>/dev/null; stat -c %a /locked; ls -A /etc"
 
     async def through(writes: tuple[str, str, str]) -> list[str]:
-        said, kept = [], None
+        said: list[str] = []
+        kept: Snapshot | None = None
         for number, kind in enumerate(writes):
             monkeypatch.setenv("MEGAFLOW_LAYER", kind)
             async with ApptainerProvider(scratch) as provider:
@@ -163,6 +167,10 @@ def test_snapshots_pass_between_copies_and_overlays(
                         await sandbox.exec(change)
                     said.append((await sandbox.exec(look)).stdout)
                     kept = await sandbox.snapshot(tmp_path / "-".join((*writes, str(number))))
+                    if packed:
+                        with open(f"{kept.path}.tar", "wb") as file:
+                            pack(kept, file.write, 1 << 20)
+                        kept = replace(kept, path=file.name, offset=0)
         return said
 
     for writes in (("copy", "overlay", "copy"), ("overlay", "copy", "overlay")):

@@ -55,7 +55,12 @@ def prepare(tmp_path: Path, tasks: Sequence[str], each: int = 1, **said: Any) ->
 
 def play(tmp_path: Path, tasks: Sequence[str], ranks: int = 2, each: int = 1, **said: Any) -> Played:
     """A world of rank 0 and ``ranks`` workers from its start to its end."""
-    run = prepare(tmp_path, tasks, each, **said)
+    return turn(prepare(tmp_path, tasks, each, **said), ranks)
+
+
+def turn(run: RunDir, ranks: int = 2) -> Played:
+    """A start of the pod of a world that is there."""
+    (run.report / "state").unlink(missing_ok=True)
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks + 1), sys.executable, "-m"]
     done = subprocess.run(
         [*command, "tests.pod.world", str(run.path)], capture_output=True, text=True, timeout=120, check=False
@@ -72,6 +77,32 @@ def test_every_rollout_is_stored_once_with_so_many_worker_ranks(tmp_path: Path, 
     assert {t["status"] for t in played.stored} == {"completed"}
     assert len(played.of("rollout")) == 300
     assert {entry["rank"] for entry in played.of("worker")} == set(range(1, ranks + 1))
+
+
+@pytest.mark.parametrize("cuts", [1, 2])
+def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says(tmp_path: Path, cuts: int) -> None:
+    run = prepare(tmp_path, ["fails_sandbox-lost_b", "cut_a"])
+    for start in range(3):
+        (run.path / "world.json").write_text(json.dumps({"start": str(start), "scheduling": {"cuts": cuts}}))
+        played = turn(run)
+        assert played.state == ("done" if start == cuts else "drained")
+        if played.state == "done":
+            break
+        (run.partial / "half.json").write_text('{"rollouts": {"cut_a/p/0":')  # who was killed while writing it
+    stored = {trajectory["task_id"]: trajectory for trajectory in played.stored}
+    failed, stored = (stored[name] for name in ("fails_sandbox-lost_b", "cut_a"))
+    assert [attempt["attempt"] for attempt in failed["attempts"]] == [0, 1, 2], "retries are counted on"
+    kinds = [(attempt["attempt"], attempt["status"], attempt["error_kind"]) for attempt in stored["attempts"]]
+    first, second = (0, "cancelled", "walltime"), (1, "cancelled", "walltime")
+    if cuts == 2:
+        assert kinds == [first, second, (2, "completed", "")]
+        assert stored["reward"] == 1.0, "each attempt gets what the last one left"
+    else:
+        assert kinds == [first, (1, "failed", "walltime")]
+        assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
+        assert "scheduling.cuts: 1" in stored["error"]
+    assert [entry["kind"] for entry in played.of("attempt") if entry["id"] == "cut_a/p/0"] == ["walltime"] * 2
+    assert not run.partial.exists()
 
 
 def test_a_pod_of_one_process_does_the_same(tmp_path: Path) -> None:

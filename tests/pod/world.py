@@ -1,7 +1,8 @@
 """A pod under mpiexec whose rank 0 is real and whose workers play what the task ids say.
 
-``mpiexec -n N python -m tests.pod.world RUN``: ``RUN/world.json`` holds the sections ``scheduling`` and ``limits`` and
-the samples a group wants. Rank 0 leaves its last word in ``RUN/report/state``.
+``mpiexec -n N python -m tests.pod.world RUN``: ``RUN/world.json`` holds the sections ``scheduling`` and ``limits``, the
+samples a group wants, and as ``start`` which start of the pod it is. Rank 0 leaves its last word in
+``RUN/report/state``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master import Master
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir import RunDir, write_atomic
-from megaflow_hpc.types import Rollout, Trajectory
+from megaflow_hpc.types import Attempt, Rollout, Trajectory
 
 SLOTS = 4
 KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
@@ -58,11 +59,17 @@ class Player:
         if (behaviour == "stuck" and start["attempt"] == 0) or (behaviour == "late" and rollout.sample_index == 0):
             self.slow[rollout.id] = start
             return []
+        if behaviour == "cut" and start["attempt"] < 2:
+            return [self.result(start, "cancelled", partial=f"kept.{start['attempt']}")]
+        if behaviour == "cut":
+            return [self.result(start, "completed", reward=float(start["partial"] == "kept.1"))]
         reward = {"mixed": float(rollout.sample_index % 2), "solved": 1.0}.get(behaviour, 0.0)
         return [self.result(start, "completed", reward=reward)]
 
     @staticmethod
-    def result(start: dict[str, Any], status: str, cause: str = "", reward: float | None = None) -> dict[str, Any]:
+    def result(
+        start: dict[str, Any], status: str, cause: str = "", reward: float | None = None, partial: str = ""
+    ) -> dict[str, Any]:
         rollout = Rollout(**start["rollout"])
         trajectory = Trajectory(
             id=rollout.id,
@@ -72,14 +79,14 @@ class Player:
             agent=rollout.agent,
             sample_index=rollout.sample_index,
             status=status,
-            error_kind=KINDS.get(cause, cause),
+            error_kind="walltime" if partial else KINDS.get(cause, cause),
             error=cause,
             attempt=start["attempt"],
             reward=reward,
             started_at=time.time() - 0.01,
             finished_at=time.time(),
         )
-        return Outcome.of(trajectory, cause=cause).to_message()
+        return Outcome.of(trajectory, [Attempt(**before) for before in start["attempts"]], cause, partial).to_message()
 
 
 def follow(comm: MpiComm) -> None:

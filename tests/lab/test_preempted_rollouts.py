@@ -1,0 +1,54 @@
+"""A rollout whose pod Slurm takes the nodes from goes on in the pod's next start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign, open_trajectories
+from tests.lab.test_slurm_campaign import until
+from tests.test_partial_rollouts import ENGINE, block
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm")]
+
+SLURM = """\
+slurm:
+  pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 10}
+  servers: {partition: gpu, time: 10}
+"""
+LATE_S = 25.0
+"""Longer than Slurm takes to preempt: the agent waits for its model then."""
+
+
+def test_what_preemption_finds_waiting_for_its_model_goes_on_and_runs_no_command_twice(
+    tmp_path: Path, make_campaign: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
+    mark = f"kept-{uuid.uuid4().hex}"
+    commands = [f"mkdir /{mark}; echo one >> log", "echo two >> log", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    answers = [block(command) for command in commands]
+    script = {"default": [answers[0], {"text": answers[1], "delay_s": LATE_S}, answers[2]]}
+    (tmp_path / "answers.yaml").write_text(json.dumps(script))
+    test = f'[ "$(cat log)" = "$(printf "one\\ntwo")" ] && [ -d /{mark} ]'
+    path = make_campaign(1, f"model: {{{ENGINE}, gpus: 0}}\n{SLURM}", agent="mini-swe-agent", test=test)
+    run = Campaign.from_yaml(path).submit()
+    until(lambda: list(tmp_path.glob(f"scratch/megaflow-*/owners/*/*/layer/upper/{mark}")), "the first command has run")
+    command = ["sbatch", "--parsable", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
+    subprocess.run(command, check=True, capture_output=True)
+    summary = run.wait(timeout_s=240)
+    assert summary["state"] == "finished"
+    assert not run.dir.partial.exists()
+    with open_trajectories(run.path) as store:
+        (trajectory,) = (row.trajectory() for row in store)
+    assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", "", 1.0)
+    assert len(trajectory.turns) == 3
+    first, second = trajectory.attempts
+    assert (first.status, first.error_kind, second.status) == ("cancelled", "preemption", "completed")
+    assert first.error == "cut short after turn 1; its state was kept"
+    assert first.job_id == second.job_id
