@@ -1,10 +1,11 @@
 """The ledger's calls carried out on a file system that is shared, caches, repeats requests and goes away for a while.
 
 *Link.* A private file is linked to its public name. A refusal is not believed: where a network file system repeated the
-request it says only that the name is taken, and the private file's link count says by whom. *Stale handles* are opened
-afresh. *An outage* (an error that says nothing about the file) is waited out here, call by call, so that no operation
-is left half known: it is said once when it begins and once when it is over. A *full* file system or quota is the
-caller's business: the pod keeps its lease, which needs no room, and tries again.
+request it says only that the name is taken, and the private file's link count says by whom. A *rename* that was
+repeated finds nothing to rename: the file is published once more. *Stale handles* are opened afresh. *An outage* (an
+error that says nothing about the file) is waited out here, call by call, so that no operation is left half known: it is
+said once when it begins and once when it is over. A *full* file system or quota is the caller's business: the pod keeps
+its lease, which needs no room, and tries again.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Files:
                 found = getattr(self, f"_{type(call).__name__.lower()}")(call)
             except OSError as error:
                 now = time.monotonic()
-                if error.errno == errno.ESTALE and stale < STALE_TRIES:
+                if stale < STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
                     stale += 1
                     continue
                 if error.errno not in AWAY | {errno.ESTALE} or (away and now - away > GIVE_UP_S):
@@ -205,6 +206,11 @@ def _mark(path: Path) -> None:
             os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)
+
+
+def _repeated(error: OSError, call: Call) -> bool:
+    """Whether a file may have been renamed by a request whose answer was lost: the repeated one finds it no more."""
+    return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 
 def _links(path: Path) -> int:

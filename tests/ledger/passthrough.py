@@ -4,7 +4,8 @@ Each mount has a server of its own and so a kernel cache of its own, as two clie
 
 * attributes, names and what is not there are believed by the kernel for ``stale_s``; listings and leases are answered
   as they were up to ``stale_s`` ago;
-* a link that was made is answered with EEXIST, as when a lost reply made the client repeat the request;
+* a link that was made is answered with EEXIST, and a rename in the ledger with ENOENT, as when a lost reply made the
+  client repeat the request;
 * in the ledger, files fail to open with ESTALE, and requests with EIO; what a journal does of errors is its own matter;
 * a request takes so long that a lease runs out, before or after it is carried out.
 
@@ -33,7 +34,8 @@ KINDS = ("stale", "replayed", "ESTALE", "EIO", "pauses")
 ERRORS = {"ESTALE": (0.015, 3), "EIO": (0.0003, 1)}
 """Chance of a request in the ledger, and how many in a row fail then: a first ESTALE the kernel keeps to itself."""
 PAUSES = 0.001
-REPLAYED = 0.4
+REPLAYED, RENAMED = 0.4, 0.1
+"""Chances of a link and of a rename."""
 _NOSUID_NODEV = 6
 
 
@@ -128,6 +130,9 @@ class Passthrough:
     @_misbehaves
     def rename(self, old: str, new: str) -> None:
         os.rename(self._real + old, self._real + new)
+        if new.startswith("/ledger/") and self._random.random() < RENAMED:
+            self.count("replayed")
+            raise OSError(errno.ENOENT, "as the test has it")
 
     @_misbehaves
     def link(self, target: str, source: str) -> None:
