@@ -13,6 +13,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.budget import Budget, Meter, cores_of, gpus_of
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import RunDir
+from tests.test_campaign import cli
 
 
 def said(run: RunDir, pod: str, *core_s: float, began: float | None = None) -> Path:
@@ -101,7 +102,9 @@ def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_
     assert status["pods"][0]["why"] == "2.00 GPU-hours are used, limits.gpu_hours is 1"
     with pytest.raises(ConfigError, match=r"2\.00 GPU-hours .* --limit gpu_hours=HOURS"):
         run.resume(launcher="local")
-    assert run.resume(launcher="local", limits={"gpu_hours": 3.0})
-    status = run.wait(120)
+    refused = cli("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=many")
+    assert refused.returncode == 2
+    done = cli("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=3", "--json")
+    status = json.loads(done.stdout)
     assert (status["state"], status["rollouts"]["completed"]) == ("finished", 1)
     assert json.loads((run.dir.gpus / "default.0.json").read_text())["gpu_s"] > 0
