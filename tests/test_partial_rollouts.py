@@ -20,11 +20,24 @@ from megaflow_hpc.types import Rollout
 
 Make = Callable[..., Path]
 
-LATE_S = 5.0
+LATE_S = 4.0
 """The second answers come so late that a pod which is asked to drain meanwhile has heard of it."""
 
+STEPS = """\
+schema_version = "1.4"
+[environment]
+docker_image = "base"
+workdir = "/app"
+[[steps]]
+name = "first"
+[steps.agent]
+user = "1000"
+[[steps]]
+name = "second"
+"""
+
 ENGINE = "engine: scripted, script: answers.yaml"
-SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 2}}\n"
+SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 3}}\n"
 
 
 def block(command: str) -> str:
@@ -33,7 +46,10 @@ def block(command: str) -> str:
 
 @pytest.fixture
 def start(tmp_path: Path, make_campaign: Make) -> Callable[[str, int], tuple[Run, str]]:
-    """Starts a campaign whose rollouts are of three commands each; its tests find out whether each ran exactly once."""
+    """Starts a campaign whose rollouts are of three commands each; its tests find out whether each ran exactly once.
+
+    The last task has a step before that, of one command.
+    """
 
     def begin(extra: str, tasks: int) -> tuple[Run, str]:
         mark = f"kept-{uuid.uuid4().hex}"
@@ -45,9 +61,22 @@ def start(tmp_path: Path, make_campaign: Make) -> Callable[[str, int], tuple[Run
         ]
         answers: list[Any] = [block(command) for command in commands]
         answers[1] = {"text": answers[1], "delay_s": LATE_S}
-        (tmp_path / "answers.yaml").write_text(json.dumps({"default": answers}))
+        easy = {"when": "Do the first.", "answers": [block("id -u > first"), answers[3]]}
+        (tmp_path / "answers.yaml").write_text(json.dumps({"tasks": [easy], "default": answers}))
         test = f'[ "$(cat log)" = "$(printf "one\\ntwo\\nthree")" ] && [ -d /{mark} ] && [ ! -e /etc/issue ]'
         path = make_campaign(tasks, extra, agent="mini-swe-agent", test=test)
+        reward = "then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+        files = {
+            "task.toml": STEPS,
+            "steps/first/instruction.md": "Do the first.",
+            "steps/first/tests/test.sh": f"if [ $(cat first) != 0 ]; {reward}",
+            "steps/second/instruction.md": "Do the second.",
+            "steps/second/tests/test.sh": f"if {test} && [ $(cat first) != 0 ]; {reward}",
+        }
+        for name, text in files.items():
+            file = tmp_path / "tasks" / "walk" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
         return Campaign.from_yaml(path).submit(launcher="local"), mark
 
     return begin
@@ -77,7 +106,7 @@ def partial(run: Run, rollout: str) -> Path:
 
 def test_rollouts_go_on_where_their_allocation_ended(start: Callable[[str, int], tuple[Run, str]]) -> None:
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 2)
-    drain(run, mark, 2)
+    drain(run, mark, 3)
     assert not run.ledger.finished
     damaged = partial(run, "task1/default/0")
     content = bytearray(damaged.read_bytes())
@@ -91,11 +120,12 @@ def test_rollouts_go_on_where_their_allocation_ended(start: Callable[[str, int],
     assert "damaged; the rollout starts anew" in log(run)
     with open_trajectories(run.path) as store:
         found = {row.id: row.trajectory() for row in store}
-    assert len(found) == 2
+    assert len(found) == 3
     for trajectory in found.values():
+        steps = 2 if trajectory.task_id == "walk" else 1
         assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", "", 1.0)
-        assert len(trajectory.sequences) == 1, "what comes later goes on from the tokens of what was kept"
-        assert len(trajectory.turns) == 4
+        assert len(trajectory.sequences) == steps, "what comes later goes on from the tokens of what was kept"
+        assert len(trajectory.turns) == 2 * (steps - 1) + 4
         first, second = trajectory.attempts
         assert (first.attempt, first.status, first.error_kind) == (0, "cancelled", "walltime")
         assert "its state was kept" in first.error

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.model import scripted
 from megaflow_hpc.model.recorder import Recorder, Sample
+from megaflow_hpc.pod.wire import pack, unpack
 from megaflow_hpc.types import TokenSequence
 
 IDS = st.lists(st.integers(0, 300), max_size=12)
@@ -40,6 +41,8 @@ def test_every_sampled_token_is_kept_once_and_every_call_can_be_read_back(steps:
             context = [1000 + len(calls)]
         elif kind == "extend":
             context = context + new
+        if version % 2:  # what was recorded goes on in another process
+            recorder = Recorder.resumed(unpack(pack(recorder.state())))
         recorder.add(sample(context, sampled, version))
         calls.append((list(context), sampled, version))
         if kind != "repeat":
