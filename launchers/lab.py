@@ -14,7 +14,13 @@ A lab is a directory; nothing outside it is touched, so several live side by sid
 
 Nodes cpu1-4 and gpu1-2 (two "GPUs" each) claim more cores than the machine has; memory is bookkeeping. Partitions: cpu
 (default), gpu, and preempt over the same nodes as cpu, whose jobs are requeued when a job in cpu needs the room.
-Accounting, associations and QOS limits are real. What a lab of one user cannot show: jobs of several users.
+Accounting, associations and QOS limits are real.
+
+An ordinary user's lab has that user's jobs only. ``start --users a,b`` by root makes one whose daemons are root's and
+whose jobs are of the named users: they may pass its directory, read slurm.conf and ask munge; keys stay closed.
+
+``start --beside OTHER`` makes a second cluster at the accounting and the munge of another lab, which must run: commands
+of each reach the other with ``-M``, as at a site with several.
 
 Only the standard library: it must run where nothing is installed yet.
 """
@@ -46,6 +52,8 @@ NODES = CPU_NODES + GPU_NODES
 GPUS = 2
 SOCKET_PATH_MAX = 107  # sun_path, without its final zero
 DAEMONS = ["munged", "mariadbd", "slurmdbd", "slurmctld", *(f"slurmd-{node}" for node in NODES)]  # in starting order
+PUBLIC = ("slurm.conf", "gres.conf", "cgroup.conf")  # what every user of a Slurm reads
+COMMON = ("munged", "mariadbd", "slurmdbd")  # what several clusters of a site have in common
 STOP_S = 20.0
 USER = pwd.getpwuid(os.getuid()).pw_name
 
@@ -157,10 +165,17 @@ class Lab:
         self.state.setdefault("ports", {})
         self.state.setdefault("daemons", {})
         self.daemons: dict[str, dict[str, Any]] = self.state["daemons"]
+        self.users: list[str] = self.state.setdefault("users", [])
+        """Whose jobs a lab of root's runs; empty: only those of whom it belongs to."""
         self.cluster = f"lab{self.state['id']}"
+        beside = self.state.setdefault("beside", "")
+        self.other = Lab(beside) if beside else None
+        """The lab whose accounting and munge this one uses."""
+        self.own = [name for name in DAEMONS if not self.other or name not in COMMON]
         # A deep directory leaves no room for socket names: then they live in /tmp, under the lab's unguessable id.
         deepest = str(self.dir / "db" / "mariadb.sock.lock")
         self.sockets = self.dir / "sockets" if len(deepest) <= SOCKET_PATH_MAX else Path(f"/tmp/{self.cluster}")
+        self.munge = (self.other or self).sockets / "munge"
         self.slurmd_program = Path(shutil.which("slurmd") or "/usr/sbin/slurmd").resolve()
 
     def save(self) -> None:
@@ -171,7 +186,7 @@ class Lab:
     @contextmanager
     def locked(self) -> Iterator[None]:
         self.dir.mkdir(parents=True, exist_ok=True)
-        os.chmod(self.dir, 0o700)
+        os.chmod(self.dir, self.passable)
         with open(self.dir / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self.__init__(str(self.dir))  # type: ignore[misc]  # what another lab command has changed meanwhile
@@ -196,6 +211,11 @@ class Lab:
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ")}
         return {**kept, "SLURM_CONF": str(self.conf)}
 
+    @property
+    def passable(self) -> int:
+        """Mode of a directory through which the lab's users must get to what is theirs."""
+        return 0o711 if self.users else 0o700
+
     # --- configuration ------------------------------------------------------------------------------------------------
 
     def configure(self) -> None:
@@ -203,6 +223,8 @@ class Lab:
         for name in ("munge", "db", "state", "gpu", "logs", *(f"spool/{node}" for node in NODES)):
             (self.dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.sockets.mkdir(mode=0o700, exist_ok=True)
+        for folder in (self.sockets, self.dir / "spool"):
+            folder.chmod(self.passable)
         if self.sockets.stat().st_uid != os.getuid():
             die(f"{self.sockets} belongs to someone else: use a lab directory with a shorter path")
         key = self.dir / "munge" / "key"
@@ -237,6 +259,8 @@ class Lab:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
+            if self.users and name in PUBLIC:
+                os.fchmod(descriptor, 0o644)
             file.write(content.encode() if isinstance(content, str) else content)
 
     def version(self) -> tuple[int, int]:
@@ -268,7 +292,7 @@ SlurmctldPort={ports["slurmctld"]}
 AuthType=auth/munge
 CredType=cred/munge
 # cred_expire is how long a requeued job waits before it starts again: 120 s by default, an age in a test.
-AuthInfo=socket={self.sockets}/munge,cred_expire=5
+AuthInfo=socket={self.munge},cred_expire=5
 {plugins}StateSaveLocation={self.dir}/state
 SlurmdSpoolDir={self.dir}/spool/%n
 SlurmctldLogFile={self.dir}/logs/slurmctld.log
@@ -296,9 +320,9 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
-AccountingStoragePort={ports["slurmdbd"]}
+AccountingStoragePort={(self.other or self).state["ports"]["slurmdbd"]}
 # What the page calls a password is, under munge, the socket.
-AccountingStoragePass={self.sockets}/munge
+AccountingStoragePass={self.munge}
 AccountingStorageEnforce=associations,limits,qos
 AccountingStorageTRES=gres/gpu
 AccountingStoreFlags=job_comment
@@ -340,12 +364,13 @@ StorageLoc=slurm_acct_db
         if name == "munged":
             # --force: a socket directory closed to others is what we want, and munged's reason to refuse.
             return [
-                program("munged"), "--foreground", "--force", "--num-threads=2", f"--socket={self.sockets}/munge",
+                program("munged"), "--foreground", "--force", "--num-threads=2", f"--socket={self.munge}",
                 *(f"--{file}-file={munge}/{file}" for file in ("key", "pid", "log", "seed")),
             ]  # fmt: skip
         if name == "mariadbd":
             return [
-                program("mariadbd", "mysqld"), *self.mariadb_options(), f"--socket={self.sockets}/mariadb.sock",
+                program("mariadbd", "mysqld"), *self.mariadb_options(), f"--user={USER}",
+                f"--socket={self.sockets}/mariadb.sock",
                 "--bind-address=127.0.0.1", f"--port={self.state['ports']['mariadbd']}", "--skip-name-resolve",
                 f"--pid-file={self.dir}/db/mariadb.pid", f"--init-file={self.dir}/db.sql", "--skip-log-bin",
                 "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900", "--max-allowed-packet=16M",
@@ -381,12 +406,12 @@ StorageLoc=slurm_acct_db
         self.save()
 
     def missing(self) -> list[str]:
-        return [name for name in DAEMONS if not alive(self.daemons.get(name))]
+        return [name for name in self.own if not alive(self.daemons.get(name))]
 
     def ready(self, name: str) -> bool:
         """Does a freshly launched daemon do its work?"""
         if name == "munged":
-            return (self.sockets / "munge").is_socket() and self.munge_answers()
+            return self.munge.is_socket() and self.munge_answers()
         if name in ("mariadbd", "slurmdbd"):
             return answers(self.state["ports"][name])
         if name == "slurmctld":
@@ -394,19 +419,20 @@ StorageLoc=slurm_acct_db
         return answers(self.state["ports"][name.partition("-")[2]])
 
     def munge_answers(self) -> bool:
-        return self.command("munge", "-n", "-S", str(self.sockets / "munge"))[0] == 0
+        return self.command("munge", "-n", "-S", str(self.munge))[0] == 0
 
     def bring_up(self) -> None:
         """Starts what does not run, in order. Raises RuntimeError when a daemon will not come up."""
         missing = self.missing()
         # Daemons have children of their own (slurmscriptd): those are no strays while their parent lives.
-        known = {self.daemons[name]["pid"] for name in DAEMONS if name not in missing}
+        known = {self.daemons[name]["pid"] for name in self.own if name not in missing}
         strays = [p for p in marked(f"MEGAFLOW_LAB_ID={self.state['id']}") if not known & lineage(p[0])]
-        if len(missing) == len(DAEMONS):
+        if len(missing) == len(self.own):
             end(strays)
             self.daemons.clear()
             self.configure()
-            self.create_database()
+            if not self.other:
+                self.create_database()
         else:
             # A slurmstepd outlives its slurmd, which finds it again; a daemon nobody wrote down would hold its port.
             end([(pid, start) for pid, start in strays if not is_stepd(pid)])
@@ -433,7 +459,8 @@ StorageLoc=slurm_acct_db
         shutil.rmtree(temporary, ignore_errors=True)
         words = [
             program("mariadb-install-db", "mysql_install_db"), "--no-defaults", f"--datadir={temporary}",
-            "--skip-test-db", "--auth-root-authentication-method=socket", f"--auth-root-socket-user={USER}",
+            f"--user={USER}", "--skip-test-db",
+            "--auth-root-authentication-method=socket", f"--auth-root-socket-user={USER}",
         ]  # fmt: skip
         if usr:
             words += [f"--basedir={usr}", f"--lc-messages-dir={usr}/share/mysql"]
@@ -456,6 +483,7 @@ StorageLoc=slurm_acct_db
             # A QOS as sites have them: short jobs, few of them. Nothing is limited by default.
             "add qos short MaxWall=00:30:00 MaxJobsPerUser=4 MaxSubmitJobsPerUser=12",
             f"add user {USER} Account=lab AdminLevel=Admin QOS=normal,short DefaultQOS=normal",
+            *(f"add user {user} Account=lab QOS=normal,short DefaultQOS=normal" for user in self.users),
         ):
             status, output = self.command("sacctmgr", "-i", *words.split())
             if status and "Nothing new added" not in output and "already exist" not in output:
@@ -486,12 +514,25 @@ StorageLoc=slurm_acct_db
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, users: list[str], beside: str = "") -> None:
+        """``users``: of a lab of root's; those it was made for if empty. ``beside``: whose accounting it shares."""
         with self.locked():
+            if beside and not self.state["beside"]:
+                self.state["beside"] = beside
+                self.save()
+                self.__init__(str(self.dir))  # type: ignore[misc]
+            if self.other and not self.other.healthy():
+                die(f"the lab in {self.other.dir}, whose accounting this one uses, does not run: start it first")
+            if users and users != self.users:
+                if len(self.missing()) < len(self.own):
+                    die(f"the lab in {self.dir} runs for {', '.join(self.users) or USER}: stop it first")
+                self.state["users"] = self.users = users
+                self.state["registered"] = False
+                os.chmod(self.dir, self.passable)
             if self.healthy():
                 say(f"the lab in {self.dir} is up")
                 return
-            running = len(DAEMONS) - len(self.missing())
+            running = len(self.own) - len(self.missing())
             say(f"{'repairing' if running else 'starting'} the lab in {self.dir}")
             problem = None
             # First mend what is broken; then from nothing, on other ports: another process may have taken ours.
@@ -520,7 +561,8 @@ StorageLoc=slurm_acct_db
     def halt(self) -> None:
         """Jobs first, then the daemons in the reverse of their order, then what escaped from a job."""
         if alive(self.daemons.get("slurmctld")):
-            self.command("scancel", f"--user={USER}")
+            for user in self.users or [USER]:
+                self.command("scancel", f"--user={user}")
             wait_for(lambda: self.command("squeue", "-h", "-o", "%A")[1] == "", 15, 0.5)
         mine = {name: (d["pid"], d["start"]) for name, d in self.daemons.items()}
         for group in (("slurmd-",), ("slurmctld",), ("slurmdbd",), ("mariadbd",), ("munged",)):
@@ -531,14 +573,14 @@ StorageLoc=slurm_acct_db
 
     def status(self) -> dict[str, Any]:
         missing = self.missing()
-        stopped = len(missing) == len(DAEMONS)
+        stopped = len(missing) == len(self.own)
         state = "stopped" if stopped else "running" if self.healthy() else "broken"
         nobody = {"pid": None, "start": None}
         return {
             "dir": str(self.dir),
             "state": state,
             "slurm_conf": str(self.conf),
-            "daemons": {name: {**self.daemons.get(name, nobody), "alive": name not in missing} for name in DAEMONS},
+            "daemons": {name: {**self.daemons.get(name, nobody), "alive": name not in missing} for name in self.own},
             "nodes": {} if stopped else self.nodes(),
             "ports": self.state["ports"],
         }
@@ -585,15 +627,20 @@ def main() -> None:
     parser.add_argument("verb", choices=["start", "stop", "status", "env"])
     parser.add_argument("--dir", default=os.environ.get("MEGAFLOW_LAB_DIR"), help="the lab's directory")
     parser.add_argument("--json", action="store_true", help="status as JSON")
+    parser.add_argument("--users", default="", help="start, by root: whose jobs it runs, as a,b")
+    parser.add_argument("--beside", default="", metavar="DIR", help="start: a second cluster at that lab's accounting")
     arguments = parser.parse_args()
     if not arguments.dir:
         die("no lab directory: give --dir or set MEGAFLOW_LAB_DIR")
-    if os.getuid() == 0:
-        die("the lab runs as an ordinary user: use launchers/lab, which changes to one")
-    os.umask(0o077)
+    users = [user for user in arguments.users.split(",") if user]
     lab = Lab(arguments.dir)
+    if users and os.getuid() != 0:
+        die("--users: only root's slurmds can start jobs of others; leave it out")
+    if os.getuid() == 0 and not (users or lab.users):
+        die("the lab runs as an ordinary user: use launchers/lab, which changes to one, or name --users")
+    os.umask(0o077)
     if arguments.verb == "start":
-        lab.start()
+        lab.start(users, os.path.abspath(arguments.beside) if arguments.beside else "")
     elif arguments.verb == "stop":
         lab.stop()
     elif arguments.verb == "env":

@@ -60,7 +60,7 @@ class Campaign:
         """Makes the run directory; queues nothing."""
         slurm = resolve_launcher(launcher) == "slurm"
         if slurm:
-            fleet.check_site(self.config, self.where)
+            site.check_site(self.config, self.where)
         made = plan_module.make(self.config, self.base, self.where, self._text, only)
         if slurm:
             fleet.check_resources(self.config, made.server_groups, self.where)
@@ -78,7 +78,7 @@ class Campaign:
 
     def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
         """The jobs that :meth:`submit` would queue; touches nothing."""
-        fleet.check_site(self.config, self.where)
+        site.check_site(self.config, self.where)
         made = plan_module.make(self.config, self.base, self.where, self._text, only, build=False)
         fleet.check_resources(self.config, made.server_groups, self.where)
         run = self._run_dir(run_dir)

@@ -22,6 +22,7 @@ from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.slurm import accounting, limits, resources, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, server_jobs
+from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 ASK_SLURM_S = 30.0
 """How often a following process asks squeue: one batched query, two a minute."""
@@ -79,7 +80,7 @@ class Fleet:
             beside = _beside(self._config, self._run, self._groups, allowed)
             for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines, beside):
                 self.arrays.queue(job)
-            self._queue_gather(sorted({engine.split("_")[0] for engine in servers}))
+            self._queue_gather(sorted({array_of(engine) for engine in servers}))
         except BaseException:
             self.cancel()  # half a campaign would hold GPUs for nothing
             raise
@@ -104,8 +105,22 @@ class Fleet:
         return fitting
 
     def _queue_gather(self, servers: Sequence[str]) -> None:
-        pods = ":".join(self.arrays.ids("pods"))
+        pods = ":".join(self._here())
         self.arrays.queue(script.gather_job(self._config, self._run, f"afterany:{pods}", servers))
+
+    @property
+    def _clusters(self) -> list[str]:
+        """Our own, which has no name here, and those of the pools."""
+        return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
+
+    def _here(self) -> list[str]:
+        """The pod arrays that a job of this cluster can wait for."""
+        return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
+
+    def until_pods_left(self) -> None:
+        """Waits for pods at other clusters, for whose end no job can be made to wait; for the gather job."""
+        while not self._ledger.finished and self.live_pods(0) != []:
+            time.sleep(ASK_SLURM_S)
 
     # --- look ---
 
@@ -113,7 +128,7 @@ class Fleet:
         """Every array this run is known to have, those submitted by hand included once they have started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
-            ids |= {lease["job_id"].split("_")[0] for lease in self._ledger.leases().values() if lease.get("job_id")}
+            ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
         return sorted(ids)
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
@@ -144,7 +159,7 @@ class Fleet:
         if live is None:
             return None
         pods = set(self.ids("pods"))
-        return [state for element, state in live.items() if element.split("_")[0] in pods]
+        return [state for element, state in live.items() if array_of(element) in pods]
 
     # --- act ---
 
@@ -167,7 +182,7 @@ class Fleet:
         if (self._run.ledger / "cancelled").exists():
             raise ConfigError(f"{self._run}: is cancelled; continue it first: megaflow-hpc resume {self._run}")
         with self.arrays.alone():
-            self.arrays.adopt(self._config.name)
+            self.arrays.adopt(self._config.name, self._clusters)
             live = self.live_pods(0)
             if live is None:
                 raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
@@ -187,10 +202,10 @@ class Fleet:
         for job in pod_jobs(self._config, self._run, allowed, self._fitting(allowed, count, int(not gathers))):
             added += self.arrays.queue(job)
         if gathers:  # it shall wait for the new pods too
-            pods = ":".join(self.arrays.ids("pods"))
+            pods = ":".join(self._here())
             site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency=afterany:{pods}")
         else:
-            self._queue_gather(sorted({job.split("_")[0] for job in self.arrays.ids("servers")}))
+            self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
         self.forget()
         return added
 
@@ -199,7 +214,7 @@ class Fleet:
         running = [pod.id for pod in pods if pod.state == "RUNNING"]
         going = sorted(queued, key=_age, reverse=True)[:count]
         if going:
-            site.ask("scancel", "--quiet", *going)
+            scancel(going)
         drained = sorted(running, key=_age, reverse=True)[: count - len(going)]
         for pod in drained:
             self.arrays.leave(pod)
@@ -260,11 +275,11 @@ class Fleet:
         ids = self.ids()
         if site.has_slurm():
             try:
-                self.arrays.adopt(self._config.name)
+                self.arrays.adopt(self._config.name, self._clusters)
                 ids = self.ids()
             finally:
                 if ids:
-                    site.ask("scancel", "--quiet", *ids)  # jobs that have ended do not mind
+                    scancel(ids)  # jobs that have ended do not mind
         self.forget()
         return ids
 
@@ -289,26 +304,6 @@ class Fleet:
             if time.monotonic() > end:
                 raise SiteError(f"jobs {' '.join(sorted(live))} were cancelled and are still there; try again later")
             time.sleep(1.0)
-
-
-def check_site(config: CampaignConfig, where: Any) -> None:
-    """Partitions that the campaign names must exist here. ``where``: dotted key → ``file:line``.
-
-    Raises:
-        ConfigError: names the partition and those there are.
-    """
-    known = site.partitions()
-    pods = config.slurm.pods
-    wanted = [("slurm.pods.partition", pods.partition)]
-    wanted += [(f"slurm.pods.pools.{n}.partition", pool.partition) for n, pool in enumerate(pods.pools)]
-    if any(policy.model for policy in config.policies().values()):
-        wanted.append(("slurm.servers.partition", config.slurm.servers.partition))
-    for key, names in wanted:
-        for name in names.split(",") if names else ():
-            if name not in known:
-                raise ConfigError(
-                    f"{where(key)}: {key}: no partition {name!r} here; there are: {', '.join(sorted(known))}"
-                )
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> list[script.Job]:
@@ -375,4 +370,4 @@ def _named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _age(job_id: str) -> tuple[int, ...]:
     """Sorts ids by array and element: later ones are younger."""
-    return tuple(int(part) for part in re.findall(r"\d+", job_id))
+    return tuple(int(part) for part in re.findall(r"\d+", number(job_id)))

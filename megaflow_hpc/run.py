@@ -20,6 +20,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.process import Identity
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm.ids import array_of, scancel
 
 if TYPE_CHECKING:
     from megaflow_hpc.elastic import Elastic
@@ -288,7 +289,7 @@ class Run:
         if self.pods_live():
             return True  # pods are queued or running; they take what was added
         if chosen == "slurm" and (left := self.job_ids()):
-            site.ask("scancel", "--quiet", *left)  # engines of an earlier start; ours get new ones
+            scancel(left)  # engines of an earlier start; ours get new ones
             self.fleet.until_gone()
         self.start(chosen, ranks)
         return True
@@ -296,7 +297,7 @@ class Run:
     def _mark_gone(self) -> None:
         """Frees the blocks of pods that are provably no more."""
         leases, gone = self.ledger.leases(), self.ledger.gone()
-        jobs = sorted({lease["job_id"].split("_")[0] for lease in leases.values() if lease["job_id"]})
+        jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
         live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
         here = os.uname().nodename
         for name, lease in leases.items():

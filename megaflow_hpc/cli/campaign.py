@@ -85,6 +85,7 @@ def register(subparsers: Parsers) -> None:
     gather = verb("gather", "write trajectories.h5 from the journals", _gather, "gather RUN")
     gather.add_argument("run_dir", metavar="RUN")
     gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
+    gather.add_argument("--wait", action="store_true", help="first for the pods, those at other clusters too")
     gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="then cancel these engine arrays")
     add_json(gather)
 
@@ -270,6 +271,8 @@ def _gather(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign import Run
 
     run = Run(arguments.run_dir)
+    if arguments.wait:
+        run.fleet.until_pods_left()
     path = run.gather(arguments.rebuild)
     ended = run.fleet.end_servers(arguments.end_servers) if arguments.end_servers else []
     if arguments.json:

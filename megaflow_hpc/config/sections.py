@@ -211,6 +211,8 @@ def _walltime(value: Any) -> Any:
 class PoolConfig(Section):
     """A further pod array: where it does not say otherwise, its pods are those of ``pods``."""
 
+    cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Another Slurm cluster (``sbatch --clusters``) that sees the same run directory."""
     partition: str | None = None
     """Instead of ``pods.partition``; several, with commas, let Slurm choose."""
     account: str | None = None
@@ -289,6 +291,14 @@ class SlurmConfig(Section):
     """How often one array element may be requeued after a crash or a drain."""
     pods: PodsConfig = PodsConfig()
     servers: ServersConfig = ServersConfig()
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> SlurmConfig:
+        extras = [self.extra, self.pods.extra, self.servers.extra, *(pool.extra for pool in self.pods.pools)]
+        for name in sorted({name for extra in extras for name in extra}):
+            if name.strip("-") in ("M", "cluster", "clusters"):
+                raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
+        return self
 
     @field_validator("setup", mode="before")
     @classmethod

@@ -1,4 +1,5 @@
-"""States of jobs, by one squeue query for all of a campaign's jobs, and sacct for those it has forgotten."""
+"""States of jobs, by one squeue query for all of a campaign's jobs (one for each cluster that has any of them), and
+sacct for those it has forgotten."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.slurm.ids import by_cluster, named, on
 from megaflow_hpc.slurm.site import ask
 
 LIVE = frozenset(
@@ -52,40 +54,38 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     """What squeue still knows of these jobs, by element.
 
     Raises:
-        SiteError: the controller cannot be asked; the caller must not conclude that the jobs are gone.
+        SiteError: a controller cannot be asked; the caller must not conclude that the jobs are gone.
     """
-    wanted = ",".join(job_ids)
-    if not wanted:
-        return {}
-    try:
-        output = ask("squeue", "-h", "-j", wanted, "-t", "all", "-o", "%i|%T|%r|%N")
-    except SiteError as error:
-        if "Invalid job id" in str(error):  # every one of them is forgotten
-            return {}
-        raise
     found: dict[str, JobState] = {}
-    for line in output.splitlines():
-        job_id, state, reason, node = line.split("|", 3)
-        for element in expand(job_id):
-            if not (element in found and found[element].live):  # a heterogeneous job lives while a part of it does
-                found[element] = JobState(element, state, reason, node)
+    for cluster, numbers in by_cluster(job_ids).items():
+        try:
+            output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", "%i|%T|%r|%N")
+        except SiteError as error:
+            if "Invalid job id" in str(error):  # every one of them is forgotten
+                continue
+            raise
+        for line in output.splitlines():
+            job_id, state, reason, node = line.split("|", 3)
+            for number in expand(job_id):
+                element = named(number, cluster)
+                if not (element in found and found[element].live):  # a heterogeneous job lives while a part of it does
+                    found[element] = JobState(element, state, reason, node)
     return found
 
 
 def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     """What accounting says of these jobs, by element; empty where a site keeps no accounting."""
-    wanted = ",".join(job_ids)
-    if not wanted:
-        return {}
-    try:
-        output = ask("sacct", "-n", "-X", "-P", "-j", wanted, "-o", "JobID,State,NodeList")
-    except SiteError:
-        return {}
     found = {}
-    for line in output.splitlines():
-        job_id, state, node = line.split("|", 2)
-        for element in expand(job_id):
-            found[element] = JobState(element, state.split(" ")[0], "", node)
+    for cluster, numbers in by_cluster(job_ids).items():
+        try:
+            output = ask("sacct", *on(cluster), "-n", "-X", "-P", "-j", ",".join(numbers), "-o", "JobID,State,NodeList")
+        except SiteError:
+            continue
+        for line in output.splitlines():
+            job_id, state, node = line.split("|", 2)
+            for number in expand(job_id):
+                element = named(number, cluster)
+                found[element] = JobState(element, state.split(" ")[0], "", node)
     return found
 
 
@@ -102,21 +102,20 @@ class Use:
 
 
 def uses(job_ids: Iterable[str]) -> list[Use]:
-    """What jobs have held, every requeued start of them by itself: one sacct query.
+    """What jobs have held, every requeued start of them by itself: one sacct query for each cluster.
 
     Raises:
         SiteError: there is no accounting, or it does not answer.
     """
-    wanted = ",".join(job_ids)
-    if not wanted:
-        return []
     fields = "JobID,Start,End,AllocCPUS,AllocTRES"
-    output = ask("env", "SLURM_TIME_FORMAT=%s", "sacct", "-n", "-X", "-P", "-D", "-j", wanted, "-o", fields)
     found = []
-    for line in output.splitlines():
-        job_id, start, end, cores, resources = line.split("|", 4)
-        if start.isdigit():  # else it has not started
-            gpus = re.search(r"\bgres/gpu=(\d+)", resources)
-            ended_at = float(end) if end.isdigit() else None
-            found.append(Use(job_id, float(start), ended_at, int(cores or 0), int(gpus[1]) if gpus else 0))
+    for cluster, numbers in by_cluster(job_ids).items():
+        command = ("env", "SLURM_TIME_FORMAT=%s", "sacct", *on(cluster), "-n", "-X", "-P", "-D")
+        for line in ask(*command, "-j", ",".join(numbers), "-o", fields).splitlines():
+            job_id, start, end, cores, resources = line.split("|", 4)
+            if start.isdigit():  # else it has not started
+                gpus = re.search(r"\bgres/gpu=(\d+)", resources)
+                ended_at = float(end) if end.isdigit() else None
+                name = named(job_id, cluster)
+                found.append(Use(name, float(start), ended_at, int(cores or 0), int(gpus[1]) if gpus else 0))
     return found

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.rundir import RunDir, make_directory, write_json
 from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks
 from megaflow_hpc.slurm.resources import Amounts, asked, at_once
 from megaflow_hpc.slurm.script import Job, pod_job, server_job
@@ -57,7 +58,8 @@ def pod_jobs(
     left = pods.total if count is None else count
     pools = [(None, pods.count + max(0, left - pods.total)), *((pool, pool.count) for pool in pods.pools)]
     for pool, size in pools:
-        sizes = chunks(min(size, left), allowed.array_size)
+        other = site.max_array_size(pool.cluster) if pool and pool.cluster else allowed.array_size
+        sizes = chunks(min(size, left), other)
         left -= sum(sizes)
         most = [] if allowed.running is None else [allowed.running - engines]
         if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), beside):
@@ -90,7 +92,7 @@ class Arrays:
 
         handles = submit(self.run, job)
         self.handles += handles
-        self._record(handles[0].job_id.split("_")[0], job.role, job.elements, job.base)
+        self._record(array_of(handles[0].job_id), job.role, job.elements, job.base)
         return [handle.job_id for handle in handles]
 
     def _record(self, array: str, role: str, elements: int | None, base: int = 0) -> None:
@@ -104,31 +106,33 @@ class Arrays:
         for path in self.run.jobs.glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
                 found[path.stem] = json.loads(path.read_text())
-        return sorted(found.values(), key=lambda record: int(record["id"]))
+        return sorted(found.values(), key=lambda record: int(number(str(record["id"]))))
 
     def ids(self, role: str | None = None) -> list[str]:
         return [str(record["id"]) for record in self.records() if role in (None, record["role"])]
 
-    def adopt(self, name: str) -> None:
+    def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
         """Writes down what bears this run's comment and was queued by a process that was killed before it could.
 
         Raises:
             SiteError: the controller cannot be asked.
         """
         known = set(self.ids())
-        output = site.ask("squeue", "-h", "--me", f"--name={name}", "-o", "%F|%k")
-        for line in output.splitlines():
-            array, _, comment = line.partition("|")
-            if comment == self.run.path.name and array not in known:
-                known.add(array)
-                self._record(array, _role(self.run, array), None)
+        for cluster in clusters:
+            output = site.ask("squeue", *on(cluster), "-h", "--me", f"--name={name}", "-o", "%F|%k")
+            for line in output.splitlines():
+                first, _, comment = line.partition("|")
+                array = named(first, cluster)
+                if comment == self.run.path.name and array not in known:
+                    known.add(array)
+                    self._record(array, _role(self.run, array), None)
 
     def leave(self, pod: str) -> None:
         """Asks a running element to drain and not to come back."""
         leaving = self.run.ledger / "leaving"
         make_directory(leaving)
         (leaving / pod).touch()
-        site.ask("scancel", "--quiet", "--batch", "--signal=USR2", pod)
+        scancel([pod], "--batch", "--signal=USR2")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -141,7 +145,7 @@ class Arrays:
 
 def _role(run: RunDir, array: str) -> str:
     """What a job is for, by the log that its script names."""
-    log = site.ask("scontrol", "-o", "show", "job", array)
+    log = site.ask("scontrol", *on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role

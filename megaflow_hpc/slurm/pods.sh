@@ -9,12 +9,13 @@ set -u
 born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
 MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$$-$born.XXXXXXXX") || exit 1
 export MEGAFLOW_POD_DIR
-export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}@CLUSTER@"
+element=${MEGAFLOW_POD%@*} # what the Slurm of this very cluster calls it
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
 # When the walltime ends, in seconds UTC, so that rank 0 starts nothing that cannot finish. Older Slurms must be asked.
-MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$MEGAFLOW_POD" -o %e 2>/dev/null | head -n 1)" +%s 2>/dev/null)}"
+MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$element" -o %e 2>/dev/null | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
 # USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
@@ -23,7 +24,7 @@ trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2
 trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
 
 # Of a campaign whose engine servers grow with what waits, one pod's child lets them go; the others' stand by.
-if [ -n "${MEGAFLOW_ELASTIC:-}" ]; then
+if [ -n "${MEGAFLOW_ELASTIC:-}" ] && [ "$element" = "$MEGAFLOW_POD" ]; then # not at a cluster without servers
     "$MEGAFLOW_PYTHON" -m megaflow_hpc.elastic "$RUN" &
     elastic=$!
 fi
@@ -46,7 +47,7 @@ case $state in done | paused) exit 0 ;; esac
 [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ] && exit 0 # asked to, by a smaller scale
 if [ "$ours" = yes ] && [ "$MEGAFLOW_START" -lt "$MEGAFLOW_REQUEUES" ]; then
     echo "requeueing element ($((MEGAFLOW_START + 1)) of $MEGAFLOW_REQUEUES)"
-    scontrol requeue "$MEGAFLOW_POD" # not SLURM_JOB_ID: for an array's last element that names the whole array
+    scontrol requeue "$element" # not SLURM_JOB_ID: for an array's last element that names the whole array
     sleep 30 # until Slurm ends this shell
 fi
 exit 1

@@ -45,6 +45,8 @@ class Job:
     header: Sequence[str] = field(default_factory=tuple)
     engines: Sequence[Mapping[str, Any]] = ()
     """Options of the engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
+    cluster: str = ""
+    """Another Slurm cluster than the one where this is submitted."""
 
     @property
     def indices(self) -> str:
@@ -65,6 +67,8 @@ def script(job: Job) -> str:
     for engine in job.engines:
         lines += ["#SBATCH hetjob", *(f"#SBATCH {option(n, v)}" for n, v in engine.items() if v not in (None, False))]
     body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
+    other = "@" + job.cluster if job.cluster else "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
+    body = body.replace("@CLUSTER@", other)
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
@@ -144,7 +148,11 @@ def pod_job(
         **{name: _walltime(value) if name == "time" else value for name, value in own.items()},
         **(pool.extra if pool else {}),
     }
-    return Job("pods", options, count or (pool or pods).count, run=str(run), throttle=throttle or pods.throttle)
+    cluster = (pool and pool.cluster) or ""
+    if cluster:
+        options |= {"clusters": cluster, "dependency": None}  # one cluster's jobs cannot wait for another's
+    size, most = count or (pool or pods).count, throttle or pods.throttle
+    return Job("pods", options, size, run=str(run), throttle=most, cluster=cluster)
 
 
 def server_job(
@@ -205,7 +213,9 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "dependency": dependency,
         **config.slurm.extra,
     }
-    return Job("gather", options, arguments=["--end-servers", *servers] if servers else [], run=str(run))
+    elsewhere = ["--wait"] if any(pool.cluster for pool in config.slurm.pods.pools) else []
+    ending = ["--end-servers", *servers] if servers else []
+    return Job("gather", options, arguments=[*elsewhere, *ending], run=str(run))
 
 
 def by_hand(role: Role) -> str:

@@ -7,9 +7,12 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import ConfigError, SiteError
 
 ASK_S = 60.0
 """A busy slurmctld may take this long to answer."""
@@ -52,10 +55,10 @@ def has_slurm() -> bool:
 
 
 @functools.cache
-def partitions() -> dict[str, Partition]:
-    """The partitions this user can see, by name."""
+def partitions(cluster: str = "") -> dict[str, Partition]:
+    """The partitions this user can see, by name; of another cluster where one is named."""
     found: dict[str, Partition] = {}
-    for line in ask("sinfo", "-h", "-o", "%R|%P|%a|%D|%c|%m|%G|%l").splitlines():
+    for line in ask("sinfo", *(("-M", cluster) if cluster else ()), "-h", "-o", "%R|%P|%a|%D|%c|%m|%G|%l").splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
         before = found.get(name)
         found[name] = Partition(
@@ -98,15 +101,16 @@ def mpi_plugins() -> tuple[str, ...]:
 
 
 @functools.cache
-def configuration() -> dict[str, str]:
-    """``scontrol show config`` by name; asked once."""
-    pairs = (line.partition("=") for line in ask("scontrol", "show", "config").splitlines())
+def configuration(cluster: str = "") -> dict[str, str]:
+    """``scontrol show config`` by name; asked once, of another cluster where one is named."""
+    said = ask("scontrol", *(("-M", cluster) if cluster else ()), "show", "config")
+    pairs = (line.partition("=") for line in said.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
-def max_array_size() -> int:
-    """Largest array index + 1 that the site allows."""
-    size = configuration().get("MaxArraySize", "")
+def max_array_size(cluster: str = "") -> int:
+    """Largest array index + 1 that the site, or another cluster of it, allows."""
+    size = configuration(cluster).get("MaxArraySize", "")
     return int(size) if size.isdigit() else 1001
 
 
@@ -129,3 +133,28 @@ def partition_qos(names: str) -> set[str]:
 def _partition_qos() -> dict[str, str]:
     found = re.findall(r"PartitionName=(\S+).*?\bQoS=(\S+)", ask("scontrol", "-o", "show", "partition"))
     return {name: qos for name, qos in found if qos != "N/A"}
+
+
+def check_site(config: CampaignConfig, where: Any) -> None:
+    """Partitions that the campaign names must exist here. ``where``: dotted key → ``file:line``.
+
+    Raises:
+        ConfigError: names the partition and those there are.
+    """
+    known = partitions()
+    pods = config.slurm.pods
+    for n, pool in enumerate(pods.pools):
+        there = partitions(pool.cluster) if pool.cluster else known
+        _check_partition(f"slurm.pods.pools.{n}.partition", pool.partition, there, pool.cluster or "here", where)
+    wanted = [("slurm.pods.partition", pods.partition)]
+    if any(policy.model for policy in config.policies().values()):
+        wanted.append(("slurm.servers.partition", config.slurm.servers.partition))
+    for key, names in wanted:
+        _check_partition(key, names, known, "here", where)
+
+
+def _check_partition(key: str, names: str | None, known: Iterable[str], place: str, where: Any) -> None:
+    for name in names.split(",") if names else ():
+        if name not in known:
+            at = f"at {place}" if place != "here" else place
+            raise ConfigError(f"{where(key)}: {key}: no partition {name!r} {at}; there are: {', '.join(sorted(known))}")

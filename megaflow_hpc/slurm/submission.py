@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
+from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.slurm import accounting, ids
 from megaflow_hpc.slurm.script import Job, script
 
 
@@ -22,6 +24,20 @@ class ArrayJob(submitit.SlurmJob):
 
     def result(self) -> Any:
         raise RuntimeError("array elements return nothing; wait for the campaign with run.wait() and read run.path")
+
+
+class ClusterJob(ArrayJob):
+    """The same at another cluster, which is named behind the ``@`` of its id."""
+
+    watcher = SlurmInfoWatcher(delay_s=600)  # of its own: submitit asks our cluster for them
+
+    @property
+    def state(self) -> str:
+        found = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
+        return found[self.job_id].state if self.job_id in found else "UNKNOWN"
+
+    def cancel(self, check: bool = True) -> None:
+        ids.scancel([self.job_id])
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -42,6 +58,10 @@ class ScriptExecutor(submitit.SlurmExecutor):
     def submit_job(self) -> list[ArrayJob]:
         """Queues it and returns a handle per element (one for a plain job)."""
         first = cast(ArrayJob, self._submit_command(""))
+        if self._job.cluster:
+            elements = range(self._job.first, self._job.first + (self._job.elements or 1))
+            names = [ids.named(f"{first.job_id}_{i}", self._job.cluster) for i in elements]
+            return [ClusterJob(folder=self.folder, job_id=name, tasks=[0]) for name in names]
         if self._job.elements is None:
             return [first]
         indices = range(self._job.first, self._job.first + self._job.elements)

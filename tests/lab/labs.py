@@ -62,6 +62,18 @@ class Lab:
 
 
 @contextmanager
+def cluster_beside(other: Path, directory: Path) -> Iterator[str]:
+    """A second cluster at the accounting of the lab in ``other``; its name."""
+    lab = Lab(directory)
+    done = lab.call("start", "--beside", str(other))
+    assert done.returncode == 0, done.stderr
+    try:
+        yield "lab" + json.loads((directory / "lab.json").read_text())["id"]
+    finally:
+        lab.call("stop")
+
+
+@contextmanager
 def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
     """A started lab, ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
     lab = Lab(directory)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.slurm import accounting, arrays, limits, script
+from megaflow_hpc.slurm import accounting, arrays, ids, limits, script
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGN = {
@@ -93,3 +94,28 @@ def test_one_allocation_for_engines_and_pod_is_one_step_of_all_of_them() -> None
     assert text.count("srun --het-group=0 --mpi") == 1
     assert "--het-group=2" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_name() -> None:
+    slurm = {"pods": {"pools": [{"cluster": "other", "count": 2}]}}
+    campaign = config.parse({**CAMPAIGN, "slurm": slurm})
+    job = script.pod_job(campaign, RunDir("/runs/r1"), dependency="after:7", pool=campaign.slurm.pods.pools[0])
+    text = script.script(job)
+    assert "#SBATCH --clusters=other" in text
+    assert "dependency" not in text
+    assert "_$SLURM_ARRAY_TASK_ID}@other" in text
+    gather = script.script(script.gather_job(campaign, RunDir("/runs/r1"), "afterany:7", ["5"]))
+    assert 'gather "$RUN" --wait --end-servers 5' in gather
+
+
+@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "pools"])
+def test_clusters_among_the_extra_options_are_refused(where: str) -> None:
+    extra = {"extra": {"clusters": "other"}}
+    slurm = extra if where == "slurm" else {"pods": {"pools": [extra]}} if where == "pools" else {where: extra}
+    with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{cluster: NAME\}\]"):
+        config.parse({**CAMPAIGN, "slurm": slurm})
+
+
+def test_names_of_jobs_tell_clusters_apart() -> None:
+    assert ids.by_cluster(["7_1", "7_1@b", "9@b"]) == {"": ["7_1"], "b": ["7_1", "9"]}
+    assert [ids.array_of(one) for one in ("7_1", "7_1@b", "9@b", "9")] == ["7", "7@b", "9@b", "9"]
