@@ -3,7 +3,8 @@
 ``RUN/partial/<pod>.<start>.json`` is written once, before the pod gives its blocks back, and never changed: attempts
 and causes so far, how often an allocation's end has cut the rollout short, and the partial rollout to go on with, where
 there is one. Of what several pods tell of a rollout the most counts. Files grow with pods, never with rollouts; they
-are read by pods that take blocks over. What a killed pod could not tell is not known: its rollouts start anew.
+are read by pods that take blocks over. A killed pod could not tell: of its rollouts, which start anew, the failures are
+counted that its events speak of.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megaflow_hpc.pod.failures import RULES
 from megaflow_hpc.rundir import RunDir, write_atomic
 from megaflow_hpc.types import Attempt
 
@@ -53,6 +55,9 @@ class Histories:
         self._run = run
         self._seen: set[str] = set()
         self._known: dict[str, History] = {}
+        self._read_to: dict[str, int] = {}
+        self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
+        """Rollout → attempt → cause, of pods that could not tell."""
 
     def look(self) -> None:
         """Reads what was written since the last look: one listing, and each file once."""
@@ -73,8 +78,40 @@ class Histories:
             for rollout, history in told.items():
                 self._known[rollout] = history.later(self._known.get(rollout))
 
+    def look_at_events(self) -> None:
+        """Reads the failed attempts that pods' events speak of; for the blocks of one that was killed."""
+        for path in self._run.events.glob("*.jsonl"):
+            begin = self._read_to.get(path.name, 0)
+            try:
+                with open(path, "rb") as file:
+                    file.seek(begin)
+                    data = file.read()
+            except OSError:
+                continue
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to[path.name] = begin + len(whole)
+            for line in whole.splitlines():
+                if b'"event": "attempt"' in line:
+                    self._hear(line)
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            rollout, number, cause, at = event["id"], int(event["attempt"]), event["kind"], float(event["t"])
+        except (ValueError, KeyError, TypeError):
+            return  # a line cut by a full disk
+        if cause in RULES:
+            attempt = Attempt(number, "failed", RULES[cause].kind, str(event["error"]), started_at=at, finished_at=at)
+            self._failed.setdefault(rollout, {})[number] = cause, attempt
+
     def take(self, rollout_id: str) -> History | None:
-        return self._known.pop(rollout_id, None)
+        """What is known of a rollout; once."""
+        told = self._known.pop(rollout_id, None)
+        failed = [said for _, said in sorted(self._failed.pop(rollout_id, {}).items())]
+        if not failed:
+            return told
+        heard = History([attempt for _, attempt in failed], [cause for cause, _ in failed])
+        return told.later(heard) if told else heard
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:

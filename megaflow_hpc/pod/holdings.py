@@ -74,6 +74,8 @@ class Holdings:
         todo = [rollout for rollout in rollouts if rollout.id not in stored and rollout.id not in claim.without]
         if claim.epoch or claim.block >= GIVEN:
             self._histories.look()
+            if claim.epoch and claim.left is None:
+                self._histories.look_at_events()
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
         self._say(claim, "claimed", rollouts=len(todo))
