@@ -284,13 +284,17 @@ class Fleet:
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
-        """Cancels those of these engine arrays that are there some time after the end; for the gather job."""
-        end = time.monotonic() + LEAVE_S
-        while live := {job.id.split("_")[0] for job in accounting.live_jobs(ids).values() if job.live}:
+        """Cancels what of these engine arrays still waits in the queue, and what is there some time after the end; for
+        the gather job."""
+        end, pause_s = time.monotonic() + LEAVE_S, 2.0
+        with contextlib.suppress(SiteError):  # Slurm may have forgotten them
+            site.ask("scancel", "--quiet", "--state=PENDING", *ids)
+        while live := {array_of(job.id) for job in accounting.live_jobs(ids).values() if job.live}:
             if time.monotonic() > end:
                 site.ask("scancel", *sorted(live))
                 break
-            time.sleep(LEAVE_S / 2)  # they look for the finished mark every few seconds and leave by themselves
+            time.sleep(pause_s)  # they look for the finished mark every few seconds and leave by themselves
+            pause_s *= 1.5
         for path in self._run.endpoints.glob("*.json"):  # of servers that were killed, which took nothing back
             with contextlib.suppress(OSError, ValueError):
                 if json.loads(path.read_text()).get("url"):
