@@ -5,6 +5,7 @@
     RUN/weights/
       current.<policy>.json   {"version": 3, "path": "…/weights/3", "policy": …}: what shall be served now
       3/                      a whole model directory, as the engine reads it, and megaflow-weights.json
+      4/                      or a LoRA adapter (adapter_config.json) on the campaign's own model
 
 A version is complete before it can be seen: its files are written and fsynced beside it, one rename makes it number
 ``n``, another moves the pointer. Numbers are positive and grow, over all policies of a run together; version 0 is the
@@ -31,6 +32,10 @@ from megaflow_hpc.rundir import RunDir, make_directory, write_json
 
 ABOUT = "megaflow-weights.json"
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+ADAPTER = "adapter_config.json"
+"""What makes a directory a LoRA adapter's, as PEFT writes it."""
+LORA_RANK = 16
+"""The largest rank that vLLM takes where ``max-lora-rank`` does not say."""
 SMALL = 64 * 2**20
 """Bytes up to which a file of the campaign's model that a version lacks (configuration, tokenizer) is added to it."""
 
@@ -44,6 +49,11 @@ class Version:
     policy: str = ""
     published_at: float = 0.0
     """Seconds UTC."""
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it is a LoRA adapter on the campaign's own model."""
+        return bool(self.path) and (Path(self.path) / ADAPTER).is_file()
 
 
 def current(run: RunDir, policy: str) -> Version:
@@ -83,7 +93,8 @@ def publish(
     Args:
         run: The campaign's run directory.
         source: Weights as the engine reads them (for most a Hugging Face directory with safetensors). What it lacks of
-            the campaign's model beside tensors (configuration, tokenizer, chat template) is added to the copy.
+            the campaign's model beside tensors (configuration, tokenizer, chat template) is added to the copy. Or a
+            LoRA adapter, where the engine was started for them (``args: {enable-lora: true}`` of vLLM).
         policy: Which model; may be left out where there is one.
         move: Rename the directory instead of copying it; it must be on the run directory's file system.
         keep: Remove all but this many of the policy's newest versions.
@@ -170,6 +181,23 @@ def _check(source: Path, model: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{source}: has no weights ({', '.join('*' + t for t in TENSORS)}); is it the right directory?"
         )
+    if ADAPTER in names:
+        _check_adapter(source, model)
+
+
+def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
+    options = {str(k).replace("_", "-"): v for k, v in (model.get("args") or {}).items()}
+    if model.get("engine") != "vllm" or not options.get("enable-lora"):
+        raise ConfigError(
+            f"{source}: is a LoRA adapter, and the campaign's engine was not started for them: it needs engine vllm "
+            "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
+        )
+    try:
+        rank = int(json.loads((source / ADAPTER).read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{source / ADAPTER}: tells no rank 'r': {error}") from None
+    if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
+        raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
 
 
 def _move(source: Path, staged: Path) -> None:
@@ -185,7 +213,7 @@ def _move(source: Path, staged: Path) -> None:
 def _complete(staged: Path, model: Mapping[str, Any]) -> None:
     """Adds what beside tensors the campaign's model has and this version lacks; engines start from a version too."""
     base = Path(str(model.get("path") or ""))
-    if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir():
+    if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
         return
     for path in base.iterdir():
         tensors = path.name.endswith((*TENSORS, ".index.json"))

@@ -89,6 +89,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         program, words = "vllm.entrypoints.cli.main", ["serve"]  # which alone knows nodes that do not serve
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the paths that change weights: on the socket, and behind the admin key
+    if options.get("enable-lora") or options.get("enable_lora"):
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
         env["VLLM_RPC_BASE_PATH"] = str(private)
     if _is_cpu_build(python):

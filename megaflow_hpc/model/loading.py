@@ -12,10 +12,14 @@ instead of refusing them, so that each is sampled by one version:
 ``update: rolling`` lets a policy's servers load one after the other, ``together`` all at once. A version that a server
 cannot load is *refused*: the server says so in its endpoint file and serves the one before, and with ``rolling`` the
 servers behind it do not even try.
+
+A version that is a LoRA adapter lies on the campaign's own model. vLLM has it under a name of its own beside that of
+the version before; once it is there and nothing is being sampled, the proxy asks for the new name instead of the old.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -63,7 +67,7 @@ class Follower:
 
     def model(self, version: Version) -> Mapping[str, Any]:
         """The campaign's model section with that version's files in it."""
-        if not version.path:
+        if not version.path or version.adapter:
             return self._what.model
         place = {"script": f"{version.path}/script.yaml"} if "script" in _needs(self._what) else {"path": version.path}
         return {**self._what.model, **place}
@@ -101,11 +105,19 @@ class Follower:
         return True
 
     async def load(self, version: Version, proxy: Proxy, launch: Launch) -> None:
-        """Loads ``version`` in place.
+        """Loads ``version`` in place, or refuses it where that changed nothing.
 
         Raises:
             ModelServiceError: The engine cannot, or failed; what it serves now is not known.
         """
+        if version.adapter and not (self.serving.path and not self.serving.adapter):
+            try:
+                await self._adapt(version, proxy)
+            except ModelServiceError as error:
+                self.refused[version.version] = str(error)
+            return
+        if version.adapter or self.serving.adapter:
+            raise ModelServiceError("a LoRA adapter is on the campaign's own model: the engine is started anew for it")
         reload = RELOADERS.get(launch.reload)
         if reload is None:
             raise ModelServiceError("this engine loads no weights in place")
@@ -117,12 +129,26 @@ class Follower:
 
     async def started(self, version: Version, proxy: Proxy, launch: Launch) -> None:
         """The engine answers, started with ``version``."""
-        self.serving, proxy.weight_version = version, version.version
+        self.serving, proxy.weight_version, proxy.served_as = Version(policy=version.policy), version.version, ""
+        if version.adapter:
+            await self._adapt(version, proxy)
+        self.serving = version
         if launch.reload == "vllm":
             try:
                 await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             except ModelServiceError:
                 pass  # started without its development mode, or an older one: it tells no versions then
+
+    async def _adapt(self, version: Version, proxy: Proxy) -> None:
+        """Has vLLM load an adapter, and then asks for that one only."""
+        name, before = f"{version.policy}@{version.version}", proxy.served_as
+        await _post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
+        async with proxy.hold(continued=False):
+            await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
+            self.serving, proxy.weight_version, proxy.served_as = version, version.version, name
+        if before:
+            with contextlib.suppress(ModelServiceError):  # it costs memory and nothing else
+                await _post(proxy, "/v1/unload_lora_adapter", {"lora_name": before})
 
 
 async def _vllm(proxy: Proxy, version: Version, goes_on: bool) -> None:

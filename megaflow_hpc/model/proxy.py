@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import secrets
 import ssl
 import time
@@ -68,6 +69,10 @@ class Proxy:
         self.draining = False
         self.weight_version = 0
         """Of the weights that the engine samples with now."""
+        self.served_as = ""
+        """The model's name at the engine, where it is not the one that is asked for (a LoRA adapter)."""
+        self.opened = True
+        """Whether an engine that is attached may be asked by others: not before its version is known."""
         self._sampling = {True: 0, False: 0}
         """Requests that the engine samples for now: by generate, and others."""
         self._gate = asyncio.Event()
@@ -173,7 +178,7 @@ class Proxy:
     async def _pass(self, request: web.Request, place: tuple[str, str]) -> web.StreamResponse:
         while place in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
             await self._gate.wait()
-        if self.draining or self._engine is None or self._session is None:
+        if self.draining or not self.opened or self._engine is None or self._session is None:
             return _refuse(DRAINING, "this server is leaving" if self.draining else "the engine is being restarted")
         self.in_flight += 1
         self._sampling[request.path == GENERATE] += place in SAMPLING
@@ -193,6 +198,8 @@ class Proxy:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP | {"authorization", "x-api-key"}}
         headers |= self._headers(engine)
         body = await request.read() if request.can_read_body else None
+        if body and self.served_as and (request.method, request.path) in SAMPLING:
+            body = _renamed(body, self.served_as)
         try:
             async with session.request(
                 request.method, self._url(request.path_qs), data=body, headers=headers, allow_redirects=False
@@ -220,6 +227,15 @@ class Proxy:
     @staticmethod
     def _headers(engine: Launch) -> dict[str, str]:
         return {"Authorization": f"Bearer {engine.key}"} if engine.key else {}
+
+
+def _renamed(body: bytes, model: str) -> bytes:
+    """The same request of another model; what is no request stays as it is."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return body
+    return json.dumps({**asked, "model": model}).encode() if isinstance(asked, dict) else body
 
 
 def _refuse(status: int, message: str) -> web.Response:

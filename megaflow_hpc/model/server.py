@@ -186,6 +186,7 @@ class EngineServer:
         healthy = asyncio.create_task(engine.until_healthy(self._proxy))
         following: asyncio.Task[None] | None = None
         try:
+            self._proxy.opened = False
             await self._proxy.attach(launch)
             await asyncio.wait({ended, leaving, healthy}, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
@@ -194,6 +195,7 @@ class EngineServer:
                 raise ModelServiceError(engine.cause())
             healthy.result()
             await self.weights.started(version, self._proxy, launch)
+            self._proxy.opened = True
             self._say(f"serving {_named(version)} at {self.files.register(launch, self._proxy, self._fingerprint)}")
             self._launch = launch
             if launch.command and not launch.uds:
@@ -236,7 +238,10 @@ class EngineServer:
                 await self._proxy.drain(DRAIN_S if launch.reload else ANSWER_S)
                 raise _OtherWeights from error
             await self._beat()
-            self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
+            if version.version in self.weights.refused:
+                self._say(f"{_named(version)} refused: {self.weights.refused[version.version]}")
+            else:
+                self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
 
     async def _beat(self) -> None:
         refused = [{"version": v, "cause": cause} for v, cause in self.weights.refused.items()]

@@ -9,14 +9,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 from openai import AsyncOpenAI
 from serving import Servers, conversation, in_loop
 
 from megaflow_hpc import weights
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.engines import Launch
+from megaflow_hpc.model.loading import Follower
+from megaflow_hpc.model.proxy import Proxy
+from megaflow_hpc.model.registration import Assignment
 from megaflow_hpc.rundir import RunDir
 
 
@@ -82,6 +89,76 @@ def test_a_directory_without_weights_is_refused_and_nothing_stays(run: RunDir, t
         assert done.returncode == 2
         assert str(source) in done.stderr
     assert not list(run.weights.iterdir())
+
+
+def adapter(folder: Path, about: str = '{"r": 8}') -> Path:
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"new")
+    (folder / "adapter_config.json").write_text(about)
+    return folder
+
+
+def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir, tmp_path: Path) -> None:
+    source = adapter(tmp_path / "adapter")
+    content = run.read_run()
+    for args, said in (({}, "enable-lora"), ({"enable-lora": True, "max-lora-rank": 4}, "of rank 8, and .* takes 4")):
+        content["policies"]["a"]["model"]["args"] = args
+        run.write_run(content)
+        with pytest.raises(ConfigError, match=said):
+            weights.publish(run, source, "a")
+    content["policies"]["a"]["model"]["args"] = {"enable_lora": True}
+    run.write_run(content)
+    with pytest.raises(ConfigError, match="tells no rank"):
+        weights.publish(run, adapter(tmp_path / "odd", "{}"), "a")
+    published = weights.publish(run, source, "a")
+    assert published.adapter
+    assert {p.name for p in Path(published.path).iterdir()} == {
+        *("adapter_config.json", "adapter_model.safetensors", weights.ABOUT)
+    }
+    assert not weights.publish(run, trained(tmp_path / "step"), "a").adapter
+    follower = Follower(run, Assignment(0, "a", content["policies"]["a"]["model"]))
+    assert follower.model(published) == content["policies"]["a"]["model"], "it lies on the campaign's own model"
+
+
+@in_loop
+async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_it_is_there(tmp_path: Path) -> None:
+    """A real engine's side of it: what arrives, over real sockets."""
+    arrived: list[tuple[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        arrived.append((request.path, await request.json()))
+        return web.json_response({})
+
+    application = web.Application()
+    application.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "engine.sock")).start()
+    proxy = Proxy(host="127.0.0.1")
+    await proxy.start()
+    proxy.opened = False
+    await proxy.attach(Launch(uds=str(tmp_path / "engine.sock")))
+    headers = {"Authorization": f"Bearer {proxy.key}"}
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{proxy.port}", headers=headers) as session:
+
+        async def ask(path: str) -> int:
+            async with session.post(path, json={"model": "solver", "prompt": "ä"}) as reply:
+                return reply.status
+
+        assert await ask("/v1/completions") == 503
+        proxy.opened, proxy.served_as = True, "solver@3"
+        for path in ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render"):
+            assert await ask(path) == 200
+        assert await ask("/v1/load_lora_adapter") == 404
+    await proxy.stop()
+    await runner.cleanup()
+    asked = [(path, body["model"]) for path, body in arrived]
+    assert asked == [
+        ("/v1/completions", "solver@3"),
+        ("/inference/v1/generate", "solver@3"),
+        ("/v1/chat/completions/render", "solver"),
+    ]
+    assert all(body["prompt"] == "ä" for _, body in arrived)
 
 
 def test_publishers_at_the_same_time_get_a_number_each_and_the_pointer_ends_at_the_last(
