@@ -17,8 +17,8 @@ cause              stored as     retries  what it is
 ``preemption``     not at all    cuts     Slurm took the allocation back; goes back with its block
 =================  ============  =======  ==========================================================================
 
-The last two are nobody's failure: they are kept as attempts and nothing is judged. How often they may happen to a rollout
-is ``scheduling.cuts``, to an element of the array ``slurm.requeues``.
+The last two are nobody's failure: they are kept as attempts and nothing is judged. How often they may happen to a
+rollout is ``scheduling.cuts``, to an element of the array ``slurm.requeues``.
 
 *Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
 results failed for one cause, going on would burn the allocation.
