@@ -21,7 +21,7 @@ from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.slurm import accounting, limits, resources, script, site
 from megaflow_hpc.slurm.accounting import JobState
-from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, server_jobs
+from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, server_jobs
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 ASK_SLURM_S = 30.0
@@ -54,12 +54,13 @@ class Fleet:
 
     # --- start ---
 
-    def start(self, pods: int | None = None) -> None:
+    def start(self) -> None:
         """Queues engine arrays, pod arrays and the gather job, as many as limits leave room for."""
         allowed = limits.allowance(_options(self._config))
         engines = sum(int(group[1]) for group in self._groups)
-        wanted = self._config.slurm.pods.total if pods is None else pods
-        count = 0 if self._config.is_pool else self._fitting(allowed, wanted, engines + 1)
+        pods = self._config.slurm.pods
+        count = 0 if self._config.is_pool else self._fitting(allowed, pods.here, engines + 1)
+        self._short += pods.total - pods.here if self._short else 0
         try:
             if self._config.slurm.together:
                 self.arrays.queue(_together(self._config, self._run, self._groups))
@@ -79,6 +80,8 @@ class Fleet:
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
             beside = _beside(self._config, self._run, self._groups, allowed)
             for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines, beside):
+                self.arrays.queue(job)
+            for job in pod_jobs_elsewhere(self._config, self._run):
                 self.arrays.queue(job)
             self._queue_gather(sorted({array_of(engine) for engine in servers}))
         except BaseException:
@@ -320,7 +323,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]
         return list(server_jobs(config, run, groups, allowed))
     pods = pod_jobs(config, run, allowed, engines=engines, beside=_beside(config, run, groups, allowed))
     gather = script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")
-    return [*server_jobs(config, run, groups, allowed), *pods, gather]
+    return [*server_jobs(config, run, groups, allowed), *pods, *pod_jobs_elsewhere(config, run), gather]
 
 
 def _beside(
@@ -346,6 +349,8 @@ def check_resources(config: CampaignConfig, groups: Sequence[Sequence[int]], whe
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
     jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
     for key, job in jobs:
+        if job.cluster:
+            continue  # its limits are not ours to read
         options = _named(job.options)
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
         known[names] = known[names] if names in known else limits.resource_caps(options)

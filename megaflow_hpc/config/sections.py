@@ -262,6 +262,11 @@ class PodsConfig(Section):
         """Pods of all pools."""
         return self.count + sum(pool.count for pool in self.pools)
 
+    @property
+    def here(self) -> int:
+        """Pods at the cluster where the campaign is submitted."""
+        return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
+
 
 class ServersConfig(Section):
     """The engine array."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.config import CampaignConfig
@@ -49,25 +49,37 @@ def pod_jobs(
     engines: int = 0,
     beside: Sequence[Amounts] = (),
 ) -> Iterator[Job]:
-    """The pod arrays of all pools, ``count`` elements in all (default: as many as the campaign asks for).
+    """The pod arrays of all pools here, ``count`` elements in all (default: as many as the campaign asks for).
 
     Where few jobs may run at once, or few resources be used, the arrays are throttled so that ``engines`` can run, of
     which a pod would otherwise take the place when an engine is requeued; ``beside`` is what each of these asks for.
     """
     pods = config.slurm.pods
-    left = pods.total if count is None else count
-    pools = [(None, pods.count + max(0, left - pods.total)), *((pool, pool.count) for pool in pods.pools)]
-    for pool, size in pools:
-        other = site.max_array_size(pool.cluster) if pool and pool.cluster else allowed.array_size
-        sizes = chunks(min(size, left), other)
+    left = pods.here if count is None else count
+    here = [(pool, pool.count) for pool in pods.pools if not pool.cluster]
+    for pool, size in [(None, pods.count + max(0, left - pods.here)), *here]:
+        sizes = chunks(min(size, left), allowed.array_size)
         left -= sum(sizes)
         most = [] if allowed.running is None else [allowed.running - engines]
         if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), beside):
             most.append(fit[0])
         throttle = max(1, min(most)) if most else None
         for elements in sizes:
-            share = None if throttle is None or throttle >= pods.total else max(1, throttle // len(sizes))
+            share = None if throttle is None or throttle >= pods.here else max(1, throttle // len(sizes))
             yield pod_job(config, run, elements, dependency, pool, share)
+
+
+def pod_jobs_elsewhere(
+    config: CampaignConfig, run: RunDir, array_size: Callable[[str], int] = site.max_array_size
+) -> Iterator[Job]:
+    """The pod arrays of pools at other clusters, which keep to their limits on jobs themselves.
+
+    Args:
+        array_size: of a cluster.
+    """
+    for pool in config.slurm.pods.pools:
+        for elements in chunks(pool.count, array_size(pool.cluster)) if pool.cluster else ():
+            yield pod_job(config, run, elements, pool=pool)
 
 
 class Arrays:

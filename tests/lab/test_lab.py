@@ -55,6 +55,13 @@ def test_a_healthy_lab_is_used_again(lab: Lab) -> None:
     assert lab.status()["daemons"] == before
 
 
+def test_only_root_makes_a_lab_for_several_users(lab: Lab) -> None:
+    done = lab.call("start", "--users", "somebody,else")
+    assert done.returncode == 1
+    assert "only root's slurmds can start jobs of others" in done.stderr
+    assert lab.dir.stat().st_mode & 0o777 == 0o700
+
+
 def test_its_daemons_hold_nothing_of_the_terminal(lab: Lab) -> None:
     for name, daemon in lab.status()["daemons"].items():
         assert os.readlink(f"/proc/{daemon['pid']}/fd/0") == "/dev/null", name

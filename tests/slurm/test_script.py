@@ -119,3 +119,13 @@ def test_clusters_among_the_extra_options_are_refused(where: str) -> None:
 def test_names_of_jobs_tell_clusters_apart() -> None:
     assert ids.by_cluster(["7_1", "7_1@b", "9@b"]) == {"": ["7_1"], "b": ["7_1", "9"]}
     assert [ids.array_of(one) for one in ("7_1", "7_1@b", "9@b", "9")] == ["7", "7@b", "9@b", "9"]
+
+
+def test_limits_of_this_cluster_do_not_hold_for_pods_at_another() -> None:
+    pools = [{"count": 2}, {"count": 4, "cluster": "other"}]
+    campaign = config.parse({**CAMPAIGN, "slurm": {"pods": {"count": 3, "pools": pools}}})
+    run = RunDir("/runs/r1")
+    few = limits.Allowance(array_size=2, running=1)
+    assert [job.elements for job in arrays.pod_jobs(campaign, run, few)] == [1, 2, 2]
+    elsewhere = list(arrays.pod_jobs_elsewhere(campaign, run, {"other": 3}.__getitem__))
+    assert [(job.elements, job.cluster, job.throttle) for job in elsewhere] == [(2, "other", None), (2, "other", None)]
