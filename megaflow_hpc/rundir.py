@@ -19,7 +19,7 @@
       report/
 
 Everything is its user's alone (0700, 0600). With ``share: group`` directories are 2750 and files 0640: who is in the
-group of RUN may read, and nobody else may write. ``endpoints/``, where keys are, stays its user's.
+group of RUN may read, and nobody else may write. ``endpoints/``, where keys are, and ``partial/`` stay its user's.
 """
 
 from __future__ import annotations
