@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
+from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.campaign import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
@@ -48,7 +49,7 @@ def stored(run: Run) -> int:
     return sum(run.status()["rollouts"][state] for state in ("completed", "truncated", "failed"))
 
 
-def test_a_campaign_runs_from_one_command_and_accounting_knows_it(make_campaign: Make) -> None:
+def test_a_campaign_runs_from_one_command_is_accounted_for_and_leaves_nothing(make_campaign: Make) -> None:
     campaign = make_campaign(4, pods())
     done = cli("run", campaign, "--launcher", "slurm", "--json")
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,12 @@ def test_a_campaign_runs_from_one_command_and_accounting_knows_it(make_campaign:
     assert {state.state for state in states.values()} == {"COMPLETED"}
     names = subprocess.check_output(["sacct", "-nXP", "-j", ",".join(run.job_ids()), "-o", "JobName"], text=True)
     assert set(names.split()) == {"small"}
+
+    def gone() -> bool:
+        return not [words for _, words in processes() if any(str(run.path) in word for word in words)]
+
+    until(gone, "every process of the run has ended", 30)
+    assert not [path for path in Path("/dev/shm").glob("mpich*") if path.stat().st_uid == os.getuid()]
 
 
 def test_the_by_hand_way_runs_the_same(tmp_path: Path, make_campaign: Make) -> None:
@@ -167,23 +174,6 @@ def test_what_slurm_refuses_is_said_in_its_own_words(make_campaign: Make) -> Non
     assert done.returncode == 3
     assert "qos" in done.stderr.lower()
     assert "Traceback" not in done.stderr
-
-
-def test_nothing_of_a_campaign_is_left_on_the_node(make_campaign: Make) -> None:
-    done = cli("run", make_campaign(2, pods()), "--launcher", "slurm", "--json")
-    run = json.loads(done.stdout)["run"]
-
-    def gone() -> bool:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if run.encode() in path.read_bytes():
-                    return False
-            except OSError:
-                continue  # ended meanwhile, or another user's
-        return True
-
-    until(gone, "every process of the run has ended", 30)
-    assert not [path for path in Path("/dev/shm").glob("mpich*") if path.stat().st_uid == os.getuid()]
 
 
 def ranks_of(run: Run) -> dict[bool, list[int]]:
