@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.calls import Link
-from megaflow_hpc.ledger.files import Files
+from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.names import GIVEN, task_path
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.types import Rollout
@@ -117,10 +117,17 @@ def write_blocks(
 
 
 def read_block(run: RunDir, number: int) -> Block:
+    """
+    Raises:
+        LedgerError: there is no such block, or it is none.
+        OSError: the run directory is away.
+    """
     try:
         content = json.loads(run.block(number).read_text())
         return Block(number, tuple(Rollout(**rollout) for rollout in content["rollouts"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, OSError) and passing(error):
+            raise
         raise LedgerError(
             f"{run.block(number)}: cannot be read as a block: {error!r}; make the run again with plan"
         ) from error

@@ -44,6 +44,13 @@ AWAY = frozenset(
     (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 )
 """Errors of a file system that does not answer."""
+
+
+def passing(error: OSError) -> bool:
+    """Whether an error says nothing about the file: it may be had in a while."""
+    return error.errno in AWAY or error.errno == errno.ESTALE
+
+
 MOST_LINKS = 1000
 """Links to one private file; file systems have a limit."""
 
@@ -102,7 +109,7 @@ class Files:
                 if stale < STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
                     stale += 1
                     continue
-                if error.errno not in AWAY | {errno.ESTALE} or (away and now - away > GIVE_UP_S):
+                if not passing(error) or (away and now - away > GIVE_UP_S):
                     raise
                 if not away:
                     away = now

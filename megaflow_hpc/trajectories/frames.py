@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgpack
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.files import passing
 from megaflow_hpc.trajectories.fastzlib import crc32
 
 logger = logging.getLogger(__name__)
@@ -174,9 +175,16 @@ def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
 
 
 def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
+    """
+    Raises:
+        ConfigError: there is no such file, or it may not be read.
+        OSError: the run directory is away: it may be read later.
+    """
     try:
         return open(path, "rb")
     except OSError as error:
+        if passing(error):
+            raise
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a journal") from error
 
 

@@ -10,18 +10,25 @@ a delayed writer appended behind it later, only the first is ever yielded.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir import RunDir
 from megaflow_hpc.trajectories.reader import open_trajectories
 from megaflow_hpc.trajectories.row import Row
 from megaflow_hpc.trajectories.sources import JournalSource
 from megaflow_hpc.trajectories.winners import Entry, Index, Seals, entries, journals, seals_of
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 1.0
 """Between two looks while nothing is new."""
+CACHED_S = 60.0
+"""A network file system may show a journal as it was for so long."""
 
 
 class Follower:
@@ -46,16 +53,22 @@ class Follower:
         """By journal: bytes of it that were read."""
 
     def poll(self) -> list[Row]:
-        """What is new, in the order of commit as far as it is known now. Rows are lazy and stay valid."""
+        """What is new, in the order of commit as far as it is known now. Rows are lazy and stay valid.
+
+        Raises:
+            OSError: the run directory cannot be read now; what is new is then still new at the next call.
+        """
         sizes = {path: path.stat().st_size for path in journals(self._run)}
         grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
         if not grown:
             return []
         seals = self._seals()
         found: list[Entry] = []
+        read = dict(self._read)
         for path, size in grown.items():
-            new, self._read[path.name] = entries(path, seals, start=self._read.get(path.name, 0), limit=size)
+            new, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
             found += new
+        self._read = read
         winners: list[Entry] = []
         for entry in sorted(found, key=lambda e: (e.time_ns, e.journal, e.start)):
             if entry.id not in self._seen:
@@ -63,6 +76,13 @@ class Follower:
                 winners.append(entry)
         source = JournalSource(Index(self._run.journal, winners))
         return [Row(source, row) for row in range(len(winners))]
+
+    def lacking(self) -> bool:
+        """Whether the campaign is finished and not all of it was seen: a cache still hides the end of a journal."""
+        ledger = Ledger(self._run)
+        if not ledger.finished:
+            return False
+        return any(rollout.id not in self._seen for block in read_blocks(self._run) for rollout in block.rollouts)
 
 
 def follow(
@@ -72,6 +92,8 @@ def follow(
     poll_s: float = POLL_S,
 ) -> Iterator[Row]:
     """Yields each rollout once, those that are there already first; ends when ``over`` said so before a last look.
+
+    While the run directory does not answer it waits, and says so in the log.
 
     Args:
         run: the run directory.
@@ -85,12 +107,29 @@ def follow(
         with open_trajectories(run.trajectories) as store:
             yield from (row for row in store if row.id not in seen)
         return
-    follower = Follower(run, after)
+    follower, away, ended, said = Follower(run, after), 0.0, 0.0, False
     while True:
         last = over()
-        new = follower.poll()
+        try:
+            new = follower.poll()
+            lacking = last and not new and follower.lacking()
+        except OSError as error:
+            now = time.monotonic()
+            if not passing(error) or (away and now - away > GIVE_UP_S):
+                raise
+            if away and not said:  # a handle that is stale once is not worth a word
+                logger.warning("%s does not answer (%s); waiting for it", run, error)
+                said = True
+            away = away or now
+            time.sleep(poll_s)
+            continue
+        if said:
+            logger.warning("%s is back after %.0f s", run, time.monotonic() - away)
+        away, said = 0.0, False
         yield from new
         if last and not new:
-            return
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > CACHED_S or not lacking:
+                return
         if not new:
             time.sleep(poll_s)

@@ -24,14 +24,15 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
 from megaflow_hpc.ledger.calls import Call, Names, Read, There
-from megaflow_hpc.ledger.files import Files
+from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import LEASES
 from megaflow_hpc.rundir import RunDir
@@ -42,6 +43,7 @@ from megaflow_hpc.trajectories.winners import counts, index
 from megaflow_hpc.types import Rollout
 from tests.ledger.passthrough import DEVICE, KINDS, device, mounted
 
+T = TypeVar("T")
 TIMES = Times(renew_s=1.0, commit_s=3.0, lease_s=6.0)
 """A thirtieth of the product's."""
 STALE_S = 1.5
@@ -150,11 +152,11 @@ def _one_start(
                 return "done"
             time.sleep(0.2)
             continue
-        todo = list(read_block(run, claim.block).rollouts)
+        todo = list(again(lambda claim=claim: read_block(run, claim.block)).rollouts)
         if claim.left is not None:
             todo = [rollout for rollout in todo if rollout.id in claim.left]
         elif claim.epoch:
-            stored = {entry.id for entry in index(run, ledger.seals()).winners}
+            stored = {entry.id for entry in again(lambda: index(run, ledger.seals())).winners}
             todo = [rollout for rollout in todo if rollout.id not in stored]
         todo = [rollout for rollout in todo if rollout.id not in claim.without]
         if len(todo) > 2 and dice.random() < 0.5 and ledger.give(claim, todo[-1:], f"gift.{claim.block}"):
@@ -192,12 +194,23 @@ def _carry_out(
     return True
 
 
-def read(path: str, over: Any, said: Any) -> None:
+def read(path: str, said: Any) -> None:
     """A reader that follows the campaign, as a trainer does: (rollout, epoch) of each result as it is given out."""
-    given = []
-    for row in follow(RunDir(path), over.is_set, poll_s=0.2):
-        given.append((row.id, row.epoch))
+    run, given = RunDir(path), []
+    for row in follow(run, lambda: again(lambda: Ledger(run).finished), poll_s=0.2):
+        given.append(again(lambda row=row: (row.id, row.epoch)))  # rows are read when they are looked at
     said.put({"given": given})
+
+
+def again(read: Callable[[], T]) -> T:
+    """Reads until the file system lets it, as a pod's clerk does at each turn."""
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if not passing(error):
+                raise
+            time.sleep(0.1)
 
 
 def campaign(
@@ -212,21 +225,19 @@ def campaign(
     run = RunDir(real)
     write_blocks(run, rollouts(count), size=4)
     context = multiprocessing.get_context("fork")
-    queue, over = context.Queue(), context.Event()
+    queue = context.Queue()
     *pods, reader = [
         *(
             context.Process(target=work, args=(str(path), f"{n}_0", seed + n, scale, injected, queue))
             for n, path in enumerate(paths[:2])
         ),
-        context.Process(target=read, args=(str(paths[2]), over, queue)),
+        context.Process(target=read, args=(str(paths[2]), queue)),
     ]
     processes = [*pods, reader]
     for process in processes:
         process.start()
     said: list[dict[str, Any]] = []
     while len(said) < len(processes):
-        if sum("ending" in each for each in said) == len(pods):
-            over.set()
         try:
             said.append(queue.get(timeout=1.0))
         except Empty:
@@ -241,7 +252,7 @@ def campaign(
     assert [each["ending"] for each in elements] == ["done"] * len(pods)
     assert Ledger(run).finished
     assert sorted(entry.id for entry in found.winners) == wanted
-    assert sorted(rollout for rollout, _ in given) == wanted
+    assert sorted(rollout for rollout, _ in given) == wanted, f"the reader was given {given}"
     counted = [record for each in elements for record in each["acknowledged"]]
     for record in counted:
         assert counts(seals, record.block, record.epoch, record.journal, record.end), f"{record} does not count"

@@ -6,7 +6,8 @@ Each mount has a server of its own and so a kernel cache of its own, as two clie
   as they were up to ``stale_s`` ago;
 * a link that was made is answered with EEXIST, and a rename in the ledger with ENOENT, as when a lost reply made the
   client repeat the request;
-* in the ledger, files fail to open with ESTALE, and requests with EIO; what a journal does of errors is its own matter;
+* in the ledger, in the blocks, and where journals are read, files fail to open with ESTALE, and requests with EIO (what
+  the writer of a journal does of errors is its own matter);
 * a request takes so long that a lease runs out, before or after it is carried out.
 
 A mount is made in a user namespace (``unshare -Urm``), for which the device must be opened within it: by an ordinary
@@ -86,8 +87,10 @@ class Passthrough:
             time.sleep(self._random.uniform(0.3, 1.0) * self._pause_s)
 
     def fail(self, path: str) -> None:
-        if not path.startswith("/ledger/"):
-            return
+        if path.startswith(("/ledger/", "/tasks/")):
+            self._fail()
+
+    def _fail(self) -> None:
         for name, (chance, times) in ERRORS.items():
             if not self._failing and self._random.random() < chance:
                 self.count(name)
@@ -145,6 +148,8 @@ class Passthrough:
 
     @_misbehaves
     def open(self, path: str, flags: int) -> int:
+        if path.startswith("/journal/") and flags & os.O_ACCMODE == os.O_RDONLY:
+            self._fail()
         return os.open(self._real + path, flags & ~os.O_APPEND)  # the kernel says where each write goes
 
     @_misbehaves

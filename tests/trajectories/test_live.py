@@ -7,8 +7,10 @@ import threading
 
 import pytest
 
+from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.trajectories import JournalWriter, follow, gather, open_trajectories
 from megaflow_hpc.trajectories.live import Follower
+from megaflow_hpc.types import Rollout
 from tests.trajectories.samples import commit, run_dir, trajectory
 
 
@@ -177,3 +179,13 @@ def test_a_result_without_journals_is_followed_from_its_file(run):
     run.journal_file("a", "0").unlink()
     rows = follow(run, lambda: True, after=["task/default/2"])
     assert [(row.id, len(row.messages)) for row in rows] == [(f"task/default/{n}", 2) for n in (0, 1, 3)]
+
+
+def test_the_end_of_a_finished_campaign_is_waited_for_where_a_cache_still_hides_it(run):
+    write_blocks(run, [Rollout("task", "default", number, "nop") for number in range(2)])
+    run.ledger.joinpath("finished").touch()
+    commit(run, "a", (0, 0, trajectory(0)))
+    shown = threading.Timer(0.3, commit, (run, "b", (0, 0, trajectory(1))))
+    shown.start()
+    assert ids(follow(run, lambda: True, poll_s=0.05)) == ["task/default/0", "task/default/1"]
+    shown.join()
