@@ -59,8 +59,7 @@ class Fleet:
         allowed = limits.allowance(_options(self._config))
         engines = sum(int(group[1]) for group in self._groups)
         pods = self._config.slurm.pods
-        count = 0 if self._config.is_pool else self._fitting(allowed, pods.here, engines + 1)
-        self._short += pods.total - pods.here if self._short else 0
+        count = 0 if self._config.is_pool else self._fitting(allowed, pods.here, engines + 1, pods.total)
         try:
             if self._config.slurm.together:
                 self.arrays.queue(_together(self._config, self._run, self._groups))
@@ -89,8 +88,8 @@ class Fleet:
             raise
         self.forget()
 
-    def _fitting(self, allowed: limits.Allowance, wanted: int, others: int) -> int:
-        """How many of ``wanted`` pods can be queued beside ``others`` jobs."""
+    def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
+        """How many of ``wanted`` pods fit beside ``others`` jobs; with those that are there they make ``total``."""
         self._short = 0
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
@@ -100,10 +99,10 @@ class Fleet:
                 f"{allowed.why} jobs at once and {allowed.queued} are queued: no room for {others} further jobs and a "
                 "pod; wait until some have ended, or name another account or QOS"
             )
-        self._short = wanted
+        self._short = total
         self.said.append(
             f"{fitting} of {wanted} pods are queued: {allowed.why} jobs at once. The others follow while run or watch "
-            f"is open, or with: megaflow-hpc scale {self._run} --pods {wanted}"
+            f"is open, or with: megaflow-hpc scale {self._run} --pods {total}"
         )
         return fitting
 
@@ -194,15 +193,16 @@ class Fleet:
             if self._ledger.finished:
                 return {"added": [], "leaving": []}
             if len(here) < pods:
-                return {"added": self._add(pods - len(here)), "leaving": []}
+                return {"added": self._add(pods - len(here), pods), "leaving": []}
             return {"added": [], "leaving": self._remove(here, len(here) - pods)}
 
-    def _add(self, count: int) -> list[str]:
+    def _add(self, count: int, total: int) -> list[str]:
         allowed = limits.allowance(_options(self._config))
         live = self.live(0) or {}
         gathers = [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).state == "PENDING"]
         added: list[str] = []
-        for job in pod_jobs(self._config, self._run, allowed, self._fitting(allowed, count, int(not gathers))):
+        fitting = self._fitting(allowed, count, int(not gathers), total)
+        for job in pod_jobs(self._config, self._run, allowed, fitting):
             added += self.arrays.queue(job)
         if gathers:  # it shall wait for the new pods too
             pods = ":".join(self._here())

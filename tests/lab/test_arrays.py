@@ -106,6 +106,14 @@ def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: M
     finally:
         run.cancel()
     until(lambda: run.live_jobs(0) == set(), "all jobs are gone")
+    campaign.write_text(campaign.read_text().replace("count: 20", "count: 2"))
+    run = Campaign.from_yaml(campaign).submit()
+    try:
+        assert len(run.scale(20)["added"]) == 9
+        assert "9 of 18 pods are queued" in run.fleet.said[-1]
+        assert "--pods 20" in run.fleet.said[-1]
+    finally:
+        run.cancel()
 
 
 def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: Make) -> None:
