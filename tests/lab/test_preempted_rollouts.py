@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ slurm:
   pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 10}
   servers: {partition: gpu, time: 10}
 """
-LATE_S = 25.0
+LATE_S = 15.0
 """Longer than Slurm takes to preempt: the agent waits for its model then."""
 
 
@@ -31,7 +32,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_runs_no_command
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
     mark = f"kept-{uuid.uuid4().hex}"
-    commands = [f"mkdir /{mark}; echo one >> log", "echo two >> log", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    commands = [f"echo one >> log; mkdir /{mark}", "echo two >> log", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     answers = [block(command) for command in commands]
     script = {"default": [answers[0], {"text": answers[1], "delay_s": LATE_S}, answers[2]]}
     (tmp_path / "answers.yaml").write_text(json.dumps(script))
@@ -39,6 +40,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_runs_no_command
     path = make_campaign(1, f"model: {{{ENGINE}, gpus: 0}}\n{SLURM}", agent="mini-swe-agent", test=test)
     run = Campaign.from_yaml(path).submit()
     until(lambda: list(tmp_path.glob(f"scratch/megaflow-*/owners/*/*/layer/upper/{mark}")), "the first command has run")
+    time.sleep(3.0)  # its answer is on the way to the agent, which then waits for the model for far longer
     command = ["sbatch", "--parsable", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
     subprocess.run(command, check=True, capture_output=True)
     summary = run.wait(timeout_s=240)
