@@ -8,6 +8,7 @@ import pytest
 from local_sandbox import LocalSandbox
 
 from megaflow_hpc.agents import NAMES, create
+from megaflow_hpc.agents.presets import PACKAGES, PYTHON_PACKAGES
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Task
 
@@ -30,7 +31,12 @@ def task(tmp_path: Path, **fields: object) -> Task:
     return Task(**{"id": "t", "instruction": "do it", "image": "base", "path": str(tmp_path / "task"), **fields})
 
 
-def test_every_name_makes_an_agent() -> None:
+def test_every_name_makes_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a tool box that holds them all, which no tool box need."""
+    for name, package in {**PACKAGES, **PYTHON_PACKAGES}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".complete").write_text(package)
+    monkeypatch.setenv("MEGAFLOW_AGENTS", str(tmp_path))
     args = {"command": {"command": "true"}, "replay": {"commands": ["true"]}}
     for name in NAMES:
         assert create(spec(name, **args.get(name, {})))
