@@ -96,17 +96,6 @@ def test_srun_starts_one_mpi_world_over_two_nodes(lab: Lab) -> None:
     assert set(output.splitlines()) == {"[(0, 'cpu1'), (1, 'cpu2')]"}
 
 
-def test_a_preempted_job_is_requeued_and_starts_again(lab: Lab) -> None:
-    whole = ("--nodelist=cpu4", "--cpus-per-task=8", "--mem=100", "--output=%j.out", "--open-mode=append")
-    low = lab.batch('echo "start ${SLURM_RESTART_COUNT:-0}"; sleep 60', "--partition=preempt", "--requeue", *whole)
-    log = lab.dir / f"{low}.out"
-    assert eventually(lambda: log.exists() and "start 0" in log.read_text())
-    high = lab.batch("echo high", "--partition=cpu", *whole)
-    assert eventually(lambda: "start 1" in log.read_text(), 90), lab.slurm("scontrol", "show", "job", low)
-    assert (lab.dir / f"{high}.out").read_text() == "high\n"
-    lab.slurm("scancel", low)
-
-
 def test_killed_daemons_are_started_again_and_jobs_survive(lab: Lab) -> None:
     # The job ends when told, after the repair: it proves that it outlived its slurmd and the controller.
     flag = lab.dir / "go"

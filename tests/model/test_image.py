@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +40,20 @@ def engine_of(wrapper: int) -> int:
     raise AssertionError("no engine")
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Its path is short, as a socket's must be: a longer one would not be used."""
+    with tempfile.TemporaryDirectory(prefix="mf-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @in_loop
 async def test_an_engine_in_an_image_answers_is_told_little_and_leaves_nothing(
-    servers: Servers, tmp_path: Path, base_sif: Path
+    servers: Servers, scratch: Path, tmp_path: Path, base_sif: Path
 ) -> None:
     script = tmp_path / "script.yaml"
     script.write_text("default: [from the image]")
     told = {"VLLM_CACHE_ROOT": "/somewhere", "SECRET": "of the shell", "APPTAINER_BINDPATH": "/etc:/stray"}
-    scratch = tmp_path / "s"
-    scratch.mkdir()
     servers.start(of_the_package(script, base_sif), "default", MEGAFLOW_SCRATCH=str(scratch), **told)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/p/0", "default")
