@@ -1,8 +1,8 @@
 """An engine that takes a fixed time and next to no processor: what a gateway adds is then the gateway's.
 
 Answers are encoded once, when it starts. A request that asks for ``return_token_ids`` gets ids and log-probabilities in
-vLLM's form, any other the same answer without them. ``--delay-s`` passes between a whole request and its answer. Prints
-its port and serves until its standard input ends.
+vLLM's form, any other the same answer without them. ``--delay-s`` passes between a whole request and its answer. Other
+paths than those of completions are answered at once. Prints its port and serves until its standard input ends.
 
 Token ids of answer *v* (of ``ANSWERS`` that take turns) are ``(v * 7919 + n * 104729) % 151_000``: whoever recorded one
 can be checked without having seen it.
@@ -103,6 +103,7 @@ class Engine:
         card = {"id": "m", "object": "model", "created": 1_700_000_000, "owned_by": "bench", "max_model_len": 200_000}
         self._card = response(json.dumps({"object": "list", "data": [card]}).encode())
         self._fine = response(b"{}")
+        self._lacking = response(b"{}", "404 Not Found")
 
     def connection(self) -> _Connection:
         return _Connection(self)
@@ -110,6 +111,9 @@ class Engine:
     def serve(self, head: bytes, body: bytes, write: Any) -> None:
         if not head.startswith(b"post"):
             write(self._card if b"/models" in head.split(b"\r\n", 1)[0] else self._fine)
+            return
+        if b"/completions " not in head.split(b"\r\n", 1)[0]:  # vllm-router asks for a rendered prompt first
+            write(self._lacking)
             return
         self._turn = (self._turn + 1) % ANSWERS
         answer = (self._with if b'"return_token_ids"' in body else self._without)[self._turn]
