@@ -77,7 +77,7 @@ def test_a_cancelled_element_costs_nothing_and_the_campaign_beside_it_even_less(
 
 
 def test_a_campaign_cancelled_and_resumed_three_times_has_every_rollout_once(lab: Lab, make_campaign: Make) -> None:
-    run = submit(make_campaign, 20, 2, count=1)
+    run = submit(make_campaign, 16, 2, count=1)
     before = 0
     for _ in range(3):
         until(lambda before=before: stored(run) > before and run.status()["rollouts"]["running"], "progress")
@@ -88,7 +88,7 @@ def test_a_campaign_cancelled_and_resumed_three_times_has_every_rollout_once(lab
         assert Run(run.path).resume(launcher="slurm")
     summary = Run(run.path).wait(timeout_s=240)
     assert summary["state"] == "finished"
-    assert rows(run.path) == solved(20)
+    assert rows(run.path) == solved(16)
     assert len(run.job_ids("pods")) == 4
 
 

@@ -1,4 +1,4 @@
-"""A rollout whose pod Slurm takes the nodes from goes on in the pod's next start."""
+"""Rollouts whose pod Slurm takes the nodes from: in the pod's next start one goes on, another begins anew."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ slurm:
   pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 10}
   servers: {partition: gpu, time: 10}
 """
-LATE_S = 15.0
+LATE_S = 12.0
 """Longer than Slurm takes to preempt: the agent waits for its model then."""
 
 
-def test_what_preemption_finds_waiting_for_its_model_goes_on_and_runs_no_command_twice(
+def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_died_of_it_is_judged(
     tmp_path: Path, make_campaign: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "scratch").mkdir()
@@ -36,8 +36,10 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_runs_no_command
     answers = [block(command) for command in commands]
     script = {"default": [answers[0], {"text": answers[1], "delay_s": LATE_S}, answers[2]]}
     (tmp_path / "answers.yaml").write_text(json.dumps(script))
-    test = f'[ "$(cat log)" = "$(printf "one\\ntwo")" ] && [ -d /{mark} ]'
-    path = make_campaign(1, f"model: {{{ENGINE}, gpus: 0}}\n{SLURM}", agent="mini-swe-agent", test=test)
+    test = f'[ "$(cat log)" = oracle ] || {{ [ "$(cat log)" = "$(printf "one\\ntwo")" ] && [ -d /{mark} ]; }}'
+    extra = f"models:\n  mini: {{{ENGINE}, gpus: 0, agent: mini-swe-agent}}\n  solved: {{{ENGINE}, gpus: 0}}\n{SLURM}"
+    solution = f"sleep {LATE_S}; echo oracle > log"
+    path = make_campaign(1, extra, agent="oracle", test=test, solution=solution)
     run = Campaign.from_yaml(path).submit()
     until(lambda: list(tmp_path.glob(f"scratch/megaflow-*/owners/*/*/layer/upper/{mark}")), "the first command has run")
     time.sleep(3.0)  # its answer is on the way to the agent, which then waits for the model for far longer
@@ -46,8 +48,12 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_runs_no_command
     summary = run.wait(timeout_s=240)
     assert summary["state"] == "finished"
     assert not run.dir.partial.exists()
+    assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == {"0", "1"}
     with open_trajectories(run.path) as store:
-        (trajectory,) = (row.trajectory() for row in store)
+        assert len(store) == 2
+        trajectory, other = (store[f"task0/{policy}/0"].trajectory() for policy in ("mini", "solved"))
+    assert (other.status, other.error, other.reward) == ("completed", "", 1.0)
+    assert [(a.status, a.error_kind) for a in other.attempts] == [("cancelled", "preemption"), ("completed", "")]
     assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", "", 1.0)
     assert len(trajectory.turns) == 3
     first, second = trajectory.attempts

@@ -147,20 +147,6 @@ def test_the_pre_timeout_signal_drains_one_pod_and_requeues_its_element_alone(ma
     assert {pod["pod"] for pod in summary["pods"]} == {f"{array}_0.0", f"{array}_1.0", f"{array}_1.1"}
 
 
-def test_a_preempted_pod_is_requeued_and_nothing_that_died_of_it_is_judged(make_campaign: Make) -> None:
-    campaign = make_campaign(4, pods("preempt", count=1), agent="oracle", solution="sleep 5; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-    until(lambda: run.status()["rollouts"]["running"] and stored(run) >= 1, "a running and a stored rollout")
-    command = ["sbatch", "--parsable", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
-    subprocess.run(command, check=True, capture_output=True)
-    job = run.job_ids("pods")[0]
-    until(lambda: "RUNNING" not in {s.state for s in accounting.live_jobs([job]).values()}, "the pod is preempted")
-    summary = run.wait(timeout_s=200)
-    assert summary["state"] == "finished"
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(4)}
-    assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == {"0", "1"}
-
-
 def test_a_partition_that_does_not_exist_is_named_with_its_line(make_campaign: Make) -> None:
     campaign = make_campaign(1, pods(partition="nowhere"))
     with pytest.raises(ConfigError, match=r"campaign.yaml:6: slurm.pods.partition: no partition 'nowhere' here"):
