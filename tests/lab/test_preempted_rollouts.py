@@ -47,6 +47,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     subprocess.run(command, check=True, capture_output=True)
     summary = run.wait(timeout_s=240)
     assert summary["state"] == "finished"
+    until(lambda: run.live_jobs(0) == set(), "every job has left")  # engines too: they look into RUN, which goes
     assert not run.dir.partial.exists()
     assert {pod["pod"].rpartition(".")[2] for pod in summary["pods"]} == {"0", "1"}
     with open_trajectories(run.path) as store:
