@@ -13,7 +13,6 @@ import random
 import secrets
 import shlex
 import shutil
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import h5py
 import yaml
 
 from megaflow_hpc.bench.faults import KINDS, Faults, Lab, environment, processes
+from megaflow_hpc.bench.tasks import write_task
 from megaflow_hpc.campaign import Campaign
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.ledger import read_blocks
@@ -112,20 +112,14 @@ def write_campaign(folder: Path, image: Path, tasks: int, mark: str, pods: int =
     """Tasks whose work shows ``mark`` in its command line, and a campaign on the partition that can be preempted."""
     for number in range(tasks):
         task = folder / "tasks" / f"work{number:02d}"
-        for part in ("environment", "solution", "tests"):
-            (task / part).mkdir(parents=True)
-        (task / "task.toml").write_text(
-            'version = "1.0"\n[agent]\ntimeout_sec = 240.0\n[verifier]\ntimeout_sec = 60.0\n'
-            '[environment]\ndocker_image = "base"\n'
+        write_task(
+            task,
+            "Work, and write down what the model says.",
+            "echo 42 42 > answer",
+            "if grep -q '42 42' answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
+            "[agent]\ntimeout_sec = 240.0\n[verifier]\ntimeout_sec = 60.0\n",
         )
-        (task / "instruction.md").write_text("Work, and write down what the model says.\n")
         (task / "environment" / "work.py").write_text(WORK)
-        for name, body in (
-            ("solution/solve.sh", "echo 42 42 > answer"),
-            ("tests/test.sh", "if grep -q '42 42' answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"),
-        ):
-            (task / name).write_text(f"#!/bin/bash\n{body}\n")
-            (task / name).chmod(stat.S_IRWXU)
     (folder / "answers.yaml").write_text('default: ["42"]\n')
     campaign = {
         "name": "chaos",

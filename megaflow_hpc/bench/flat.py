@@ -8,7 +8,6 @@ and is busy while a rollout of it runs.
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import h5py
 import yaml
 
 from megaflow_hpc.bench.figures import Figure
+from megaflow_hpc.bench.tasks import write_task
 from megaflow_hpc.campaign import Campaign
 
 SLOTS = 32
@@ -56,7 +56,8 @@ def busy(spans: Sequence[Span], slots: int) -> float:
 def _run(folder: Path, image: Path, tasks: int) -> list[Span]:
     """(start, end) of each rollout, seconds UTC."""
     for number in range(tasks):
-        _write_task(folder / "tasks" / f"sleep{number:03d}")
+        solution = f"sleep {SLEEP_S}; echo 42 > answer"
+        write_task(folder / "tasks" / f"sleep{number:03d}", "Sleep.", solution, "echo 1 > /logs/verifier/reward.txt")
     campaign = {
         "name": "flat",
         "tasks": "tasks/*",
@@ -72,16 +73,3 @@ def _run(folder: Path, image: Path, tasks: int) -> list[Span]:
     with h5py.File(run.dir.trajectories) as file:
         table = file["trajectories"]
         return list(zip(table["started_at"][:].tolist(), table["finished_at"][:].tolist(), strict=True))
-
-
-def _write_task(task: Path) -> None:
-    for name, body in (
-        ("solution/solve.sh", f"sleep {SLEEP_S}; echo 42 > answer"),
-        ("tests/test.sh", "echo 1 > /logs/verifier/reward.txt"),
-    ):
-        (task / name).parent.mkdir(parents=True, exist_ok=True)
-        (task / name).write_text(f"#!/bin/bash\n{body}\n")
-        (task / name).chmod(stat.S_IRWXU)
-    (task / "task.toml").write_text('version = "1.0"\n[environment]\ndocker_image = "base"\n')
-    (task / "instruction.md").write_text("Sleep.\n")
-    (task / "environment").mkdir(exist_ok=True)
