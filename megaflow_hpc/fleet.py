@@ -291,10 +291,10 @@ class Fleet:
         the gather job."""
         end, pause_s = time.monotonic() + LEAVE_S, 2.0
         with contextlib.suppress(SiteError):  # Slurm may have forgotten them
-            site.ask("scancel", "--quiet", "--state=PENDING", *ids)
+            scancel(ids, "--state=PENDING")
         while live := {array_of(job.id) for job in accounting.live_jobs(ids).values() if job.live}:
             if time.monotonic() > end:
-                site.ask("scancel", *sorted(live))
+                scancel(sorted(live))
                 break
             time.sleep(pause_s)  # they look for the finished mark every few seconds and leave by themselves
             pause_s *= 1.5

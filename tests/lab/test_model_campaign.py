@@ -51,7 +51,7 @@ MAKE = """
 import pathlib, sys
 sys.path.append(sys.argv[1])
 import tiny
-for seed, name in enumerate(("tiny", "trained")):
+for seed, name in enumerate(sys.argv[3:]):
     tiny.make(pathlib.Path(sys.argv[2], name), seed=seed)
 """
 SCORE = """
@@ -83,7 +83,7 @@ def engine_python() -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     subprocess.run(
-        [engine_python(), "-c", MAKE, Path(tiny.__file__).parent, folder / "models"], check=True, timeout=300
+        [engine_python(), "-c", MAKE, Path(tiny.__file__).parent, folder / "models", *MODELS], check=True, timeout=300
     )
     (folder / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
     return folder
