@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from megaflow_hpc.model.script import script_from_patch
+from megaflow_hpc.model.engines.scripted.script import script_from_patch
 
 
 def solution(task: Path) -> dict[str, object]:

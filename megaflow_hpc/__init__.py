@@ -14,13 +14,13 @@ __version__ = "0.1.0"
 __all__ = ["Campaign", "__version__", "open_trajectories"]
 
 if TYPE_CHECKING:
-    from megaflow_hpc.campaign import Campaign as Campaign
+    from megaflow_hpc.campaign.facade import Campaign as Campaign
     from megaflow_hpc.trajectories import open_trajectories as open_trajectories
 
 
 def __getattr__(name: str) -> Any:
     if name == "Campaign":
-        from megaflow_hpc.campaign import Campaign
+        from megaflow_hpc.campaign.facade import Campaign
 
         return Campaign
     if name == "open_trajectories":

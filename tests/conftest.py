@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.support.sandboxes", "tests.support.serving"]
+
 REMEDY = "run the suite with launchers/test, which provides it"
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so in all that the tests start

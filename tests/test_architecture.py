@@ -122,13 +122,13 @@ def test_there_is_no_import_circle() -> None:
 
 def test_a_runner_comes_without_the_libraries_of_files() -> None:
     """One stands on every worker rank: h5py and numpy would be 30 MB of each, and half of its start."""
-    code = "import sys, megaflow_hpc.pod.runner; print({'h5py', 'numpy'} & set(sys.modules))"
+    code = "import sys, megaflow_hpc.pod.rollout.runner; print({'h5py', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, megaflow_hpc; import megaflow_hpc.types, megaflow_hpc.rundir;"
+        "import sys, megaflow_hpc; import megaflow_hpc.types, megaflow_hpc.rundir.layout;"
         "bad = {'mpi4py', 'h5py', 'numpy', 'torch', 'pydantic', 'aiohttp', 'submitit'} & set(sys.modules);"
         "sys.exit(str(bad) if bad else 0)"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megaflow_hpc.environments.harborignore import TaskFiles
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 TAIL = 2000
@@ -21,7 +21,7 @@ class OracleAgent:
             ConfigError: The task has no solution.
         """
         if task.kind != "harbor":
-            from megaflow_hpc.environments.formats import format_of
+            from megaflow_hpc.tasks.formats import format_of
 
             return _ended(await format_of(task).solve(task, sandbox), "the task's solution")
         harbor = task.metadata.get("harbor", {})

@@ -25,11 +25,11 @@ import yaml
 
 from megaflow_hpc.bench.faults import KINDS, Faults, Lab, environment, processes
 from megaflow_hpc.bench.tasks import write_task
-from megaflow_hpc.campaign import Campaign
+from megaflow_hpc.campaign.facade import Campaign
+from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.host.process import POD_DIRECTORY, sweep_pod_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
-from megaflow_hpc.process import POD_DIRECTORY, sweep_pod_directories, sweep_shared_memory
-from megaflow_hpc.run import Run
 
 PODS, SLOTS = 2, 3
 INSIDE = 0.8
@@ -259,7 +259,7 @@ def _clear(run: Run) -> None:
 
 def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
     """What remains after the janitor has passed once, as it does before each pod."""
-    from megaflow_hpc.environments.janitor import sweep
+    from megaflow_hpc.environments.sandbox.janitor import sweep
 
     end = time.monotonic() + 90
     while remains(run, scratch, mark, since) and time.monotonic() < end:

@@ -72,7 +72,7 @@ class ApptainerExec:
     name = "apptainer exec"
 
     def __init__(self, apptainer: str, image: str, scratch: Path) -> None:
-        from megaflow_hpc.environments.apptainer import version
+        from megaflow_hpc.host.apptainer import version
 
         self.version = version(apptainer)
         self._words = (apptainer, "-q", "exec", "--containall", image)

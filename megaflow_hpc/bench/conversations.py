@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaflow_hpc.bench.figures import Figure, median
-from megaflow_hpc.model.script import Answer, ToolCall
+from megaflow_hpc.model.engines.scripted.script import Answer, ToolCall
 
 TOOLS = ("bash", "edit")
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -164,7 +164,7 @@ async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: s
     from aiohttp import web
 
     from megaflow_hpc.model import ModelGateway
-    from megaflow_hpc.model.scripted_split import SplitEngine
+    from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 
     engine = SplitEngine(RandomScript(seed), "m", drift=drift, seed=seed)
     runner = web.AppRunner(engine.application(), access_log=None)

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.rundir.layout import RunDir, write_json
 from megaflow_hpc.types import Rollout
 
 if TYPE_CHECKING:
     from megaflow_hpc.pod.comm import Comm
-    from megaflow_hpc.pod.parts import Pod
+    from megaflow_hpc.pod.master.settings import Pod
 
 
 def plan(path: Path, count: int) -> None:
@@ -32,11 +32,11 @@ def plan(path: Path, count: int) -> None:
 
 def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
     """A pod over the real ledger and journal of a run directory that :func:`plan` made."""
+    from megaflow_hpc.host.process import Identity
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
-    from megaflow_hpc.pod.events import Events
-    from megaflow_hpc.pod.parts import Pod
-    from megaflow_hpc.process import Identity
-    from megaflow_hpc.trajectories.journal import JournalWriter
+    from megaflow_hpc.pod.master.settings import Pod
+    from megaflow_hpc.rundir.events import Events
+    from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
     me = Identity.of(os.getpid())
     assert me is not None
@@ -59,7 +59,7 @@ def lead(run: RunDir) -> dict[str, Any]:
     """Rank 0: the real master over the real ledger and journal."""
     from megaflow_hpc.pod.__main__ import tune
     from megaflow_hpc.pod.comm import MpiComm
-    from megaflow_hpc.pod.master import Master
+    from megaflow_hpc.pod.master.loop import Master
 
     comm = MpiComm()
     pod = make_pod(run, comm)

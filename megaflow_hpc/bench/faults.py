@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import megaflow_hpc
+from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.process import Identity
-from megaflow_hpc.run import Run
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.slurm import site
 
 LAUNCHER = Path(megaflow_hpc.__file__).parents[1] / "launchers" / "lab.py"
@@ -131,7 +131,7 @@ class Faults:
         ranks = dict(self.ranks(first=False))
         runners = []
         for pid, words in processes():
-            if "megaflow_hpc.pod.runner" in words and (parent := _parent(pid)) in ranks:
+            if "megaflow_hpc.pod.rollout.runner" in words and (parent := _parent(pid)) in ranks:
                 runners.append((pid, ranks[parent]))
         return self._one("runner", runners)
 

@@ -16,7 +16,7 @@ import yaml
 
 from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.bench.tasks import write_task
-from megaflow_hpc.campaign import Campaign
+from megaflow_hpc.campaign.facade import Campaign
 
 SLOTS = 32
 COUNTS = (1, 8, SLOTS)

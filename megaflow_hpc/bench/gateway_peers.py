@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megaflow_hpc.model.address import free_port
+from megaflow_hpc.host.address import free_port
 
 PACKAGES = ("litellm[proxy]", "vllm-router")
 START_S = 300.0

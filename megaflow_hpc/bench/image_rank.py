@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments.apptainer import find_apptainer
-from megaflow_hpc.environments.prefetch import Prefetcher
-from megaflow_hpc.environments.staging import Form, ImageCache
+from megaflow_hpc.environments.images.cache.cache import Form, ImageCache
+from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     from megaflow_hpc.bench.small_images import SmallImages
-    from megaflow_hpc.environments.store import ImageStore
+    from megaflow_hpc.environments.images.store import ImageStore
 
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-", ignore_cleanup_errors=True) as name:
         root = Path(name)
@@ -63,8 +63,8 @@ class Node:
     """The ranks of one node, driven by the scheduler of a pod."""
 
     def __init__(self, arguments: argparse.Namespace, images: list[str], cache: Path) -> None:
-        from megaflow_hpc.environments.apptainer import find_apptainer
-        from megaflow_hpc.environments.staging import ImageCache
+        from megaflow_hpc.environments.images.cache.cache import ImageCache
+        from megaflow_hpc.host.apptainer import find_apptainer
 
         self.arguments = arguments
         self.images = images
@@ -102,8 +102,8 @@ class Node:
         pipe.write(json.dumps(message) + "\n")
 
     def run(self) -> list[Figure]:
-        from megaflow_hpc.pod.scheduler import Scheduler
-        from megaflow_hpc.pod.work import Work
+        from megaflow_hpc.pod.scheduling.scheduler import Scheduler
+        from megaflow_hpc.pod.scheduling.work import Work
         from megaflow_hpc.types import Rollout
 
         arguments = self.arguments

@@ -29,7 +29,7 @@ _LINE = re.compile(r"^\S+\s+(?:\S+\s+)?(\w+)\((.*)$")
 
 def figures(ranks: int, note: Callable[[str], None]) -> list[Figure]:
     from megaflow_hpc.ledger.lease import TIMES as LEASE
-    from megaflow_hpc.pod.sharing import SELDOM_S
+    from megaflow_hpc.pod.master.work_stealing import SELDOM_S
 
     strace = shutil.which("strace")
     if strace is None:
@@ -92,7 +92,8 @@ def _pod(strace: str, rollouts: int, ranks: int) -> int:
 def _alone(strace: str, what: str) -> float:
     """Operations of one call of a ledger's method."""
     code = (
-        "import sys; from megaflow_hpc.ledger import Ledger, PodIdentity; from megaflow_hpc.rundir import RunDir\n"
+        "import sys; from megaflow_hpc.ledger import Ledger, PodIdentity\n"
+        "from megaflow_hpc.rundir.layout import RunDir\n"
         "run = RunDir(sys.argv[1]); run.create(); ledger = Ledger(run, PodIdentity('a', '0')); ledger.create()\n"
         "ledger.register()\n"
         "for _ in range(int(sys.argv[2])): ledger.renew(force=True) if sys.argv[3] == 'renew' else ledger.hungry()"

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
-    from megaflow_hpc.environments.provider import default_scratch, private_directory
+    from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
 
     image = os.path.abspath(arguments.image or "")
     if not os.path.isfile(image):
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 
 @contextmanager
 def _directory(base: Path) -> Iterator[Path]:
-    from megaflow_hpc.environments.files import remove_tree
-    from megaflow_hpc.environments.janitor import sweep
+    from megaflow_hpc.environments.sandbox.janitor import sweep
+    from megaflow_hpc.host.files import remove_tree
 
     path = Path(tempfile.mkdtemp(prefix="bench-", dir=base))
     try:
@@ -95,9 +95,9 @@ def _set(name: str, value: str) -> Iterator[None]:
 
 def _forms(scratch: Path, note: Note) -> list[str]:
     """Those this node can use."""
-    from megaflow_hpc.environments import site
+    from megaflow_hpc.environments.sandbox import probe
 
-    found = site.probe(scratch)
+    found = probe.probe(scratch)
     if found.mount:
         note(f"no mounts here: {found.mount}")
         return ["tree"]

@@ -11,8 +11,8 @@ import math
 import random
 from dataclasses import replace
 
-from megaflow_hpc.bench.simulation import LEARNED, Outcome, Shape, believed, simulate
-from megaflow_hpc.pod.groups import GroupRules
+from megaflow_hpc.pod.scheduling.groups import GroupRules
+from megaflow_hpc.pod.scheduling.simulation import LEARNED, Outcome, Shape, believed, simulate
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
 TYPICAL_S, LIMIT_S, HANGING = 600.0, 7200.0, 0.02

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megaflow_hpc.bench.chaos import write_campaign
 from megaflow_hpc.bench.figures import Figure
-from megaflow_hpc.campaign import Campaign
+from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.slurm import site
 
 DAEMONS = ("MESSAGE_", "REQUEST_COMPLETE_", "REQUEST_STEP_COMPLETE", "REQUEST_PING", "ACCOUNTING_")

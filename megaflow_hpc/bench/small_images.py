@@ -11,8 +11,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from megaflow_hpc.environments import apptainer as runtime
-from megaflow_hpc.environments.store import ImageStore
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.host import apptainer as runtime
 
 _LINE = 64
 

@@ -84,8 +84,9 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
     import h5py
 
     from megaflow_hpc.bench.store_peers import bare_h5py, jsonl_gz
-    from megaflow_hpc.rundir import RunDir
-    from megaflow_hpc.trajectories import JournalWriter, fastzlib, gather
+    from megaflow_hpc.rundir.layout import RunDir
+    from megaflow_hpc.trajectories import JournalWriter, gather
+    from megaflow_hpc.trajectories.hdf5 import deflate
 
     rates: dict[str, list[float]] = {"both": [], "journal": [], "gather": [], "cpu": []}
     bare: list[float] = []
@@ -122,7 +123,7 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
             arguments.keep.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, arguments.keep / "campaign.h5")
         shutil.rmtree(run_dir.path, ignore_errors=True)
-    goal = 200.0 if fastzlib.NAME.startswith("isal") else 100.0
+    goal = 200.0 if deflate.NAME.startswith("isal") else 100.0
     shares = [ours / theirs for ours, theirs in zip(rates["both"], bare, strict=True)]
     gzipped = jsonl_gz(drawn[:_GZIPPED])
     per_token = sum(stored[f"tokens/{name}"] for name in ("id", "logprob", "loss_mask", "weight_version")) / tokens

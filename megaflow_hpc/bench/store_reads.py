@@ -27,7 +27,7 @@ PEER_ROWS = 2048
 
 
 def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
-    from megaflow_hpc.trajectories.schema import ID_CHUNK, LOGPROB_CHUNK, RUN_CHUNK
+    from megaflow_hpc.trajectories.hdf5.schema import ID_CHUNK, LOGPROB_CHUNK, RUN_CHUNK
 
     count, each = arguments.generated, arguments.generated_tokens
     if arguments.keep:
@@ -98,7 +98,7 @@ def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
     import numpy as np
 
     from megaflow_hpc import __version__
-    from megaflow_hpc.trajectories.writer import TrajectoryWriter
+    from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
     from megaflow_hpc.types import TokenSequence
 
     drawn = [transcripts.draw(n, max(30_000, 2 * each), 40) for n in range(24)]

@@ -91,8 +91,8 @@ def register(subparsers: Parsers) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Campaign
-    from megaflow_hpc.fleet import preview
+    from megaflow_hpc.campaign.facade import Campaign
+    from megaflow_hpc.campaign.jobs import preview
     from megaflow_hpc.slurm import script
 
     campaign = Campaign.from_yaml(arguments.campaign)
@@ -112,7 +112,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Campaign
+    from megaflow_hpc.campaign.facade import Campaign
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks}: at least 1")
@@ -173,7 +173,7 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Campaign
+    from megaflow_hpc.campaign.facade import Campaign
     from megaflow_hpc.slurm import script
 
     campaign = Campaign.from_yaml(arguments.campaign)
@@ -203,7 +203,7 @@ def _limit(text: str) -> tuple[str, float | None]:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Run
+    from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
     if not run.resume(
@@ -220,7 +220,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Run
+    from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
     if (arguments.pods is None) == (arguments.servers is None):
@@ -255,7 +255,7 @@ def _say(run: Any) -> None:
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Run
+    from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
     ids = run.cancel()
@@ -268,7 +268,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _gather(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Run
+    from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
     if arguments.wait:

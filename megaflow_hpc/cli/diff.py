@@ -14,7 +14,7 @@ from megaflow_hpc.cli.output import add_json, print_json, printable
 from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.reading.row import Row
 
 FIELDS = (
     *("task_id", "policy", "agent", "status", "error_kind", "error", "reward", "rewards", "sample_index", "seed"),

@@ -153,10 +153,10 @@ def _mpi_probe() -> Iterator[Finding]:
 
 
 def _apptainer() -> Iterator[Finding]:
-    from megaflow_hpc.environments import site
-    from megaflow_hpc.environments.apptainer import find_apptainer
+    from megaflow_hpc.environments.sandbox import probe
+    from megaflow_hpc.host.apptainer import find_apptainer
 
-    found = site.probe(site.scratch_base()[0], find_apptainer())
+    found = probe.probe(probe.scratch_base()[0], find_apptainer())
     kind = "setuid" if found.setuid else "in user namespaces"
     yield Finding("apptainer", "ok", f"{found.version} at {found.apptainer}, {kind}")
     yield _can("namespaces", "user namespaces work", found.user_namespaces, "ask the site for user namespaces", "warn")
@@ -187,13 +187,13 @@ def _can(check: str, yes: str, why_not: str, remedy: str, level: Literal["warn",
 
 
 def _scratch() -> Iterator[Finding]:
-    from megaflow_hpc.environments import site
+    from megaflow_hpc.environments.sandbox import probe
 
-    path, warning = site.scratch_base()
+    path, warning = probe.scratch_base()
     room = os.statvfs(path)
     free = room.f_bavail * room.f_frsize / 1e9
-    type_ = site.file_system(path)
-    kind = site.kind_of(type_)
+    type_ = probe.file_system(path)
+    kind = probe.kind_of(type_)
     inodes = f"{room.f_favail:,} inodes" if room.f_files else "inodes unbounded"
     found = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
     if kind == "memory":

@@ -13,7 +13,7 @@ from megaflow_hpc.cli.images_make import megabytes
 from megaflow_hpc.cli.output import add_json, print_json, table
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.staging import ImageCache
+    from megaflow_hpc.environments.images.cache.cache import ImageCache
 
 DESCRIPTION = """\
 Images are SIF files in a store on the shared file system, each under the digest of its content. Nodes copy what they
@@ -159,9 +159,9 @@ def _cached(parser: argparse.ArgumentParser) -> None:
 
 
 def _cache(arguments: argparse.Namespace) -> ImageCache:
-    from megaflow_hpc.environments.apptainer import find_apptainer
-    from megaflow_hpc.environments.provider import default_scratch, private_directory
-    from megaflow_hpc.environments.staging import ImageCache
+    from megaflow_hpc.environments.images.cache.cache import ImageCache
+    from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
+    from megaflow_hpc.host.apptainer import find_apptainer
 
     root = Path(arguments.cache).absolute() if arguments.cache else private_directory(default_scratch()) / "cache"
     return ImageCache(private_directory(root), find_apptainer())
@@ -228,8 +228,8 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.files import remove_tree
     from megaflow_hpc.errors import ConfigError, SiteError
+    from megaflow_hpc.host.files import remove_tree
 
     if arguments.staged:
         cache = _cache(arguments)

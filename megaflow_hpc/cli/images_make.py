@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.cli.output import note, print_json, table
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images import Images
+    from megaflow_hpc.environments.images.resolve import Images
 
 
 def open_images(arguments: argparse.Namespace) -> Images:
-    from megaflow_hpc.environments.images import Images
-    from megaflow_hpc.environments.remote import Registries
-    from megaflow_hpc.environments.store import ImageStore
+    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.store import ImageStore
 
     mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
     registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
@@ -35,9 +35,9 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
     from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images import resolve_all
-    from megaflow_hpc.environments.remote import Registries
-    from megaflow_hpc.environments.tasks import load_tasks
+    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import resolve_all
+    from megaflow_hpc.tasks.loading import load_tasks
 
     config = load(path)
     environment = config.environment
@@ -52,8 +52,8 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
 
 
 def build(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.dockerfile import Dockerfile
-    from megaflow_hpc.environments.prestage import manifest, write_manifest
+    from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
+    from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 
     images = open_images(arguments)
     mapping = _pairs(arguments.map, "--map")
@@ -77,8 +77,8 @@ def build(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.prestage import fetch, read_manifest
-    from megaflow_hpc.environments.remote import is_remote
+    from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
+    from megaflow_hpc.environments.images.registries import is_remote
     from megaflow_hpc.errors import ConfigError
 
     if not arguments.source and not arguments.manifest:
@@ -108,7 +108,7 @@ def _show_files(arguments: argparse.Namespace, files: dict[str, str]) -> int:
 
 
 def manifest(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.prestage import manifest, missing, write_manifest
+    from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
 
     images = open_images(arguments)
     images_of_campaign(images, arguments.campaign, build=False)

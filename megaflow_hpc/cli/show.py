@@ -17,8 +17,8 @@ from megaflow_hpc.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megaflow_hpc.trajectories.reader import TrajectoryStore
-    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 HEAD_LINES, TAIL_LINES = 20, 10
 """What is left of a long message unless ``--full``."""

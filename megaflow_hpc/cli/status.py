@@ -43,7 +43,7 @@ def register(subparsers: Any) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign import Run
+    from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
     status = run.status()
@@ -60,7 +60,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _watch(arguments: argparse.Namespace) -> int:
     """On a terminal one page, rewritten; into a file or pipe a page whenever counts have changed (one JSON a line)."""
-    from megaflow_hpc.campaign import Run
+    from megaflow_hpc.campaign.facade import Run
 
     run, said = Run(arguments.run_dir), None
     while True:

@@ -59,7 +59,7 @@ def register(subparsers: Any) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.verify import verify
+    from megaflow_hpc.trajectories.maintenance.checksums import verify
 
     checks = verify(arguments.file)
     if arguments.json:
@@ -74,8 +74,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.rundir import RunDir
-    from megaflow_hpc.trajectories.compact import compact, drop_journals
+    from megaflow_hpc.rundir.layout import RunDir
+    from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
 
     path: Path = arguments.path
     result: dict[str, int] = {}
@@ -94,7 +94,7 @@ def _compact(arguments: argparse.Namespace) -> int:
 
 
 def _anonymise(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.anonymise import anonymise
+    from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 
     result = anonymise(arguments.file, arguments.output, arguments.name, arguments.keep_tokens)
     if arguments.json:
@@ -106,7 +106,7 @@ def _anonymise(arguments: argparse.Namespace) -> int:
 
 
 def _du(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.usage import of_file, of_run
+    from megaflow_hpc.trajectories.maintenance.disk_usage import of_file, of_run
 
     path: Path = arguments.path
     shares = of_run(path) if path.is_dir() else of_file(path)

@@ -87,12 +87,14 @@ def register(subparsers: Any) -> None:
 
 
 def run_build(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments import bug_image, bugs, releases
+    from megaflow_hpc.tasks.releases import image as bug_image
+    from megaflow_hpc.tasks.releases import sdists
+    from megaflow_hpc.tasks.releases import tasks as bugs
 
     content, where = bugs.read_bugs(arguments.bugs)
     chosen = bugs.select(content.bugs, arguments.only)
     output = Path(arguments.output).absolute()
-    cache = Path(arguments.cache) if arguments.cache else releases.cache_directory()
+    cache = Path(arguments.cache) if arguments.cache else sdists.cache_directory()
     built = bugs.build_tasks(content, chosen, output, cache.absolute(), where, note)
     image = Path(arguments.image).absolute() if arguments.image else output.parent / "images" / f"{content.image}.sif"
     for stranger in bugs.strangers(content, output):
@@ -128,12 +130,12 @@ def task_directories(directory: str) -> list[Path]:
 
 def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.agents.oracle import OracleAgent
-    from megaflow_hpc.environments.harbor import read_harbor_task
-    from megaflow_hpc.environments.harbor_verifier import verifier_environments
-    from megaflow_hpc.environments.images import resolve_images
-    from megaflow_hpc.environments.provider import ApptainerProvider
-    from megaflow_hpc.environments.tasks import in_image_directories
-    from megaflow_hpc.environments.validation import Validation, validate
+    from megaflow_hpc.environments.images.resolve import resolve_images
+    from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
+    from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+    from megaflow_hpc.tasks.harbor.verifier_section import verifier_environments
+    from megaflow_hpc.tasks.loading import in_image_directories
+    from megaflow_hpc.tasks.validation import Validation, validate
 
     directories = task_directories(arguments.directory)
     unknown = set(arguments.only) - {path.name for path in directories}
@@ -188,7 +190,7 @@ def _image_beside(task: Path, name: str) -> Path:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.harbor import read_harbor_task
+    from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]
     keys = ("package", "buggy", "fixed", "kind", "changelog")

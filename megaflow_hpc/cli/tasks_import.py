@@ -12,7 +12,7 @@ from typing import Any
 
 from megaflow_hpc.cli.output import add_json, note, print_json, table
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir import write_atomic
+from megaflow_hpc.rundir.layout import write_atomic
 
 EPILOG = """\
 Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and
@@ -48,8 +48,8 @@ def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.swebench_instances import read_instances, read_tasks
-    from megaflow_hpc.environments.swebench_plan import settle
+    from megaflow_hpc.tasks.swebench.instances import read_instances, read_tasks
+    from megaflow_hpc.tasks.swebench.plan import settle
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)

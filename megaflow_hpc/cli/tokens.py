@@ -17,10 +17,10 @@ from megaflow_hpc.cli.output import printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megaflow_hpc.trajectories.columns import SequenceView
-    from megaflow_hpc.trajectories.reader import TrajectoryStore
-    from megaflow_hpc.trajectories.row import Row
-    from megaflow_hpc.trajectories.vocabulary import Vocabulary
+    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.sources import SequenceView
+    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+    from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD, TAIL = 96, 32
 """Tokens left of a longer run unless ``--full``."""
@@ -59,7 +59,7 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
     """The pieces of a policy's ids, and a word on where they are from."""
     from megaflow_hpc.errors import ConfigError
-    from megaflow_hpc.trajectories.vocabulary import find, load
+    from megaflow_hpc.trajectories.reading.vocabulary import find, load
 
     if tokenizer is not None:
         return load(Path(tokenizer)), f"ids read with {tokenizer}"

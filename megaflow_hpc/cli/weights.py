@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc import weights
 from megaflow_hpc.cli.output import add_json, note, print_json, table
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir.layout import RunDir
 
 
 def register(subparsers: Any) -> None:

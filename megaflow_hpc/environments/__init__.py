@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaflow_hpc.environments.provider import ApptainerProvider
-from megaflow_hpc.environments.sandbox import ApptainerSandbox
-from megaflow_hpc.environments.snapshot import Snapshot
-from megaflow_hpc.environments.spec import SandboxSpec
+from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 
 __all__ = ["ApptainerProvider", "ApptainerSandbox", "SandboxSpec", "Snapshot"]

@@ -31,10 +31,10 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.apptainer import find_apptainer
-from megaflow_hpc.environments.dockerfile import Dockerfile, last_workdir
-from megaflow_hpc.environments.images import match_name, resolve_images
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, last_workdir
+from megaflow_hpc.environments.images.resolve import match_name, resolve_images
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
+from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.types import Network, Task
 
 _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}

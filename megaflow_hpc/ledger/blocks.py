@@ -18,7 +18,7 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.calls import Link
 from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.names import GIVEN, task_path
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 256

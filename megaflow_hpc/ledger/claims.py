@@ -27,7 +27,7 @@ from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
 from megaflow_hpc.ledger.rules import Claim, Rules
-from megaflow_hpc.rundir import RunDir, make_directory, write_atomic
+from megaflow_hpc.rundir.layout import RunDir, make_directory, write_atomic
 from megaflow_hpc.types import Rollout
 
 ROOMS = ("claims", "released", "done", "leases", "gone", "hungry")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 
-from megaflow_hpc.rundir import RunDir, write_json
+from megaflow_hpc.rundir.layout import RunDir, write_json
 
 SCALER = "scaler"
 """Lets engine servers go that are held, when there is work for them."""

@@ -34,7 +34,7 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
-from megaflow_hpc.rundir import RunDir, file_mode, make_directory, to_json, write_json
+from megaflow_hpc.rundir.layout import RunDir, file_mode, make_directory, to_json, write_json
 
 STALE_TRIES = 5
 RETRY_S = 1.0

@@ -23,6 +23,6 @@
 Nothing here imports an inference engine or torch: engines live in virtual environments of their own.
 """
 
-from megaflow_hpc.model.gateway import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 
 __all__ = ["ModelGateway"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 
 RATE_WINDOW_S = 300.0
 STALE_S = 60.0

@@ -22,19 +22,19 @@ import megaflow_hpc
 from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.sections import PodsConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
-from megaflow_hpc.pod.engine import accompany, start_server
-from megaflow_hpc.pod.events import Events
-from megaflow_hpc.pod.master import Master
-from megaflow_hpc.pod.parts import Pod
-from megaflow_hpc.pod.walltime import Walltime
+from megaflow_hpc.pod.engine_rank import accompany, start_server
+from megaflow_hpc.pod.master.loop import Master
+from megaflow_hpc.pod.master.settings import Pod
+from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
-from megaflow_hpc.process import Identity
-from megaflow_hpc.rundir import RunDir, write_atomic
-from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
-from megaflow_hpc.trajectories.sharding import ShardMaker
-from megaflow_hpc.trajectories.winners import index
+from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
+from megaflow_hpc.trajectories.journal.winners import index
+from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
 
 SWITCH_S = 5e-4
 """For how long rank 0's loop and its clerk may keep each other from running, in seconds."""

@@ -31,7 +31,7 @@ class Outcome:
     started_at: float
     finished_at: float
     cause: str
-    """Why it failed, as :mod:`megaflow_hpc.pod.failures` tells causes apart; empty where it did not."""
+    """Why it failed, as :mod:`megaflow_hpc.pod.scheduling.failures` tells causes apart; empty where it did not."""
     record: bytes
     partial: str = ""
     """Of one that was cut short: the file below ``RUN/partial`` with which it goes on, if any."""

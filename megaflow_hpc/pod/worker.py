@@ -26,7 +26,7 @@ def start_runner() -> tuple[subprocess.Popen[bytes], Link]:
     ours, theirs = socket.socketpair()
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "megaflow_hpc.pod.runner", str(theirs.fileno())],
+        [sys.executable, "-m", "megaflow_hpc.pod.rollout.runner", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env=environment,

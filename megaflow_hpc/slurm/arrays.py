@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.rundir import RunDir, make_directory, write_json
+from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks

@@ -25,7 +25,7 @@ trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
 
 # Of a campaign whose engine servers grow with what waits, one pod's child lets them go; the others' stand by.
 if [ -n "${MEGAFLOW_ELASTIC:-}" ] && [ "$element" = "$MEGAFLOW_POD" ]; then # not at a cluster without servers
-    "$MEGAFLOW_PYTHON" -m megaflow_hpc.elastic "$RUN" &
+    "$MEGAFLOW_PYTHON" -m megaflow_hpc.campaign.autoscaler "$RUN" &
     elastic=$!
 fi
 

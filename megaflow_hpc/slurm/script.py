@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PoolConfig
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "gather"]
 

@@ -14,7 +14,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, ids
 from megaflow_hpc.slurm.script import Job, script
 

@@ -24,12 +24,12 @@ import numpy as np
 import torch  # type: ignore[import-not-found]
 from torch.utils.data import Dataset, IterableDataset, get_worker_info  # type: ignore[import-not-found]
 
-from megaflow_hpc.trajectories.advantages import Kind
-from megaflow_hpc.trajectories.batch import Oversize, make_batch, plan_batches
-from megaflow_hpc.trajectories.reader import TrajectoryStore, open_trajectories
+from megaflow_hpc.trajectories.reading.advantages import Kind
+from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
+from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajectories
 
 Batch = dict[str, Any]
-"""The columns of :meth:`~megaflow_hpc.trajectories.reader.TrajectoryStore.batch` as tensors, text as lists."""
+"""The columns of :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch` as tensors, text as lists."""
 
 
 class _Opened:
@@ -73,8 +73,8 @@ class Trajectories(Dataset[Batch]):
 
     Args:
         path: a run directory or a ``trajectories.h5``.
-        where: an expression that chooses rows; see :mod:`megaflow_hpc.trajectories.selection`.
-        pad: as in :meth:`~megaflow_hpc.trajectories.reader.TrajectoryStore.batch`.
+        where: an expression that chooses rows; see :mod:`megaflow_hpc.trajectories.reading.selection`.
+        pad: as in :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`.
         advantage: adds the column ``advantage``, per sequence, over all rows of the file.
     """
 

@@ -9,24 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.frames import pack_record as pack_record
-    from megaflow_hpc.trajectories.frames import read_journal as read_journal
-    from megaflow_hpc.trajectories.gathering import gather as gather
-    from megaflow_hpc.trajectories.journal import JournalWriter as JournalWriter
-    from megaflow_hpc.trajectories.journal import valid_length as valid_length
-    from megaflow_hpc.trajectories.live import follow as follow
-    from megaflow_hpc.trajectories.reader import open_trajectories as open_trajectories
-    from megaflow_hpc.trajectories.validator import validate as validate
+    from megaflow_hpc.trajectories.journal.frames import pack_record as pack_record
+    from megaflow_hpc.trajectories.journal.frames import read_journal as read_journal
+    from megaflow_hpc.trajectories.journal.writer import JournalWriter as JournalWriter
+    from megaflow_hpc.trajectories.journal.writer import valid_length as valid_length
+    from megaflow_hpc.trajectories.maintenance.gather import gather as gather
+    from megaflow_hpc.trajectories.maintenance.validate import validate as validate
+    from megaflow_hpc.trajectories.reading.follow import follow as follow
+    from megaflow_hpc.trajectories.reading.store import open_trajectories as open_trajectories
 
 _HOME = {
-    "JournalWriter": "journal",
-    "pack_record": "frames",
-    "read_journal": "frames",
-    "valid_length": "journal",
-    "follow": "live",
-    "gather": "gathering",
-    "open_trajectories": "reader",
-    "validate": "validator",
+    "JournalWriter": "journal.writer",
+    "pack_record": "journal.frames",
+    "read_journal": "journal.frames",
+    "valid_length": "journal.writer",
+    "follow": "reading.follow",
+    "gather": "maintenance.gather",
+    "open_trajectories": "reading.store",
+    "validate": "maintenance.validate",
 }
 __all__ = list(_HOME)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_sandbox import LocalSandbox
-from serving import Servers
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
-from megaflow_hpc.model.script import script_from_patch
+from megaflow_hpc.model.engines.scripted.script import script_from_patch
 from megaflow_hpc.pod.wire import pack, unpack
 from megaflow_hpc.types import AgentResult, Budget, Recording, Task
+from tests.support.local_sandbox import LocalSandbox
+from tests.support.serving import Servers
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from local_sandbox import LocalSandbox
 
 from megaflow_hpc.agents import NAMES, create
 from megaflow_hpc.agents.presets import PACKAGES, PYTHON_PACKAGES
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Task
+from tests.support.local_sandbox import LocalSandbox
 
 
 class Mine:

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from local_sandbox import LocalSandbox
-from serving import in_loop
 
 from megaflow_hpc.agents.remote import Zygote, forked
 from megaflow_hpc.errors import SandboxError, UserCodeError
 from megaflow_hpc.types import Task
+from tests.support.local_sandbox import LocalSandbox
+from tests.support.places import ROOT
+from tests.support.serving import in_loop
 
 TASK = Task("t", "Dö it.", "base", "/nowhere")
 NAME = "odd_agent:Odd"
@@ -24,7 +25,7 @@ NAME = "odd_agent:Odd"
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"), prepend=os.pathsep)
 
 
 @asynccontextmanager

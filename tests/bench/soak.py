@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.files import remove_tree
-from megaflow_hpc.environments.janitor import sweep
+from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.host.files import remove_tree
 
 WORKERS = 4
 COMMANDS = (

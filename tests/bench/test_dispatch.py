@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megaflow_hpc.bench import dispatch
-from megaflow_hpc.bench.simulation import Shape, believed, pareto, simulate
-from megaflow_hpc.pod.groups import GroupRules
+from megaflow_hpc.pod.scheduling.groups import GroupRules
+from megaflow_hpc.pod.scheduling.simulation import Shape, believed, pareto, simulate
 
 
 def measured(*words: str) -> dict[str, float]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import megaflow_hpc
-from megaflow_hpc.environments.harborignore import TaskFiles
+from megaflow_hpc.tasks.harbor.ignore import TaskFiles
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = "megaflow_hpc.integrations.harbor:ApptainerEnvironment"
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
+from tests.campaign.test_campaign import cli
 from tests.lab.test_slurm_campaign import pods, until
-from tests.test_campaign import cli
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.campaign import Run
+from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import limits
-from tests.lab.labs import Lab, own_lab
+from tests.campaign.test_campaign import cli, rows
 from tests.lab.test_slurm_campaign import expected, pods, until
-from tests.test_campaign import cli, rows
+from tests.support.labs import Lab, own_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.campaign import Run
+from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import accounting, ids
-from tests.lab.labs import cluster_beside
+from tests.campaign.test_campaign import rows
 from tests.lab.test_slurm_campaign import stored, until
-from tests.test_campaign import rows
+from tests.support.labs import cluster_beside
 
 pytestmark = [
     pytest.mark.lab,

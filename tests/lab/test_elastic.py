@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.campaign import Run
+from megaflow_hpc.campaign.facade import Run
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
 

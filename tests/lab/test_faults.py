@@ -11,14 +11,14 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.bench.chaos import check, trial
-from megaflow_hpc.campaign import Run
-from megaflow_hpc.rundir import write_atomic
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.rundir.layout import write_atomic
 from megaflow_hpc.slurm import limits
-from megaflow_hpc.trajectories.frames import read_frames
-from megaflow_hpc.trajectories.journal import JournalWriter
-from tests.lab.labs import Lab, own_lab
+from megaflow_hpc.trajectories.journal.frames import read_frames
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from tests.campaign.test_campaign import rows
 from tests.lab.test_slurm_campaign import pods, stored, until
-from tests.test_campaign import rows
+from tests.support.labs import Lab, own_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.labs import Lab, alive, eventually, of_lab
+from tests.support.labs import Lab, alive, eventually, of_lab
 
 DAEMONS = {
     "munged",

@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 import yaml
 
-from megaflow_hpc import Campaign, weights
-from megaflow_hpc.campaign import Run
-from megaflow_hpc.model import tiny
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.rundir import weights
 from megaflow_hpc.slurm import accounting
 from tests.conftest import required
-from tests.lab.labs import processes_of
+from tests.support.labs import processes_of
+from tests.support.places import TINY_MODEL
 
 pytestmark = [pytest.mark.lab, pytest.mark.engine, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(900)]
 
@@ -50,9 +51,9 @@ MODELS = ("tiny", "trained")
 MAKE = """
 import pathlib, sys
 sys.path.append(sys.argv[1])
-import tiny
+import tiny_model
 for seed, name in enumerate(sys.argv[3:]):
-    tiny.make(pathlib.Path(sys.argv[2], name), seed=seed)
+    tiny_model.make(pathlib.Path(sys.argv[2], name), seed=seed)
 """
 SCORE = """
 import json, sys
@@ -83,7 +84,7 @@ def engine_python() -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     subprocess.run(
-        [engine_python(), "-c", MAKE, Path(tiny.__file__).parent, folder / "models", *MODELS], check=True, timeout=300
+        [engine_python(), "-c", MAKE, TINY_MODEL.parent, folder / "models", *MODELS], check=True, timeout=300
     )
     (folder / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
     return folder

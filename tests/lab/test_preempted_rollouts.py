@@ -13,7 +13,7 @@ import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from tests.lab.test_slurm_campaign import until
-from tests.test_partial_rollouts import ENGINE, block
+from tests.pod.rollout.test_partial_rollouts import ENGINE, block
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 

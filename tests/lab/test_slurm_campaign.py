@@ -15,11 +15,12 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.bench.faults import processes
-from megaflow_hpc.campaign import Run
+from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
-from tests.lab.labs import processes_of
-from tests.test_campaign import cli, rows
+from tests.campaign.test_campaign import cli, rows
+from tests.support.labs import processes_of
+from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]
@@ -72,7 +73,7 @@ def test_a_campaign_runs_from_one_command_is_accounted_for_and_leaves_nothing(ma
 
 def test_the_by_hand_way_runs_the_same(tmp_path: Path, make_campaign: Make) -> None:
     run = cli("plan", make_campaign(2, pods())).stdout.strip()
-    script = Path(__file__).parents[2] / "sbatch" / "sandbox_pods.sbatch"
+    script = ROOT / "sbatch" / "sandbox_pods.sbatch"
     words = ["sbatch", "--parsable", "--array=0-1", "--mem=1G", "--time=10", "-o", str(tmp_path / "%a.log")]
     job = subprocess.check_output([*words, str(script), run], text=True).strip()
     until(

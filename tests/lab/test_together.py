@@ -12,12 +12,12 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
+from tests.campaign.test_campaign import CALL, cli, rows
 from tests.lab.test_slurm_campaign import pods, until
-from tests.test_campaign import CALL, cli, rows
+from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]
-ROOT = Path(__file__).parents[2]
 MODEL = "model: {engine: scripted, script: answers.yaml, gpus: 0, servers: {min: 2, max: 2}}\n"
 
 

@@ -29,9 +29,9 @@ import yaml
 
 from megaflow_hpc.trajectories import open_trajectories
 from tests.conftest import _write_task
-from tests.lab.accounts import GROUP, Account, intrude, tell
+from tests.support.accounts import GROUP, Account, intrude, tell
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 ALICE, BOB, STRANGER = "mfa", "mfb", "mfc"
 ANSWERS = [
     "THOUGHT: I write the file.\n\n```mswea_bash_command\necho 42 > answer\n```",
@@ -218,7 +218,8 @@ def pooled(say: Findings, shared: Path, alice: Account, bob: Account, stranger: 
 def main() -> int:
     if os.getuid() != 0:
         print(
-            "error: only root makes users, and a lab for them; as yourself: python -m pytest tests/test_shared_runs.py",
+            "error: only root makes users, and a lab for them; as yourself: "
+            "python -m pytest tests/campaign/test_shared_runs.py",
             file=sys.stderr,
         )
         return 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 

@@ -35,11 +35,11 @@ from megaflow_hpc.ledger.calls import Call, Names, Read, There
 from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import LEASES
-from megaflow_hpc.rundir import RunDir
-from megaflow_hpc.trajectories.frames import pack_record
-from megaflow_hpc.trajectories.journal import JournalWriter, valid_length
-from megaflow_hpc.trajectories.live import follow
-from megaflow_hpc.trajectories.winners import counts, index
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.frames import pack_record
+from megaflow_hpc.trajectories.journal.winners import counts, index
+from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
+from megaflow_hpc.trajectories.reading.follow import follow
 from megaflow_hpc.types import Rollout
 from tests.ledger.passthrough import DEVICE, KINDS, device, mounted
 

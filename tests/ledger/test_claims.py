@@ -10,7 +10,7 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
 from megaflow_hpc.ledger.blocks import deal, split
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from tests.ledger.conftest import rollouts
 
 COMMIT_S, LEASE_S = TIMES.commit_s, TIMES.lease_s

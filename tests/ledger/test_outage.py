@@ -15,7 +15,7 @@ import pytest
 
 import megaflow_hpc
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, files, write_blocks
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 
@@ -53,16 +53,16 @@ def test_a_call_waits_while_the_file_system_is_away_and_says_so_once(
 
 FULL = """
     import errno, json, os, resource, signal, sys, threading, time
-    from megaflow_hpc.budget import Budget
+    from megaflow_hpc.rundir.budget import Budget
     from megaflow_hpc.ledger import Ledger, PodIdentity
-    from megaflow_hpc.pod.clerk import Clerk
-    from megaflow_hpc.pod.events import Events
-    from megaflow_hpc.pod.holdings import Holdings
-    from megaflow_hpc.pod.endpoints import Endpoints
+    from megaflow_hpc.pod.master.run_io import Clerk
+    from megaflow_hpc.rundir.events import Events
+    from megaflow_hpc.pod.master.claimed_blocks import Holdings
+    from megaflow_hpc.pod.master.endpoints import Endpoints
     from megaflow_hpc.pod.outcome import Outcome
-    from megaflow_hpc.rundir import RunDir
-    from megaflow_hpc.trajectories.frames import pack_record
-    from megaflow_hpc.trajectories.journal import JournalWriter
+    from megaflow_hpc.rundir.layout import RunDir
+    from megaflow_hpc.trajectories.journal.frames import pack_record
+    from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
     run = RunDir(sys.argv[1])
     ledger = Ledger(run, PodIdentity("a", "0"))
@@ -110,7 +110,7 @@ def test_a_full_file_system_keeps_results_waiting_and_the_lease_alive(tmp_path: 
     prepare = """
         import sys
         from megaflow_hpc.ledger import Ledger, write_blocks
-        from megaflow_hpc.rundir import RunDir
+        from megaflow_hpc.rundir.layout import RunDir
         from megaflow_hpc.types import Rollout
         run = RunDir(sys.argv[1]); run.create(); Ledger(run).create()
         write_blocks(run, [Rollout("t0", "oracle", 0, "oracle")], size=1)

@@ -8,15 +8,15 @@ from itertools import groupby
 from pathlib import Path
 
 from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.local import LocalPod
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
-from megaflow_hpc.local import LocalPod
-from megaflow_hpc.pod.events import Events
-from megaflow_hpc.pod.groups import GroupRules, Groups
-from megaflow_hpc.pod.holdings import Holdings
-from megaflow_hpc.pod.scheduler import Scheduler
-from megaflow_hpc.pod.sharing import Sharing, share_of
-from megaflow_hpc.pod.work import Work
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.pod.master.claimed_blocks import Holdings
+from megaflow_hpc.pod.master.work_stealing import Sharing, share_of
+from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler
+from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.layout import RunDir
 from tests.ledger.conftest import rollouts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaflow_hpc import config
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import arrays, limits
 from megaflow_hpc.slurm.resources import Cap, amounts, asked, at_once, caps, impossible, shared
 

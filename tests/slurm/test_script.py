@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir import RunDir
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, arrays, ids, limits, script
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 CAMPAIGN = {
     "name": "fix-bugs",
     "tasks": "t/*",

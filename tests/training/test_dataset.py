@@ -12,7 +12,7 @@ import pytest
 
 import megaflow_hpc
 from megaflow_hpc.trajectories import gather, open_trajectories
-from tests.trajectories.samples import commit, run_dir, trajectory
+from tests.support.samples import commit, run_dir, trajectory
 
 SCRIPT = r'''
 import json, sys

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.columns import Flat
-from megaflow_hpc.trajectories.reader import TrajectoryStore
-from megaflow_hpc.trajectories.row import Row
+from megaflow_hpc.trajectories.reading.row import Row
+from megaflow_hpc.trajectories.reading.sources import Flat
+from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 
@@ -78,7 +78,7 @@ def export(
         store: an open store.
         formats: of :data:`FORMATS`.
         directory: where to; made if it is not there. Files of the same name are replaced.
-        where: an expression that chooses rows; see :mod:`~megaflow_hpc.trajectories.selection`.
+        where: an expression that chooses rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
         compress: ``none``, ``gz`` or ``zst``, of JSON lines.
         progress: is told format, rows done and rows in all.
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.batch import padded
-from megaflow_hpc.trajectories.columns import text
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
-from megaflow_hpc.trajectories.publishing import published
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.reading.batch import padded
+from megaflow_hpc.trajectories.reading.sources import text
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megaflow_hpc
-from megaflow_hpc.trajectories.columns import SequenceView
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
+from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.types import Turn
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.publishing import fsync
+from megaflow_hpc.trajectories.hdf5.publishing import fsync
 
 
 @contextlib.contextmanager

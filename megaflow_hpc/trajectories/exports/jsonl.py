@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaflow_hpc.trajectories.columns import UNKNOWN_AS_NAN, SequenceView
 from megaflow_hpc.trajectories.exports.files import writing
-from megaflow_hpc.trajectories.publishing import published
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, SequenceView
 from megaflow_hpc.types import Trajectory
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.columns import Flat
-from megaflow_hpc.trajectories.publishing import published
-from megaflow_hpc.trajectories.schema import COLUMNS, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT
+from megaflow_hpc.trajectories.reading.sources import Flat
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "Parquet, one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets"
 

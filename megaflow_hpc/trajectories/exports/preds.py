@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.trajectories.exports.files import safe_name
-from megaflow_hpc.trajectories.publishing import published
+from megaflow_hpc.trajectories.hdf5.publishing import published
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
-    from megaflow_hpc.trajectories.row import Row
+    from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "SWE-bench's preds.json, from the patch that each rollout left"
 

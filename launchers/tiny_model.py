@@ -1,0 +1,125 @@
+"""Makes a small random Llama with a byte-level tokenizer: real weights for a real engine in two seconds.
+
+Run it with the interpreter that has transformers and tokenizers, by path; this package need not be there::
+
+    ENGINE_VENV/bin/python launchers/tiny_model.py OUT [--seed 0] [--layers 2] [--context 16384]
+
+``OUT`` becomes a model directory; one that is complete with the same settings is left as it is. Tokens are bytes
+(ids 0 to 255) and three special ones, so any text encodes and nothing is learned; random weights never write a command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Raise it when a change here makes other files of the same settings."""
+HIDDEN, HEADS = 128, 4
+"""vLLM's CPU attention takes heads of 32 and more."""
+END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+MARK = "megaflow-tiny.json"
+
+
+def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads((out / MARK).read_text()) == settings)
+    except (OSError, ValueError):
+        return False
+
+
+def make(out: Path, *, seed: int = 0, layers: int = 2, context: int = 16384) -> bool:
+    """Makes the model at ``out``, whole or not at all; ``False`` where it is there already."""
+    settings = {"format": FORMAT, "seed": seed, "layers": layers, "context": context}
+    if is_complete(out, settings):
+        return False
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        work.chmod(0o755)
+        _write(work, seed, layers, context)
+        for file in work.iterdir():
+            file.chmod(0o644)
+        (work / MARK).write_text(json.dumps(settings))
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(work, out)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return True
+
+
+def _write(out: Path, seed: int, layers: int, context: int) -> None:
+    import torch  # type: ignore[import-not-found]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-not-found]
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # type: ignore[import-not-found]
+
+    alphabet = {letter: number for number, letter in enumerate(_byte_letters())}
+    core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(out)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=context,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        torch_dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(out, safe_serialization=True)
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter by which byte-level tokenizers write each byte (GPT-2): itself, or one from U+0100 on."""
+    letters, spare = [], 0x100
+    for byte in range(256):
+        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
+        letters.append(chr(byte if printable else spare))
+        spare += 0 if printable else 1
+    return letters
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="makes a small random Llama")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--context", type=int, default=16384, help="longest sequence in tokens")
+    arguments = parser.parse_args()
+    made = make(arguments.out, seed=arguments.seed, layers=arguments.layers, context=arguments.context)
+    print(f"{arguments.out}: {'made' if made else 'there already'}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

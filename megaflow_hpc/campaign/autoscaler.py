@@ -1,0 +1,118 @@
+"""Engine servers between ``min`` and ``max``: held elements of the engine array are let go by what waits.
+
+One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.duty.Duty`): a child of a pod's batch shell,
+``python -m megaflow_hpc.campaign.autoscaler RUN``, where compute nodes may speak to the Slurm controller, else ``run``
+or ``watch`` while open. It looks every :data:`LOOK_S` seconds and asks Slurm only when servers are missing. Servers
+leave by themselves when nobody asks them any more; their elements go back into the queue, held, and can be let go
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from megaflow_hpc.campaign.jobs import Fleet
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.ledger import read_blocks
+from megaflow_hpc.ledger.duty import RENEW_S, SCALER, Duty
+from megaflow_hpc.model.server.load import Load, wanted
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.layout import RunDir
+
+LOOK_S = RENEW_S
+SOON_S = 5.0
+REFUSED_S = 600.0
+"""After Slurm has refused, somebody else may try for this long."""
+
+
+class Elastic:
+    """
+    Args:
+        content: What ``run.json`` holds.
+        holder: Who we are, for ``status`` and for the others.
+    """
+
+    def __init__(self, run: RunDir, content: Mapping[str, Any], fleet: Fleet, monitor: Monitor, holder: str) -> None:
+        self._run, self._fleet, self._monitor = run, fleet, monitor
+        servers = {s["policy"]: s["model"]["servers"] for s in content["servers"] if s.get("held")}
+        self._counts: dict[str, Mapping[str, Any]] = servers
+        """The ``servers`` sections of the policies that have servers to let go."""
+        self._duty = Duty(run, SCALER, holder)
+        self._planned: Counter[str] = Counter()
+        self._looked = -LOOK_S
+        self._refused_at = -REFUSED_S
+
+    def tick(self) -> list[str]:
+        """Lets servers go where they are missing, at most every :data:`LOOK_S`; their elements' ids."""
+        now = time.monotonic()
+        if not self._counts or now - self._looked < LOOK_S or now - self._refused_at < REFUSED_S:
+            return []
+        self._looked = now
+        if not self._duty.hold():
+            return []
+        loads, asked = self._loads(), self._asked()
+        if not asked:
+            self._looked = now - LOOK_S + SOON_S  # pods are about to start
+        going: list[str] = []
+        for policy, count in self._counts.items():
+            number = wanted(count, loads.get(policy, ()), asked[policy] > 0)
+            if number > len(loads.get(policy, ())):
+                try:
+                    going += self._fleet.release(policy, number)
+                except SiteError as error:
+                    print(f"engine servers cannot be let go from here: {error}", file=sys.stderr, flush=True)
+                    self._refused_at = now
+                    self._duty.leave()
+        return going
+
+    def leave(self) -> None:
+        self._duty.leave()
+
+    def _loads(self) -> dict[str, list[Load]]:
+        found: dict[str, list[Load]] = {}
+        for path in self._run.endpoints.glob("*.json"):
+            try:
+                record = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # just taken away
+            if record.get("url"):
+                found.setdefault(str(record["policy"]), []).append(Load.of(record))
+        return found
+
+    def _asked(self) -> Counter[str]:
+        """Rollouts by policy that pods have to run; none while no pod runs."""
+        if not self._planned:
+            self._planned = Counter(r.policy for block in read_blocks(self._run) for r in block.rollouts)
+        pods = self._monitor.status()["pods"]
+        if not any(pod["state"] == "started" for pod in pods):
+            return Counter()
+        return self._planned - Counter(name.split("/")[-2] for name in self._monitor.rollouts)
+
+
+def main(argv: list[str]) -> int:
+    """Beside a pod, until the campaign is over or the batch shell is gone."""
+    from megaflow_hpc.campaign.run import Run
+
+    run = Run(argv[0])
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    elastic = run.elastic(f"pod {os.environ.get('MEGAFLOW_POD', os.getpid())}")
+    try:
+        while os.getppid() == parent and not any((run.dir.ledger / m).exists() for m in ("finished", "cancelled")):
+            for element in elastic.tick():
+                print(f"let engine server {element} go", file=sys.stderr, flush=True)
+            time.sleep(LOOK_S / 6)
+    finally:
+        elastic.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

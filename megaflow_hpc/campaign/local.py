@@ -1,0 +1,87 @@
+"""A campaign without Slurm: engine servers as child processes, one pod through ``mpiexec`` or in one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.process import make_pod_directory
+from megaflow_hpc.rundir.layout import RunDir, file_mode
+
+STOP_S = 60.0
+
+
+class LocalPod:
+    """One pod and its engines on this machine. They end with :meth:`stop`; the pod ends by itself when all is done."""
+
+    def __init__(self, run: RunDir, ranks: int, servers: int) -> None:
+        command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
+        if ranks > 1:
+            command = [_mpiexec(), "-n", str(ranks), *command]
+        self._run = run
+        self._directory = make_pod_directory()
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+            "MEGAFLOW_POD_DIR": str(self._directory),
+        }
+        self.servers = [
+            self._start([sys.executable, "-m", "megaflow_hpc.model.server", str(run), "--index", str(i)], f"server-{i}")
+            for i in range(servers)
+        ]
+        self.pod = self._start(command, "pod")
+
+    def _start(self, command: list[str], role: str) -> subprocess.Popen[bytes]:
+        with open(self._run.logs / f"{role}-local.log", "ab") as log:
+            os.fchmod(log.fileno(), file_mode(self._run.logs))
+            # A session of their own: the terminal's Ctrl-C reaches the caller, who drains.
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.pod.poll() is None
+
+    def drain(self) -> None:
+        """Asks the pod to finish what runs, within its grace, and to leave."""
+        (self._directory / "drain").touch()
+
+    def stop(self) -> None:
+        """Drains, waits, ends the engines, leaves nothing behind; at once if it is interrupted."""
+        try:
+            if self.running:
+                self.drain()
+                self.pod.wait(STOP_S)
+            for server in self.servers:
+                if server.poll() is None:
+                    server.terminate()
+            for server in self.servers:
+                server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends what still runs; sandboxes end with their runner, whose socket closes."""
+        for process in [self.pod, *self.servers]:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for
+                process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _mpiexec() -> str:
+    """The mpiexec that belongs to this interpreter's MPI, else the one on PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if not found:
+        raise SiteError(
+            "mpiexec: not found; pip install mpich beside megaflow-hpc, load an MPI module, or run with --ranks 1"
+        )
+    return found

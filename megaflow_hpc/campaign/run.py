@@ -1,0 +1,331 @@
+"""One run directory: what happens there, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaflow_hpc.campaign import plan as plan_module
+from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Fleet
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
+from megaflow_hpc.ledger.duty import SCALER, Duty
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.budget import Budget
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm.ids import array_of, scancel
+
+if TYPE_CHECKING:
+    from megaflow_hpc.campaign.autoscaler import Elastic
+    from megaflow_hpc.campaign.local import LocalPod
+    from megaflow_hpc.slurm.submission import ArrayJob
+    from megaflow_hpc.trajectories.reading.row import Row
+
+Launcher = Literal["auto", "local", "slurm"]
+
+HEARD_S = 10.0
+"""A pod that wrote this recently runs, whatever Slurm would say."""
+
+
+def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
+    """``auto`` is Slurm where there is one."""
+    if launcher == "auto":
+        return "slurm" if site.has_slurm() else "local"
+    if launcher == "slurm" and not site.has_slurm():
+        raise SiteError("sbatch, squeue, srun: not found; load the site's Slurm module, or use --launcher local")
+    return launcher
+
+
+class Run:
+    """One run directory: what happens there, and what to do about it."""
+
+    def __init__(self, path: str | Path | RunDir) -> None:
+        self.dir = path if isinstance(path, RunDir) else RunDir(path)
+        self._content = self.dir.read_run()
+        self.config = CampaignConfig.model_validate(self._content["campaign"])
+        self.ledger = Ledger(self.dir)
+        self.monitor = Monitor(self.dir)
+        self.fleet = Fleet(self.dir, self.config, self._content, self.ledger)
+        self.local: LocalPod | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.dir.path
+
+    @property
+    def jobs(self) -> list[ArrayJob]:
+        """submitit's handles of what this process has submitted: state and cancel."""
+        return self.fleet.arrays.handles
+
+    # --- start ---
+
+    def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
+        """Queues the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: no MPI)."""
+        if resolve_launcher(launcher) == "slurm":
+            self.fleet.start()
+            return
+        from megaflow_hpc.campaign.local import LocalPod
+
+        self.local = LocalPod(self.dir, ranks, len(self._content["servers"]))
+
+    # --- look ---
+
+    def job_ids(self, role: str | None = None) -> list[str]:
+        """Ids of every array of this run (``pods``, ``servers``, ``gather``), those submitted by hand included."""
+        return self.fleet.ids(role)
+
+    def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
+        """Elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
+        live = self.fleet.live(max_age_s)
+        return None if live is None else set(live)
+
+    def status(self) -> dict[str, Any]:
+        """The contract of ``status --json``."""
+        status = self.monitor.status(self.live_jobs(self._slurm_age_s), self.fleet.asked_at)
+        status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
+        return status
+
+    @property
+    def _slurm_age_s(self) -> float:
+        """How old Slurm's word may be: while pods are seen to write there is little to ask."""
+        return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
+
+    def _waiting_servers(self, known: Collection[str]) -> list[dict[str, Any]]:
+        """Engine servers that are in Slurm's queue, or on their way from there to an endpoint file."""
+        found = []
+        servers = self._content["servers"]
+        for number, state in sorted((self.fleet.servers(self._slurm_age_s) or {}).items() if servers else ()):
+            name = f"{servers[number]['policy']}.{number}"
+            if name in known or not state.live:
+                continue
+            shown = {"server": name, "policy": servers[number]["policy"], "node": state.node, "job_id": state.id}
+            if state.held:
+                by = Duty(self.dir, SCALER).holder()
+                remedy = f"nobody lets it go: keep megaflow-hpc watch {self.dir} open, or use scale --servers"
+                found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+            else:
+                found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
+        return found
+
+    def usage(self) -> dict[str, float]:
+        """Core-seconds and GPU-seconds that pods and engines held, and how many of them while no rollout ran.
+
+        Raises:
+            SiteError: the site keeps no accounting, or it does not answer.
+        """
+        from megaflow_hpc.monitor.usage import Held, totals
+        from megaflow_hpc.trajectories import open_trajectories
+
+        jobs, now = [*self.job_ids("pods"), *self.job_ids("servers")], time.time()
+        held = [Held((use.started_at, use.ended_at or now), use.cores, use.gpus) for use in accounting.uses(jobs)]
+        with open_trajectories(self.dir.path) as store:
+            return totals(held, [(t.started_at, t.finished_at) for t in store])
+
+    def pods_live(self) -> bool | None:
+        """Whether any pod is queued or running; ``None`` if that cannot be told now."""
+        if self.local is not None:
+            return self.local.running
+        live = self.fleet.live_pods(self._slurm_age_s)
+        return None if live is None else bool(live)
+
+    # --- wait ---
+
+    def over(self, status: Mapping[str, Any] | None = None) -> bool:
+        """Whether nothing more comes by itself: the campaign has ended or no pod is left. ``status``: if just asked."""
+        return (status or self.status())["state"] in ("finished", "cancelled") or self.pods_live() is False
+
+    def wait(
+        self, timeout_s: float | None = None, progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> dict[str, Any]:
+        """Follows until the campaign ends (or no pod is left), gathers, and returns :meth:`summary`.
+
+        Raises:
+            TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        elastic = self.elastic(f"{os.uname().nodename} process {os.getpid()}")
+        try:
+            while True:
+                status = self.status()
+                if progress:
+                    progress(status)
+                self.fleet.top_up()
+                elastic.tick()
+                if self.over(status):
+                    break
+                if end is not None and time.monotonic() > end:
+                    raise TimeoutError(
+                        f"{self.dir}: not finished after {timeout_s:g} s; it goes on, see: megaflow-hpc status"
+                    )
+                time.sleep(1.0)
+        except TimeoutError:
+            raise
+        except BaseException:
+            if self.local is not None:
+                self.local.stop()
+            raise
+        finally:
+            elastic.leave()
+        if self.local is not None:
+            self.local.stop()
+        self.gather()
+        self._recount()
+        status = self.monitor.status(self.live_jobs(0), self.fleet.asked_at)
+        if progress:
+            progress(status)
+        return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+
+    def elastic(self, holder: str) -> Elastic:
+        """What lets held engine servers go; ``holder`` says who does it."""
+        from megaflow_hpc.campaign.autoscaler import Elastic
+
+        return Elastic(self.dir, self._content, self.fleet, Monitor(self.dir), holder)
+
+    def gather(self, rebuild: bool = False) -> Path:
+        """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
+        from megaflow_hpc.trajectories import gather
+
+        self.dir.check_ours()
+        if self.ledger.finished:  # the last pod removes it, unless it was killed then
+            shutil.rmtree(self.dir.partial, ignore_errors=True)
+        return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
+
+    def _recount(self) -> None:
+        """Lets what is stored decide: the event files are flushed, not fsynced, and know nothing of seals."""
+        from megaflow_hpc.trajectories import open_trajectories
+
+        with open_trajectories(self.dir.path) as store:
+            self.monitor.settle(
+                {
+                    t.id: {
+                        "status": t.status,
+                        "kind": t.error_kind,
+                        "error": t.error[:300],
+                        "reward": None if t.reward != t.reward else t.reward,
+                        "seconds": round(t.finished_at - t.started_at, 2),
+                        "turns": len(t.turns),
+                    }
+                    for t in store
+                }
+            )
+
+    def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
+        """Trajectories as they become durable, each id once; ends with the campaign. ``after``: ids to leave out."""
+        from megaflow_hpc.trajectories import follow
+
+        return follow(self.dir, self.over, after or ())
+
+    # --- act ---
+
+    def scale(self, pods: int) -> dict[str, list[str]]:
+        """Brings the pods that are queued or running to so many; see :meth:`Fleet.scale`."""
+        if resolve_launcher("auto") != "slurm":
+            raise SiteError("scale adds and removes jobs of Slurm, which is not here")
+        self.dir.check_ours()
+        return self.fleet.scale(pods)
+
+    def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
+        """Lets held engine servers go until so many are queued or running; those that idle leave by themselves.
+
+        Raises:
+            ConfigError: No such policy.
+            SiteError: Slurm does not answer, or refuses.
+        """
+        policies = sorted({server["policy"] for server in self._content["servers"]})
+        if policy is None and len(policies) == 1:
+            (policy,) = policies
+        if policy is None or policy not in policies:
+            raise ConfigError(f"--policy {policy}: engine servers are of {', '.join(policies) or 'no policy'}")
+        return self.fleet.release(policy, servers)
+
+    def cancel(self) -> list[str]:
+        """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""
+        self.dir.check_ours()
+        self.dir.ledger.joinpath("cancelled").touch()
+        if self.local is not None:
+            self.local.stop()
+        return self.fleet.cancel()
+
+    def resume(
+        self,
+        failed: bool = False,
+        only: Sequence[str] = (),
+        launcher: Launcher = "auto",
+        ranks: int = 1,
+        limits: Mapping[str, float | None] | None = None,
+    ) -> bool:
+        """Continues: what is not stored is run, with ``failed`` also what failed. False if there was nothing to do.
+
+        Args:
+            limits: ``core_hours``, ``gpu_hours``, ``wall``, in the place of the campaign's own; ``None`` lifts one.
+
+        Raises:
+            ConfigError: a limit of the campaign is passed already.
+            SiteError: Slurm cannot say which pods are gone; nothing was changed.
+        """
+        self.dir.check_ours()
+        chosen = resolve_launcher(launcher)
+        budget = Budget(self.dir, self._content["campaign"]["limits"])
+        budget.raise_to(limits or {})
+        if (passed := budget.exceeded()) and not self.ledger.finished:
+            name = passed.rpartition("limits.")[2].split(" ")[0]
+            raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+        mark = self.dir.ledger / "cancelled"
+        if mark.exists() and chosen == "slurm":
+            self.fleet.until_gone()
+        self._mark_gone()
+        mark.unlink(missing_ok=True)
+        if failed or only:
+            self._repeat(only)
+        if self.ledger.finished:
+            return False
+        if self.pods_live():
+            return True  # pods are queued or running; they take what was added
+        if chosen == "slurm" and (left := self.job_ids()):
+            scancel(left)  # engines of an earlier start; ours get new ones
+            self.fleet.until_gone()
+        self.start(chosen, ranks)
+        return True
+
+    def _mark_gone(self) -> None:
+        """Frees the blocks of pods that are provably no more."""
+        leases, gone = self.ledger.leases(), self.ledger.gone()
+        jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
+        live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
+        here = os.uname().nodename
+        for name, lease in leases.items():
+            if name in gone:
+                continue
+            if lease["job_id"]:
+                dead = lease["job_id"] not in live
+            else:
+                dead = lease["host"] == here and not Identity(lease["pid"], lease["pid_start"]).alive()
+            if dead:
+                self.ledger.mark_gone(name)
+
+    def _repeat(self, only: Sequence[str]) -> None:
+        """Appends blocks with the rollouts that failed (of those, the ones that ``only`` names)."""
+        from megaflow_hpc.trajectories.journal.winners import index
+
+        winners = index(self.dir, self.ledger.seals()).winners
+        again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
+        done = self.ledger.view().done
+        blocks = read_blocks(self.dir)
+        # A block that is not done yet will run its failures again by itself.
+        again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
+        rollouts = {
+            rollout.id: rollout
+            for block in blocks
+            for rollout in block.rollouts
+            if rollout.id in again and plan_module.wanted(rollout, only)
+        }
+        if rollouts:
+            write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total)
+            self.ledger.reopen()

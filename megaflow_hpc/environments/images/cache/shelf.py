@@ -1,0 +1,329 @@
+"""The images of one node: which copies there are, who uses them, what has to go to make room.
+
+::
+
+    CACHE/                                 private, on local scratch; shared by every rank and job of the user
+      lock                                 held while sizes are added up
+      images/<key>-<form>/                 a copy: rootfs/ or image.sif, and entry.json with its size
+      locks/<key>-<form>                   shared: taking a lease; exclusive: staging or removing
+      leases/<key>-<form>/<pid>-<start>    a process that uses it or waits for it; one that is dead holds nothing
+      queue/<time>.<pid>-<start>           who waits for room; the first to come is served first
+      orders/<pid>-<start>                 what a process will want next, in its order
+      reserved/<key>-<form>.<pid>-<start>  room for what is being staged
+      partial/  trash/                     what is being written or removed, by the identity of who does it
+      made.jsonl                           one line for every copy that was made (copy_log.py)
+
+A lock is the kernel's (``flock``): it ends with its holder. Every other mark bears the identity of a process, and one
+whose process is gone counts for nothing. So a SIGKILL at any instant blocks nobody, and the next to come tidies up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.environments.images.cache.copy_log import CopyLog
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.rundir.layout import write_json
+
+POLL_S = (0.005, 0.1)
+"""Wait for a lock or for room: first, and at most."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes and inodes."""
+
+    bytes: int
+    inodes: int
+
+    def __add__(self, other: Room) -> Room:
+        return Room(self.bytes + other.bytes, self.inodes + other.inodes)
+
+    def __sub__(self, other: Room) -> Room:
+        return Room(self.bytes - other.bytes, self.inodes - other.inodes)
+
+    def __le__(self, other: Room) -> bool:
+        return self.bytes <= other.bytes and self.inodes <= other.inodes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A copy in the cache."""
+
+    name: str
+    size: Room
+    used_at: float
+
+
+class Shelf:
+    """The copies below ``root``, within ``budget``. Processes share it; so do the threads of one."""
+
+    def __init__(self, root: Path, budget: Room) -> None:
+        self.root = root
+        self.budget = budget
+        self.log = CopyLog(root)
+        own = Identity.of(os.getpid())
+        assert own is not None
+        self.identity = str(own)
+        for room in ("images", "locks", "leases", "queue", "orders", "reserved", "partial", "trash"):
+            (root / room).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        return self.root / "images" / name
+
+    # --- locks and leases ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self, name: str, *, exclusive: bool, deadline: float) -> Iterator[None]:
+        """Holds the lock of one copy; raises :class:`TimeoutError` at ``deadline`` (monotonic)."""
+        descriptor = self._lock(self.root / "locks" / name, exclusive, deadline)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, path: Path, exclusive: bool, deadline: float) -> int:
+        pause = POLL_S[0]
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                # Who removes a copy removes its lock as well: one that is not at its place any more locks nothing.
+                if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S[1])
+
+    def here(self, name: str) -> bool:
+        return (self.path(name) / "entry.json").is_file()
+
+    def mark(self, name: str) -> None:
+        """Notes that this process uses a copy, or waits for it: from now on nobody removes it.
+
+        Who has not held its lock since cannot know whether it was being removed already.
+        """
+        place = self.root / "leases" / name
+        while True:
+            with suppress(FileExistsError):
+                place.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):  # somebody has just tidied the empty directory away
+                (place / self.identity).touch(mode=0o600)
+                break
+
+    def release(self, name: str) -> None:
+        self.touch(name)
+        (self.root / "leases" / name / self.identity).unlink(missing_ok=True)
+        with suppress(OSError):
+            (self.root / "leases" / name).rmdir()
+
+    def touch(self, name: str) -> None:
+        """Notes that the copy was used now. Times are ours: those the kernel gives are some milliseconds coarse."""
+        now = time.time_ns()
+        with suppress(FileNotFoundError):
+            os.utime(self.path(name) / "entry.json", ns=(now, now))
+
+    def leased(self, name: str) -> bool:
+        """Whether a process that lives uses the copy; the marks of dead ones are removed."""
+        used = False
+        for mark in _listing(self.root / "leases" / name):
+            if _alive(mark):
+                used = True
+            else:
+                (self.root / "leases" / name / mark).unlink(missing_ok=True)
+        return used
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """Every copy, the least recently used first."""
+        found = []
+        for name in _listing(self.root / "images"):
+            path = self.path(name) / "entry.json"
+            try:
+                known = json.loads(path.read_bytes())
+                size = Room(known["bytes"], known["inodes"])
+                found.append(Entry(name, size, path.stat().st_mtime))
+            except (OSError, ValueError, KeyError):
+                continue
+        return sorted(found, key=lambda entry: entry.used_at)
+
+    def taken(self, entries: list[Entry]) -> Room:
+        """What the copies take, and what is being staged will."""
+        total = sum((entry.size for entry in entries), Room(0, 0))
+        for mark in _listing(self.root / "reserved"):
+            path = self.root / "reserved" / mark
+            if not _alive(mark.rpartition(".")[2]):
+                path.unlink(missing_ok=True)
+                continue
+            with suppress(OSError, ValueError):
+                total += Room(*map(int, path.read_text().split()))
+        return total
+
+    # --- waiting for room ---------------------------------------------------------------------------------------
+
+    def queue_up(self) -> str:
+        """A place in the queue for room; give it back with :meth:`leave_queue`."""
+        ticket = f"{time.monotonic_ns():020d}.{secrets.token_hex(4)}.{self.identity}"
+        (self.root / "queue" / ticket).touch(mode=0o600)
+        return ticket
+
+    def leave_queue(self, ticket: str) -> None:
+        (self.root / "queue" / ticket).unlink(missing_ok=True)
+
+    def first_in_queue(self) -> str | None:
+        """The ticket of who has waited longest; those of dead processes are removed."""
+        for ticket in sorted(_listing(self.root / "queue")):
+            if _alive(ticket.rpartition(".")[2]):
+                return ticket
+            self.leave_queue(ticket)
+        return None
+
+    # --- what will be wanted ------------------------------------------------------------------------------------
+
+    def announce(self, names: list[str]) -> None:
+        """What this process will want next, in its order; replaces what it said before."""
+        write_json(self.root / "orders" / self.identity, names)
+
+    def wanted(self) -> dict[str, int]:
+        """How soon a copy is wanted by some process, 0 the soonest; those that nobody named are not in it."""
+        found: dict[str, int] = {}
+        for mark in _listing(self.root / "orders"):
+            path = self.root / "orders" / mark
+            if not _alive(mark):
+                if Identity.parse(mark):  # not a file that is being written
+                    path.unlink(missing_ok=True)
+                continue
+            with suppress(OSError, ValueError):
+                for place, name in enumerate(json.loads(path.read_bytes())):
+                    found[name] = min(place, found.get(name, place))
+        return found
+
+    # --- making room --------------------------------------------------------------------------------------------
+
+    def reserve(self, name: str, size: Room, *, ahead: bool) -> bool:
+        """Makes room for a copy by removing others, the least recently used first; ``False`` if there is not enough.
+
+        What is in use stays. What some process will want next goes only where someone waits for the room (``ahead`` is
+        false), and first what will be wanted last.
+        """
+        doomed: list[Path] = []
+        with self._all():
+            entries = self.entries()
+            taken = self.taken(entries)
+            wanted = self.wanted()
+            free = [entry for entry in entries if not self.leased(entry.name)]
+            if ahead:
+                free = [entry for entry in free if entry.name not in wanted]
+            else:  # a stable sort: what nobody wants keeps its order, the least recently used first
+                free.sort(key=lambda entry: -wanted.get(entry.name, len(entries) + len(wanted)))
+            enough = taken - sum((entry.size for entry in free), Room(0, 0)) + size <= self.budget
+            for entry in free if enough else ():  # nothing is thrown away for a copy that would not fit even so
+                if taken + size <= self.budget:
+                    break
+                if place := self.withdraw(entry.name):
+                    doomed.append(place)
+                    taken -= entry.size
+            enough = taken + size <= self.budget
+            if enough:
+                self._mark(name).write_text(f"{size.bytes} {size.inodes}")
+        for place in doomed:
+            with suppress(OSError):
+                remove_tree(place)
+        return enough
+
+    def unreserve(self, name: str) -> None:
+        self._mark(name).unlink(missing_ok=True)
+
+    def withdraw(self, name: str) -> Path | None:
+        """Takes a copy that nobody uses off the shelf, to be removed by the caller; ``None`` if it is in use."""
+        try:
+            with self.locked(name, exclusive=True, deadline=0.0):
+                if self.leased(name):
+                    return None
+                place = self.root / "trash" / f"{self.identity}.{secrets.token_hex(4)}"
+                os.rename(self.path(name), place)
+                with suppress(OSError):
+                    (self.root / "leases" / name).rmdir()
+                (self.root / "locks" / name).unlink(missing_ok=True)
+                return place
+        except (TimeoutError, FileNotFoundError):
+            return None
+
+    def put(self, name: str, make: Callable[[Path], Room]) -> None:
+        """Makes a copy: ``make(directory)`` writes it and says its size. Call with its lock held exclusively."""
+        place = self.root / "partial" / f"{self.identity}.{secrets.token_hex(4)}"
+        place.mkdir(mode=0o700)
+        try:
+            size = make(place)
+            write_json(place / "entry.json", {"bytes": size.bytes, "inodes": size.inodes})
+            remove_tree(self.path(name))  # without entry.json: never a whole copy
+            os.rename(place, self.path(name))
+            self.touch(name)
+        except OSError as error:
+            raise SandboxError(f"{self.root}: no image can be staged here: {error.strerror or error}") from error
+        finally:
+            remove_tree(place)
+
+    def tidy(self) -> int:
+        """Removes what processes that are gone left half written or half removed; how much there was."""
+        count = 0
+        for room in ("partial", "trash"):
+            for name in _listing(self.root / room):
+                if not _alive(name.partition(".")[0]):
+                    with suppress(OSError):
+                        remove_tree(self.root / room / name)
+                        count += 1
+        for name in _listing(self.root / "orders"):
+            if not _alive(name.lstrip(".").partition(".")[0]):  # with a dot: one that was being written
+                (self.root / "orders" / name).unlink(missing_ok=True)
+        for name in _listing(self.root / "leases"):
+            if not self.leased(name):
+                with suppress(OSError):
+                    (self.root / "leases" / name).rmdir()
+        for name in _listing(self.root / "locks"):
+            if not self.path(name).exists():
+                with suppress(TimeoutError), self.locked(name, exclusive=True, deadline=0.0):
+                    if not self.path(name).exists():
+                        (self.root / "locks" / name).unlink(missing_ok=True)
+        return count
+
+    def _mark(self, name: str) -> Path:
+        return self.root / "reserved" / f"{name}.{self.identity}"
+
+    @contextmanager
+    def _all(self) -> Iterator[None]:
+        descriptor = self._lock(self.root / "lock", True, float("inf"))
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _alive(name: str) -> bool:
+    identity = Identity.parse(name)
+    return identity is not None and identity.alive()
+
+
+def _listing(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,118 @@
+"""A Dockerfile as stages of steps, in the file's own order.
+
+:mod:`.dockerfile_reader` reads it and :mod:`.definition` writes the steps as an Apptainer definition. What cannot be
+expressed faithfully is refused with its line; what means nothing in a sandbox is in ``ignored``, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megaflow_hpc.environments.images.dockerfile.context import Context
+from megaflow_hpc.environments.images.dockerfile.reader import Reader
+from megaflow_hpc.environments.images.dockerfile.steps import Shell, Stage, copies
+from megaflow_hpc.environments.images.dockerfile.words import is_known, literal
+
+
+class Dockerfile:
+    """A Dockerfile read. ``environment``, ``workdir`` and ``user`` are those at its end; ``base`` the image it ends on.
+
+    Args:
+        context: directory that ``COPY`` and ``ADD`` read; default the Dockerfile's own.
+        build_args: values for ``ARG``.
+
+    Raises:
+        ConfigError: names file and line of what is refused.
+    """
+
+    def __init__(self, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self.context = Context(context or path.parent, path)
+        self.build_args = dict(build_args or {})
+        reader = Reader(path, self.context, self.build_args)
+        reader.read()
+        self.stages = reader.stages
+        self.ignored = reader.ignored
+        """Line, instruction and reason of what has no meaning in a sandbox."""
+
+    @classmethod
+    def read(cls, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> Dockerfile:
+        return cls(path, context, build_args)
+
+    @property
+    def last(self) -> Stage:
+        return self.stages[-1]
+
+    @property
+    def base(self) -> str:
+        return self.last.base
+
+    @property
+    def workdir(self) -> str | None:
+        return self.last.workdir
+
+    @property
+    def user(self) -> str | None:
+        return self.last.user
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables whose value the file alone tells; those that build on the base image's are in the built image."""
+        return {name: literal(value) for name, value in self.last.variables.items() if is_known(value)}
+
+    @property
+    def needs_build(self) -> bool:
+        """Whether there is more than a base image, variables, a directory and a user."""
+        made = any(not isinstance(step, Shell) for step in self.last.steps)
+        return made or not all(map(is_known, self.last.variables.values()))
+
+    @property
+    def needed(self) -> list[Stage]:
+        """The stages that the last one copies from, in order, and itself; others are not built, as in BuildKit."""
+        wanted = {self.last.name}
+        for stage in reversed(self.stages):
+            if stage.name in wanted:
+                wanted |= {copy.origin for copy in copies(stage) if copy.origin}
+        return [stage for stage in self.stages if stage.name in wanted]
+
+    @property
+    def bases(self) -> list[str]:
+        """The images the build starts from or copies from, each once; ``base`` first."""
+        named = {stage.name for stage in self.stages}
+        others = [stage.base for stage in self.needed]
+        others += [
+            copy.origin for stage in self.needed for copy in copies(stage) if copy.origin and copy.origin not in named
+        ]
+        return list(dict.fromkeys([self.base, *others]))
+
+
+def last_workdir(path: Path) -> str | None:
+    """The WORKDIR at the end of any Dockerfile, multi-stage or not, without judging its other lines.
+
+    ``None`` if there is none, or if it depends on variables.
+    """
+    workdir: str | None = None
+    text = re.sub(r"\\\s*\n", " ", path.read_text(encoding="utf-8", errors="replace"))
+    for line in text.splitlines():
+        name, _, value = line.strip().partition(" ")
+        value = value.strip().strip("\"'")
+        if name.upper() == "FROM":
+            workdir = None
+        elif name.upper() == "WORKDIR" and value:
+            workdir = None if "$" in value else posixpath.normpath(posixpath.join(workdir or "/", value))
+    return workdir
+
+
+def context_digest(dockerfile: Dockerfile, base: str = "") -> str:
+    """SHA-256 of what a build depends on: the Dockerfile, its base and arguments, and the files it copies."""
+    digest = hashlib.sha256(f"megaflow-dockerfile-2\0{base}\0{sorted(dockerfile.build_args.items())}\0".encode())
+    digest.update(dockerfile.path.read_bytes())
+    for stage in dockerfile.needed:
+        for copy in copies(stage):
+            if copy.origin is None:
+                dockerfile.context.update(digest, copy.sources)
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""What a Dockerfile does to an image, step by step: plain data between its reader and the writer of definitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megaflow_hpc.environments.images.dockerfile.words import Text
+
+DEFAULT_SHELL = ("/bin/sh", "-c")
+
+
+@dataclass
+class Run:
+    """``RUN``: words, or a text for the shell. ``exports``: variables of ``ARG``, for this step alone."""
+
+    argv: list[str]
+    workdir: str
+    user: str | None
+    exports: dict[str, str]
+    line: int
+    mounts: list[Mount] = field(default_factory=list)
+
+
+@dataclass
+class Mount:
+    """``RUN --mount``: an empty directory, or what ``copy`` brings, at ``target`` while the command runs."""
+
+    target: str
+    copy: Copy | None = None
+    owner: str = ""
+
+
+@dataclass
+class Copy:
+    """``COPY`` and ``ADD``. ``sources`` lie in the context, in the stage or image ``origin``, or are here-documents."""
+
+    sources: list[str]
+    target: str
+    into: bool
+    line: int
+    origin: str | None = None
+    owner: str = ""
+    mode: str = ""
+    extract: bool = False
+    parents: bool = False
+    exclude: tuple[str, ...] = ()
+    texts: dict[str, str] = field(default_factory=dict)
+    """File name → content, of here-documents."""
+    number: int = 0
+
+
+@dataclass
+class Shell:
+    """A line of the build's own script: ``ENV``, and the directory of a ``WORKDIR``."""
+
+    text: str
+
+
+Step = Run | Copy | Shell
+
+
+@dataclass
+class Stage:
+    """What follows one ``FROM``; the steps of a stage it starts from are part of it."""
+
+    name: str
+    base: str
+    steps: list[Step] = field(default_factory=list)
+    variables: dict[str, Text] = field(default_factory=dict)
+    exports: list[str] = field(default_factory=list)
+    """Lines that set the image's variables, in order."""
+    workdir: str | None = None
+    user: str | None = None
+    shell: tuple[str, ...] = DEFAULT_SHELL
+
+
+def copies(stage: Stage) -> list[Copy]:
+    """Every copy of a stage, those of mounts included."""
+    found: list[Copy] = []
+    for step in stage.steps:
+        if isinstance(step, Copy):
+            found.append(step)
+        elif isinstance(step, Run):
+            found += [mount.copy for mount in step.mounts if mount.copy]
+    return found

@@ -1,0 +1,116 @@
+"""Images from registries: ``docker://`` and its kin, through the site's mirrors; or nothing where there is no way out.
+
+A mirror stands for a registry: ``docker.io=registry.site.edu/dockerhub`` makes ``docker://debian:12`` come from
+``docker://registry.site.edu/dockerhub/library/debian:12``. Several are separated by commas or blanks; ``http://``
+before one says that it speaks plain HTTP. The image is still known by the address that was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host import apptainer as runtime
+
+SCHEMES = ("docker://", "oras://", "library://")
+MIRRORS = "MEGAFLOW_IMAGE_MIRRORS"
+AIR_GAPPED = "MEGAFLOW_AIR_GAPPED"
+PULL_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
+_BOOTSTRAP = re.compile(r"^\s*Bootstrap:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
+_LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "docker-daemon")
+
+
+@dataclass(frozen=True)
+class Registries:
+    """How registries are reached from here.
+
+    Args:
+        mirrors: registry → what stands for it.
+        air_gapped: nothing may be fetched; what the store lacks is an error that names it.
+    """
+
+    mirrors: Mapping[str, str]
+    air_gapped: bool = False
+
+    @classmethod
+    def configured(cls, mirrors: Mapping[str, str] | None = None, air_gapped: bool | None = None) -> Registries:
+        """What the campaign file says, and for what it leaves out the environment."""
+        found: dict[str, str] = {}
+        for pair in re.split(r"[,\s]+", os.environ.get(MIRRORS, "").strip()):
+            if pair:
+                registry, equals, place = pair.partition("=")
+                if not (registry and equals and place):
+                    raise ConfigError(f"{MIRRORS}: {pair!r}: expected REGISTRY=MIRROR, as docker.io=registry.site/hub")
+                found[registry] = place
+        found |= mirrors or {}
+        gapped = os.environ.get(AIR_GAPPED, "") not in ("", "0") if air_gapped is None else air_gapped
+        return cls(found, gapped)
+
+    def address(self, source: str) -> tuple[str, list[str]]:
+        """Where ``source`` is really fetched from, and the options that Apptainer needs for it."""
+        scheme, _, name = source.partition("://")
+        if scheme not in ("docker", "oras"):
+            return source, []
+        registry, path = split_name(name)
+        mirror = self.mirrors.get(registry)
+        if mirror is None:
+            return source, []
+        plain = mirror.startswith("http://")
+        place = re.sub(r"^https?://", "", mirror).rstrip("/")
+        return f"{scheme}://{place}/{path}", ["--no-https"] if plain else []
+
+    def pull(self, source: str, target: Path) -> None:
+        """Fetches an image.
+
+        Raises:
+            SiteError: there is no way out, or the registry does not give it.
+        """
+        self.check(source)
+        free = shutil.disk_usage(target.parent).free
+        if free < 1 << 30:
+            raise SiteError(
+                f"{source}: only {free >> 20} MiB free at {target.parent}; set MEGAFLOW_IMAGE_STORE to a larger place"
+            )
+        address, options = self.address(source)
+        try:
+            runtime.build(runtime.find_apptainer(), target, address, *PULL_OPTIONS, *options)
+        except SiteError as error:
+            through = f" (for {source})" if address != source else ""
+            raise SiteError(
+                f"{error}{through}\n  where registries are out of reach: name a mirror in {MIRRORS}, or fetch it "
+                "elsewhere and bring it here (docs/images.md)"
+            ) from error
+
+    def check(self, source: str) -> None:
+        """Raises :class:`SiteError` for what would have to be fetched where nothing can be."""
+        if self.air_gapped:
+            raise SiteError(
+                f"{source}: not in the image store, and nothing may be fetched here ({AIR_GAPPED} or "
+                "environment.air_gapped); where there is a network: megaflow-hpc images build CAMPAIGN --manifest FILE "
+                "(docs/images.md)"
+            )
+
+    def check_definition(self, path: Path) -> None:
+        """The same for a definition file that starts from somewhere else."""
+        for bootstrap in _BOOTSTRAP.findall(path.read_text(encoding="utf-8", errors="replace")):
+            if bootstrap.lower() not in _LOCAL:
+                self.check(f"{path} (Bootstrap: {bootstrap})")
+
+
+def is_remote(source: str) -> bool:
+    return source.startswith(SCHEMES)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """``debian:12`` → ``docker.io``, ``library/debian:12``. A first part with a dot or a colon is a host."""
+    first, slash, rest = name.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        if first in ("index.docker.io", "registry-1.docker.io"):
+            first = "docker.io"
+        return first, rest if "/" in rest or first != "docker.io" else f"library/{rest}"
+    return "docker.io", name if slash else f"library/{name}"

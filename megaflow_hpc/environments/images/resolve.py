@@ -1,0 +1,266 @@
+"""Image names of tasks → image files: what a campaign maps, built or fetched into the store if it is not there.
+
+The key of an image is a hash of what goes into it: a definition file and the files it copies, an address, or a
+Dockerfile with what it copies and its bases. A mapping that names a SIF file or a directory is used where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megaflow_hpc.environments.images.dockerfile.definition import build_options, write_definition
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
+from megaflow_hpc.environments.images.registries import Registries, is_remote
+from megaflow_hpc.environments.images.store import ImageStore, digest_in
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.tasks.harbor.verifier_section import verifier_environments
+from megaflow_hpc.types import Task
+
+BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-level 1")
+"""Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
+
+BUILD_S = 3600.0
+
+KEY_LENGTH = 32
+
+
+def resolve_images(
+    tasks: Sequence[Task],
+    mapping: Mapping[str, str],
+    base_dir: str | os.PathLike[str],
+    *,
+    build: bool = True,
+    where: str = "environment.images",
+    store: str | os.PathLike[str] | None = None,
+    registries: Registries | None = None,
+) -> dict[str, str]:
+    """The image file of every image that ``tasks`` name, as ``task.image`` → absolute path.
+
+    Args:
+        mapping: ``environment.images`` of the campaign; relative paths are relative to ``base_dir``.
+        build: build what is not there yet; without it only the names and sources are checked.
+        where: how messages call the mapping.
+        registries: mirrors, and whether anything may be fetched; default: what the environment says.
+
+    Raises:
+        ConfigError: a name that is not mapped, or mapped to nothing that exists.
+        SiteError: a build that failed, with Apptainer's output; an image that is missing and may not be fetched.
+    """
+    return resolve_all(Images(ImageStore(store), registries), tasks, mapping, base_dir, build=build, where=where)
+
+
+def resolve_all(
+    images: Images,
+    tasks: Sequence[Task],
+    mapping: Mapping[str, str],
+    base_dir: str | os.PathLike[str],
+    *,
+    build: bool = True,
+    where: str = "environment.images",
+) -> dict[str, str]:
+    """:func:`resolve_images` with an :class:`Images` of the caller's, which knows afterwards what was asked for."""
+    resolved: dict[str, str] = {}
+    judges = [judge for task in tasks for judge in verifier_environments(task)]
+    for task in (*tasks, *judges):
+        if task.image not in resolved:
+            resolved[task.image] = str(images.resolve_task(task, mapping, Path(base_dir), build=build, where=where))
+    return resolved
+
+
+def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
+    """What ``mapping`` gives for an image name: its own entry, else that of the longest pattern.
+
+    A pattern has one ``*``, which stands for any text; in what it is mapped to, ``*`` is that text again:
+    ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``.
+    """
+    if name in mapping:
+        return mapping[name]
+    for pattern in sorted((key for key in mapping if key.count("*") == 1), key=len, reverse=True):
+        head, tail = pattern.split("*")
+        if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
+            return mapping[pattern].replace("*", name[len(head) : len(name) - len(tail)])
+    return None
+
+
+class Images:
+    """Image names → files, made and kept in a store. Building needs Apptainer, looking does not."""
+
+    def __init__(self, store: ImageStore, registries: Registries | None = None) -> None:
+        self.store = store
+        self.registries = registries or Registries.configured()
+        self.used: dict[str, tuple[str, Path | None]] = {}
+        """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
+
+    def resolve_task(
+        self,
+        task: Task,
+        mapping: Mapping[str, str],
+        base_dir: Path,
+        *,
+        build: bool = True,
+        where: str = "environment.images",
+    ) -> Path:
+        """The image of one task: its own mapped, or its Dockerfile built onto the mapped ``FROM``."""
+        harbor = task.metadata.get("harbor", {})
+        if "dockerfile" not in harbor:
+            name = str(harbor.get("from") or task.image)
+            return self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task.path)
+        return self.resolve_dockerfile(
+            Dockerfile.read(Path(harbor["dockerfile"])),
+            mapping,
+            base_dir,
+            build=build,
+            where=where,
+            task_path=task.path,
+            timeout_s=harbor.get("build_timeout_s", BUILD_S),
+        )
+
+    def resolve_dockerfile(
+        self,
+        dockerfile: Dockerfile,
+        mapping: Mapping[str, str],
+        base_dir: Path,
+        *,
+        build: bool = True,
+        where: str = "environment.images",
+        task_path: str = "",
+        timeout_s: float = BUILD_S,
+    ) -> Path:
+        """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
+        bases = {
+            name: self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task_path)
+            for name in dockerfile.bases
+        }
+        key = context_digest(dockerfile, "\0".join(_identity(path) for path in bases.values()))
+
+        def make(target: Path) -> None:
+            _build_dockerfile(target, dockerfile, {name: str(path) for name, path in bases.items()}, timeout_s)
+
+        return self._made(key, str(dockerfile.path), make, build=build)
+
+    def resolve(
+        self,
+        name: str,
+        mapping: Mapping[str, str],
+        base_dir: Path,
+        *,
+        build: bool = True,
+        where: str = "environment.images",
+        task_path: str = "",
+    ) -> Path:
+        """The image file that ``mapping`` gives for ``name``.
+
+        A name that is itself the path of an image is taken without a mapping, if absolute.
+        """
+        source = match_name(name, mapping)
+        if source is None and name.startswith("/") and os.path.exists(name):
+            source = name
+        if source is None:
+            place = f"{task_path}/task.toml" if os.path.isdir(task_path) else task_path
+            asked = f", which {place} asks for," if place else ""
+            raise ConfigError(
+                f"{where}: image {name!r}{asked} is not mapped; add {name!r}: followed by a SIF file, a definition "
+                "file, a directory or a docker:// address"
+            )
+        if is_remote(source):
+            if not self.store.find(source_key(source)):
+                self._check(source, where, name)
+            return self._made(
+                source_key(source), source, lambda target: self.registries.pull(source, target), build=build
+            )
+        path = Path(base_dir, os.path.expanduser(os.path.expandvars(source))).absolute()
+        if path.is_dir():
+            return path
+        if not path.is_file():
+            raise ConfigError(
+                f"{where}: {name}: {path}: no such file; expected a SIF, a .def file, a directory or docker://…"
+            )
+        if path.suffix != ".def":
+            return path
+        key = definition_digest(path)
+        if not self.store.find(key[:KEY_LENGTH]):
+            try:
+                self.registries.check_definition(path)
+            except SiteError as error:
+                raise SiteError(f"{where}: {name}: {error}") from None
+        return self._made(key, str(path), lambda target: _build_definition(target, path), build=build)
+
+    def _check(self, source: str, where: str, name: str) -> None:
+        try:
+            self.registries.check(source)
+        except SiteError as error:
+            asked = "" if name == source else f"{name}: "
+            raise SiteError(f"{where}: {asked}{error}") from None
+
+    def _made(self, key: str, source: str, make: Callable[[Path], None], *, build: bool) -> Path:
+        """The image of ``key``, made if it is missing; with ``build`` false a file that is not there yet is named."""
+        key = key[:KEY_LENGTH]
+        found = self.store.find(key)
+        if found is None and build:
+            found = self.store.make(key, source, make)
+        self.used[key] = (source, found)
+        return found or self.store.root / "sha256" / f"not-built-{key}.sif"
+
+
+def source_key(source: str) -> str:
+    """The key of what an address gives, wherever it is fetched from."""
+    return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
+
+
+def definition_digest(path: Path) -> str:
+    """SHA-256 of a definition file, of the local image it starts from and of the files it copies in."""
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    digest = hashlib.sha256(b"definition\0" + text.encode("utf-8", "surrogateescape"))
+    local = re.search(
+        r"^\s*Bootstrap:\s*(localimage|oci-archive|docker-archive)\s*$", text, re.IGNORECASE | re.MULTILINE
+    )
+    start = re.search(r"^\s*From:\s*(\S+)", text, re.IGNORECASE | re.MULTILINE)
+    if local and start:
+        digest.update(_identity(path.parent / start[1]).encode())
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("%"):
+            section = line.split()[0]
+        elif section == "%files" and line.strip() and not line.lstrip().startswith("#"):
+            source = path.parent / line.split()[0]
+            for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
+                if file.is_file():
+                    digest.update(
+                        f"\0{file.relative_to(path.parent) if file.is_relative_to(path.parent) else file}\0".encode()
+                    )
+                    digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _identity(path: Path) -> str:
+    """What stands for a base image in a key: the digest in its name, else path, size and time of change."""
+    try:
+        found = path.stat()
+    except OSError:
+        return path.name
+    return digest_in(path) or f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}"
+
+
+def _build_definition(target: Path, definition: Path) -> None:
+    # Relative paths in a definition are relative to it.
+    runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS, cwd=definition.parent)
+
+
+def _build_dockerfile(target: Path, dockerfile: Dockerfile, images: Mapping[str, str], timeout_s: float) -> None:
+    # Assembled on local disk: a network file system keeps no files of other uids, which images have.
+    with tempfile.TemporaryDirectory(prefix="megaflow-build-", ignore_cleanup_errors=True) as name:
+        work = Path(os.path.realpath(name))
+        definition = write_definition(dockerfile, images, work)
+        options = (*BUILD_OPTIONS, *build_options(work))
+        try:
+            runtime.build(
+                runtime.find_apptainer(), target, str(definition), *options, temporary=work, timeout_s=timeout_s
+            )
+        except SiteError as error:
+            raise SiteError(f"{dockerfile.path}: {error}") from error

@@ -1,0 +1,142 @@
+"""A sandbox's directory on scratch, and the containers that are started from it one after the other.
+
+::
+
+    DIRECTORY/
+      layer/                    the writable layer (writable.py)
+      control-N/                the N-th container's control directory (container.py)
+      owner                     identity of the container's process on the host, for the janitor
+      tmp/                      Apptainer's own TMPDIR
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+
+from megaflow_hpc.environments.sandbox.commands.container import Container
+from megaflow_hpc.environments.sandbox.limits.watchdog import Watch
+from megaflow_hpc.environments.sandbox.rootfs import upperdir
+from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import descendants, is_runner
+
+
+class Bundle:
+    """One directory, one image, at most one container at a time.
+
+    Args:
+        access: the hold on the image; given back by :meth:`remove`.
+        start_timeout_s: a container that is not ready by then has failed.
+    """
+
+    def __init__(self, directory: str, access: Access, apptainer: str, start_timeout_s: float) -> None:
+        self.directory = directory
+        self.access = access
+        self.layer = WritableLayer(os.path.join(directory, "layer"), access)
+        self.container: Container | None = None
+        self.start_timeout_s = start_timeout_s
+        self._apptainer = apptainer
+        self._containers = 0
+
+    def make(self) -> None:
+        """Raises :class:`SandboxError` if scratch does not take it."""
+        try:
+            for name in ("", "tmp", "layer"):
+                os.mkdir(os.path.join(self.directory, name), 0o700)
+        except OSError as error:
+            raise SandboxError(
+                f"{error.filename}: cannot be made ({error.strerror}); see that scratch is not full"
+            ) from error
+
+    async def start(self, spec: SandboxSpec, watch: Watch) -> Container:
+        """A container on the layer as it is.
+
+        Raises:
+            SandboxError: with Apptainer's last line if it does not come up.
+        """
+        control = os.path.join(self.directory, f"control-{self._containers}")
+        self._containers += 1
+
+        def started(identity: Identity) -> None:
+            with open(os.path.join(self.directory, "owner"), "w") as file:
+                file.write(f"{identity}\n")
+            watch.adopt(identity)
+
+        container = Container(control, on_started=started)
+        try:
+            await self.layer.ready()
+            watch.layer, watch.occupied = self.layer.path, self.layer.occupied
+            self.access.check()
+            container.prepare(spec.env, spec.as_root, spec.workdir)
+            prefix, argv = self.access.command_line(
+                self._apptainer,
+                spec,
+                layer=self.layer.path,
+                control=control,
+                command=("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR),
+            )
+            temporary = os.path.join(self.directory, "tmp")
+            await container.start(argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=prefix)
+            self.container = container
+            if container.init is not None:
+                watch.attach(container.init)
+            container.commands.prepare()
+        except SandboxError as error:
+            raise SandboxError(f"{spec.image}: {error}") from error
+        except OSError as error:
+            raise SandboxError(
+                f"{spec.image}: the files of a sandbox cannot be made ({error}): see that scratch at {self.directory} "
+                "is not full, and that this process may open more files (ulimit -n)"
+            ) from error
+        return container
+
+    async def start_again(self, spec: SandboxSpec, watch: Watch) -> Container:
+        """If no container starts on what was left of the layer, what one needs is taken from the image again."""
+        try:
+            return await self.start(spec, watch)
+        except SandboxError:
+            await self.drop(watch)
+            await self.layer.change(lambda paths: upperdir.mend(paths.upper, paths.rootfs, spec.workdir))
+            return await self.start(spec, watch)
+
+    async def drop(self, watch: Watch) -> None:
+        """Ends the container with all its processes; the layer stays."""
+        container, self.container = self.container, None
+        if container is not None:
+            watch.detach()
+            await container.kill()
+            shutil.rmtree(container.control, ignore_errors=True)
+
+    async def remove(self) -> None:
+        """Ends the container and removes everything."""
+        container, self.container = self.container, None
+        try:
+            if container is not None:
+                await container.kill()
+            await asyncio.to_thread(remove_tree, self.directory)
+        finally:
+            self.access.release()
+
+    @property
+    def busy(self) -> bool:
+        """A process that is not the runner's runs in the container."""
+        init = self.container.init if self.container and self.container.alive else None
+        return init is not None and any(Identity.of(pid) and not is_runner(pid) for pid in descendants(init.pid))
+
+    def used(self, spec: SandboxSpec) -> str:
+        """Why this is not as it was when it started, in words; empty if it can be proved to be."""
+        container = self.container
+        if container is None or not container.alive or container.init is None:
+            return "its container has ended"
+        if container.commands.count:
+            return "a command has run in it"
+        if self.busy:
+            return "a process runs in it"
+        return self.layer.holds(spec.binds, spec.workdir or "/")

@@ -1,0 +1,355 @@
+"""The commands under way in one container: how they are handed over, read, timed and ended.
+
+A command costs one line into the FIFO of a worker, whose child waits for it already, and one line back. It prints into
+two FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it
+prints, so its output is bounded in memory and touches no disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from megaflow_hpc.environments.sandbox.commands.running import (
+    FIRST_WORKERS,
+    CommandUnderWay,
+    Worker,
+    Workers,
+)
+from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
+from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import kill_marked
+from megaflow_hpc.types import ExecResult
+
+MAX_WORKERS = 64
+"""Commands at once in one sandbox; more wait. Each worker is two small shells that stay."""
+
+_SESSION = -1
+"""The number of a worker that is a session's shell."""
+
+_SHORT_S = 0.002
+"""Most commands of an agent's inner loop end sooner, and need no look at their output before."""
+
+KILL_GRACE_S = 10.0
+"""From the kill of a command to its end. A process in uninterruptible sleep may need it."""
+
+_GONE_S = 1.0
+"""No process of a killed command is found for so long, and it has not ended: its worker was killed."""
+
+_LEFT_OVER_READS = 32
+"""Reads per stream (64 KiB each) after a command's end: a process it left behind may print for ever."""
+
+_LONGEST_ARGUMENT = 100_000
+"""The kernel takes at most 128 KiB in one argument."""
+
+
+def write_new(path: str, data: bytes) -> None:
+    """Writes a file that must not be there yet."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    finally:
+        os.close(descriptor)
+
+
+class Commands:
+    """Hands commands to the workers of one container's runner.
+
+    Args:
+        control: the control directory on the host.
+        spawn: asks the runner for worker number K.
+        why_ended: ``None`` while the container lives, else its last words.
+        give_up: ends the container, whose commands caused that; called with the reason.
+    """
+
+    def __init__(
+        self,
+        control: str,
+        spawn: Callable[[int], None],
+        why_ended: Callable[[], str | None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        self.control = control
+        self.init: Identity | None = None
+        """The container's PID 1, as the host sees it; set once it is known."""
+        self._why_ended = why_ended
+        self._give_up = give_up
+        self._sessions = 0
+        self._number = 0
+        self._commands: dict[int, CommandUnderWay] = {}
+        self.workers = Workers(control, spawn)
+        self._pairs = StreamPairs(control)
+        self._slots = asyncio.Semaphore(MAX_WORKERS)
+
+    def prepare(self) -> None:
+        """Makes what the first commands need; the container's runner takes it up as it starts."""
+        self.workers.prepare()
+        self._pairs.prepare(FIRST_WORKERS)
+
+    @property
+    def count(self) -> int:
+        """Commands handed over so far."""
+        return self._number
+
+    def answered(self, worker: int, status: int | None) -> None:
+        """A worker says how its command has ended; ``None``: it could not start one, and is gone itself."""
+        found = self.workers.find(worker)
+        if found is None:
+            return
+        command = found.command
+        if status is None and command is None:
+            self.workers.lost(found)
+        elif status is None and command is not None:
+            command.buffers[1].feed(b"[no process could be started: the sandbox is at its limit]\n")
+            self.finish(command, 2, dead=True)
+        elif status is not None and command is not None:
+            self.finish(command, status)
+
+    def everyone_killed(self, breach: str = "") -> None:
+        """A command has killed every process but PID 1, or a limit was passed: each command's end, and a result."""
+        for command in list(self._commands.values()):
+            if breach:
+                self.pays(command.number, breach)
+            else:
+                command.buffers[1].feed(b"[every process of the sandbox was killed]\n")
+            self.finish(command, 137)
+
+    def pays(self, number: int, breach: str) -> None:
+        """A command is about to be killed because the sandbox passed a limit; its result will say so."""
+        command = self._commands.get(number)
+        if command is not None and not command.breach:
+            command.breach = breach
+            command.buffers[1].feed(f"[killed: {breach}]\n".encode())
+
+    def fail(self, why: str) -> None:
+        """The container is gone: what ran raises :class:`SandboxError`."""
+        for command in list(self._commands.values()):
+            self._withdraw(command)
+            if command.listening is not None:
+                command.listening.cancel()
+            if not command.done.done():
+                command.done.set_exception(SandboxError(why))
+                command.done.exception()
+
+    def close(self) -> None:
+        """Gives every descriptor back."""
+        self._pairs.close(asyncio.get_running_loop().remove_reader)
+        self.workers.close()
+
+    async def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str] | None,
+        user_input: bytes | None,
+        timeout_s: float | None,
+        limit: int,
+    ) -> ExecResult:
+        """Runs one command to its end; see :meth:`megaflow_hpc.types.Sandbox.exec`. ``limit``: bytes kept a stream."""
+        self._check_alive()
+        started = time.monotonic()
+        async with self._slots:
+            self._check_alive()
+            running = self.launch(command, cwd, env or {}, user_input, limit)
+            timer = None
+            if timeout_s is not None:
+                left = max(0.0, timeout_s - (time.monotonic() - started))
+                timer = asyncio.get_running_loop().call_later(left, self.kill, running)
+            try:
+                status = await asyncio.shield(running.done)
+                if running.killing is not None:
+                    await asyncio.shield(running.killing)
+            except asyncio.CancelledError:
+                await asyncio.shield(self.kill(running))
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        out, err = running.buffers
+        timed_out = running.killing is not None
+        return ExecResult(
+            exit_code=124 if timed_out else status,
+            stdout_bytes=out.value(),
+            stderr_bytes=err.value(),
+            truncated=out.truncated or err.truncated,
+            timed_out=timed_out,
+            duration_s=time.monotonic() - started,
+            breach=running.breach,
+        )
+
+    def session_worker(self) -> tuple[Worker, str]:
+        """A FIFO for a session's shell, which the caller closes, and its path inside."""
+        self._sessions += 1
+        name = f"n{self._sessions}"
+        path = os.path.join(self.control, name)
+        os.mkfifo(path, 0o600)
+        return Worker(_SESSION, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)), f"{CONTROL_DIR}/{name}"
+
+    def launch(
+        self,
+        command: str | Sequence[str],
+        cwd: str,
+        env: Mapping[str, str],
+        user_input: bytes | None,
+        limit: int,
+        session: Worker | None = None,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> CommandUnderWay:
+        """Hands a command over; its ``done`` is set when it has ended.
+
+        Args:
+            session: the shell that is to run it.
+            on_output: gets what it prints on standard output.
+        """
+        self._check_alive()
+        self._number += 1
+        pair = worker = running = None
+        try:
+            pair = self._pairs.take()
+            worker = session or self.workers.take()
+            running = CommandUnderWay(self._number, worker, pair, limit)
+            running.on_output = on_output
+            line = self._line(running, command, cwd, env, user_input)
+            pair.open()
+            os.write(worker.pipe, line)
+        except BaseException as error:
+            if running is not None:
+                self._remove_files(running)
+            if pair is not None:
+                self._pairs.unused(pair)
+            if worker is not None and session is None:
+                self.workers.give_back(worker)
+            if isinstance(error, OSError):
+                raise SandboxError(
+                    f"{self.control}: a command cannot be handed over ({error}); is scratch full?"
+                ) from error
+            raise
+        worker.command = self._commands[running.number] = running
+        running.listening = asyncio.get_running_loop().call_later(_SHORT_S, self._listen, running)
+        return running
+
+    def _line(
+        self,
+        running: CommandUnderWay,
+        command: str | Sequence[str],
+        cwd: str,
+        env: Mapping[str, str],
+        user_input: bytes | None,
+    ) -> bytes:
+        """What the waiting child reads: the command itself, or where it lies if it is long."""
+        stdin = "/dev/null"
+        if user_input:
+            stdin = self._file(running, "i", user_input)
+        if isinstance(command, str) and len(os.fsencode(command)) > _LONGEST_ARGUMENT:
+            command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
+        if running.worker.number == _SESSION:
+            text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
+        else:
+            text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
+        line = one_line(text)
+        if line is None:
+            line = b". %s\n" % self._file(running, "c", text.encode("utf-8", "surrogateescape")).encode()
+        return line
+
+    def _file(self, running: CommandUnderWay, kind: str, data: bytes) -> str:
+        """Lays a file into the control directory until the command has ended; its path inside."""
+        name = f"{kind}{running.number}"
+        running.files.append(name)
+        write_new(os.path.join(self.control, name), data)
+        return f"{CONTROL_DIR}/{name}"
+
+    def _listen(self, command: CommandUnderWay) -> None:
+        """Reads from now on as the command prints."""
+        command.listening = None
+        loop = asyncio.get_running_loop()
+        for stream, descriptor in enumerate(command.pair.descriptors):
+            if descriptor >= 0:
+                loop.add_reader(descriptor, self._read_output, command, stream)
+
+    def _read_output(self, command: CommandUnderWay, stream: int) -> bool:
+        """One read; ``True`` if there may be more. A closed end gives its reader up."""
+        descriptor = command.pair.descriptors[stream]
+        if descriptor < 0:
+            return False
+        data = read_available(descriptor)
+        if data is None:
+            return False
+        if data:
+            if stream == 0 and command.on_output is not None:
+                command.on_output(data)
+            elif command.number in self._commands:
+                command.buffers[stream].feed(data)
+            return True
+        if command.listening is None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        command.pair.descriptors[stream] = -1
+        if command.number not in self._commands:
+            self._pairs.give_back(command.pair)
+        return False
+
+    def finish(self, command: CommandUnderWay, status: int, dead: bool = False) -> None:
+        for stream in (0, 1):
+            for _ in range(_LEFT_OVER_READS):
+                if not self._read_output(command, stream):
+                    break
+        listened = command.listening is None
+        if command.listening is not None:
+            command.listening.cancel()
+        self._withdraw(command)
+        if not dead and command.worker.number != _SESSION:
+            self.workers.give_back(command.worker)
+        if not self._pairs.give_back(command.pair) and not listened:
+            self._listen(command)  # somebody in the background holds them
+        if not command.done.done():
+            command.done.set_result(status)
+
+    def _withdraw(self, command: CommandUnderWay) -> None:
+        command.worker.command = None
+        del self._commands[command.number]
+        self._remove_files(command)
+
+    def _remove_files(self, command: CommandUnderWay) -> None:
+        for name in command.files:
+            try:
+                os.unlink(os.path.join(self.control, name))
+            except OSError:
+                pass
+
+    def kill(self, command: CommandUnderWay) -> asyncio.Task[None]:
+        if command.killing is None:
+            command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
+        return command.killing
+
+    async def _kill_command(self, command: CommandUnderWay) -> None:
+        """Kills what carries the command's mark until it has ended: a child that only just took it has no mark yet."""
+        if self.init is None:
+            return
+        marker = b"%s=%d" % (MARKER.encode(), command.number)
+        started = seen = time.monotonic()
+        while True:
+            ended = command.done.done()
+            now = time.monotonic()
+            if await asyncio.to_thread(kill_marked, self.init.pid, marker):
+                seen = now
+            if ended:
+                return
+            await asyncio.wait((command.done,), timeout=0.02)
+            if now - seen > _GONE_S or now - started > KILL_GRACE_S:
+                break
+        if not command.done.done():
+            self._give_up("a command could not be ended, so its sandbox was")
+            await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
+
+    def _check_alive(self) -> None:
+        if (why := self._why_ended()) is not None:
+            raise SandboxError(f"the sandbox's container has ended: {why}")

@@ -1,0 +1,282 @@
+"""One running container and the commands in it: the host's side of ``runner.sh``.
+
+::
+
+    CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
+      runner.sh  env    what PID 1 runs, and what it exports
+      w0 w1 …           FIFOs: a line of shell per command for worker 0, 1, …
+      i17  c17  s17     command 17's standard input, and what is too long for a line; removed when it is done
+      o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
+
+Its commands are in commands.py. The container ends with its owner: the kernel kills it with the thread that started
+it, and its runner kills everything when its command pipe closes. Where Apptainer is setuid only the second holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+import tty
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+
+from megaflow_hpc.environments.sandbox.commands.commands import KILL_GRACE_S, Commands, write_new
+from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
+from megaflow_hpc.environments.sandbox.commands.streams import read_available
+from megaflow_hpc.environments.sandbox.spec import check_variables
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import clean_environment, last_line
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import dies_with_parent, namespace_init
+
+_STDERR_KEPT = 16384
+_ONE_THREAD = {"GOMAXPROCS": "1", "GOGC": "off"}
+"""For Apptainer, which lives some 50 ms: less time in threads and garbage collection that it does not need."""
+
+ENDED_FROM_WITHIN = b"gone"
+"""PID 1's last word when a command has killed every process but it."""
+
+
+class Container:
+    """Started once, used until :meth:`kill`. Belongs to the event loop that started it."""
+
+    def __init__(self, control: str, *, on_started: Callable[[Identity], None] | None = None) -> None:
+        self.control = control
+        self.init: Identity | None = None
+        """The container's PID 1, as the host sees it."""
+        self._on_started = on_started
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stderr_pipe = -1
+        self.commands = Commands(control, self._spawn, lambda: None if self.alive else self.last_words(), self._give_up)
+        self._answer = b""
+        self._stderr = bytearray()
+        self._ready: asyncio.Future[None] | None = None
+        self._ended = asyncio.Event()
+        self._killing = False
+        self._judgement: asyncio.Task[None] | None = None
+        self._breach = ""
+        self._from_within = False
+        self.lost = ""
+        """How the container ended, where nothing inside it did that: preemption, a kill of the job, the OOM killer."""
+
+    @property
+    def alive(self) -> bool:
+        """``False`` once every process is gone; a command can do that (``kill -9 -1``)."""
+        return self._process is not None and not self._ended.is_set()
+
+    @property
+    def host_pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None) -> None:
+        """Writes what PID 1 reads; it makes ``workdir``."""
+        check_variables(env)
+        os.mkdir(self.control, 0o700)
+        runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
+        write_new(os.path.join(self.control, "runner.sh"), runner)
+        text = environment_text(env, as_root, workdir).encode("utf-8", "surrogateescape")
+        write_new(os.path.join(self.control, "env"), text)
+
+    async def start(self, argv: Sequence[str], *, temporary: str, timeout_s: float, prefix: Sequence[str] = ()) -> None:
+        """Runs ``argv``, whose last words must be the runner, until it says that it is ready.
+
+        Its first two processes exist then, and no other before ``commands.prepare()``: limits set on them hold for all.
+
+        Args:
+            prefix: words before it that change what it runs as, and with that its parent-death signal.
+        """
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._stderr_pipe, errors = _terminal()
+        try:
+            self._process = subprocess.Popen(
+                [*prefix, *dies_with_parent(), *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**clean_environment(temporary), **_ONE_THREAD},
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(self._stderr_pipe)
+            raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
+        finally:
+            os.close(errors)
+        assert self._process.stdout
+        for pipe, reader in (
+            (self._process.stdout.fileno(), self._read_answers),
+            (self._stderr_pipe, self._read_stderr),
+        ):
+            os.set_blocking(pipe, False)
+            loop.add_reader(pipe, reader, pipe)
+        try:
+            if (identity := Identity.of(self._process.pid)) and self._on_started:
+                self._on_started(identity)
+            await asyncio.wait_for(self._ready, timeout_s)
+        except TimeoutError:
+            await self.kill()
+            raise SandboxError(f"the container was not ready after {timeout_s:g} s: {self.last_words()}") from None
+        except BaseException:
+            await self.kill()
+            raise
+        init = namespace_init(self._process.pid)
+        self.init = self.commands.init = Identity.of(init) if init else None
+
+    def last_words(self) -> str:
+        text = self._stderr.decode("utf-8", "replace")
+        if "/bin/sh" in text and "no such file" in text.lower():
+            return f"the image has no /bin/sh, which every command needs ({last_line(text)})"
+        return last_line(text)
+
+    async def kill(self) -> None:
+        """Ends every process of the container at once; returns when they are gone. Idempotent."""
+        process = self._process
+        if process is None or self._killing:
+            return
+        self._killing = True
+        if self.init is None:
+            found = namespace_init(process.pid)
+            self.init = Identity.of(found) if found else None
+        if self.init is not None:
+            self.init.kill()
+        else:
+            process.kill()
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ended.wait()), KILL_GRACE_S)
+        except TimeoutError:
+            process.kill()
+            self._end()
+        await self._reap(process)
+        self._release()
+
+    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        """Waits until no process of the container is left, and Apptainer's own, which follows within milliseconds."""
+        deadline = time.monotonic() + KILL_GRACE_S
+        pause = 0.0002
+        while process.poll() is None or (self._ended.is_set() and self.init is not None and self.init.alive()):
+            if time.monotonic() > deadline:
+                process.kill()
+                return
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.05)
+
+    def _end(self) -> None:
+        """The status pipe closed: PID 1 is gone, and with it every process."""
+        loop = asyncio.get_running_loop()
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        loop.remove_reader(process.stdout.fileno())
+        self._ended.set()
+        while self._read_stderr(self._stderr_pipe):
+            pass
+        loop.remove_reader(self._stderr_pipe)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(SandboxError(f"the container did not start: {self.last_words()}"))
+        if self._killing:
+            self.commands.fail("the sandbox was stopped or reset while a command ran")
+        else:
+            self._judgement = loop.create_task(self._judge(process))
+
+    async def _judge(self, process: subprocess.Popen[bytes]) -> None:
+        """Who ended the container? From within only all processes but PID 1 can be killed, and then it says so."""
+        await self._reap(process)
+        if self._from_within or self._breach:
+            self.commands.everyone_killed(self._breach)
+        else:
+            self.lost = "the container was ended from outside (a kill of its job, preemption, or want of memory)"
+            self.commands.fail(self.lost)
+
+    def pays(self, breach: str) -> None:
+        """The container is about to be killed because the sandbox passed a limit: that is its commands' doing."""
+        self._breach = breach
+
+    def _give_up(self, reason: str) -> None:
+        self.pays(reason)
+        if self.init is not None:
+            self.init.kill()
+
+    async def check(self) -> None:
+        """Raises :class:`SandboxError` if the container was ended from outside."""
+        if self._judgement is not None:
+            await self._judgement
+        if self.lost:
+            raise SandboxError(self.lost)
+
+    def _release(self) -> None:
+        process = self._process
+        assert process is not None
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+        os.close(self._stderr_pipe)
+        self.commands.close()
+
+    # --- what the runner says -----------------------------------------------------------------------------------
+
+    def _read_answers(self, descriptor: int) -> None:
+        data = read_available(descriptor)
+        if data is None:
+            return
+        if not data:
+            self._end()
+            return
+        *lines, self._answer = (self._answer + data).split(b"\n")
+        self._answer = self._answer[-256:]
+        for line in lines:
+            words = line.split()
+            if len(words) == 2 and words[0].isdigit():
+                if words[1].isdigit():
+                    self.commands.answered(int(words[0]), int(words[1]))
+                elif words[1] == b"up":
+                    self.commands.workers.came_up()
+                elif words[1] == b"dead":
+                    self.commands.answered(int(words[0]), None)
+            elif self._ready is not None and not self._ready.done():
+                if line == b"ready":
+                    self._ready.set_result(None)
+                elif line == NO_WORKDIR.encode():
+                    while self._read_stderr(self._stderr_pipe):
+                        pass
+                    self._ready.set_exception(SandboxError(f"its workdir cannot be made: {self.last_words()}"))
+            elif line == ENDED_FROM_WITHIN:
+                self._from_within = True
+
+    def _read_stderr(self, descriptor: int) -> bool:
+        try:
+            data = read_available(descriptor)
+        except OSError:  # a terminal whose other end is closed everywhere
+            data = b""
+        if data:
+            self._stderr += data
+            del self._stderr[:-_STDERR_KEPT]
+            return True
+        if data == b"":
+            asyncio.get_running_loop().remove_reader(descriptor)
+        return False
+
+    def _spawn(self, number: int) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), b"%d\n" % number)
+        except BrokenPipeError:
+            pass  # its end is seen, with its cause, on the status pipe
+
+
+def _terminal() -> tuple[int, int]:
+    """Our end and the container's of its standard error: a terminal, for runner.sh's job control, or a pipe."""
+    try:
+        ours, theirs = os.openpty()
+    except OSError:  # as many terminals as the node allows
+        return os.pipe()
+    tty.setraw(theirs)
+    return ours, theirs

@@ -1,0 +1,94 @@
+"""What :mod:`.commands` keeps of a command under way, and the runner's workers that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+
+from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
+
+FIRST_WORKERS = 2
+"""Started with the container: the next command finds a child waiting while the last worker forks its own."""
+
+
+class Worker:
+    """A worker of the runner, as its FIFO."""
+
+    def __init__(self, number: int, pipe: int) -> None:
+        self.number = number
+        self.pipe = pipe
+        self.command: CommandUnderWay | None = None
+
+
+class CommandUnderWay:
+    """A command under way."""
+
+    def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
+        self.number = number
+        self.worker = worker
+        self.pair = pair
+        self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.files: list[str] = []
+        self.breach = ""
+        self.on_output: Callable[[bytes], None] | None = None
+        self.listening: asyncio.TimerHandle | None = None
+        self.killing: asyncio.Task[None] | None = None
+
+
+class Workers:
+    """The workers of one container's runner, each as the FIFO that its waiting child reads from.
+
+    Args:
+        control: the control directory on the host.
+        spawn: asks the runner for worker number K.
+    """
+
+    def __init__(self, control: str, spawn: Callable[[int], None]) -> None:
+        self._control = control
+        self._spawn = spawn
+        self._all: list[Worker] = []
+        self._idle: deque[Worker] = deque()
+        self._up = 0
+        self.settled = asyncio.Event()
+        """The runner has all the processes it has when idle."""
+
+    def prepare(self) -> None:
+        """Makes the first ones; the runner takes them up as it starts."""
+        for _ in range(FIRST_WORKERS):
+            self._idle.append(self._add())
+
+    def _add(self) -> Worker:
+        number = len(self._all)
+        path = os.path.join(self._control, f"w{number}")
+        os.mkfifo(path, 0o600)
+        worker = Worker(number, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        self._all.append(worker)
+        self._spawn(number)
+        return worker
+
+    def came_up(self) -> None:
+        self._up += 1
+        if self._up >= FIRST_WORKERS:
+            self.settled.set()
+
+    def find(self, number: int) -> Worker | None:
+        return self._all[number] if number < len(self._all) else None
+
+    def take(self) -> Worker:
+        """One that waits for a command, a new one if none does."""
+        return self._idle.popleft() if self._idle else self._add()
+
+    def give_back(self, worker: Worker) -> None:
+        self._idle.append(worker)
+
+    def lost(self, worker: Worker) -> None:
+        """It has ended while it waited."""
+        self._idle = deque(idle for idle in self._idle if idle is not worker)
+
+    def close(self) -> None:
+        for worker in self._all:
+            os.close(worker.pipe)
+        self._all = []

@@ -1,0 +1,65 @@
+"""Removes what a killed owner left on a node: its containers' processes, by identity, and its scratch.
+
+The kernel ends a sandbox's processes with its owner in nearly every case; the janitor is for the rest, and for the
+directories. A directory of an owner that lives is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
+from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import descendants, namespace_init
+
+
+def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
+    """Cleans ``SCRATCH/owners`` of dead owners, and the cache of images of what they left half made.
+
+    Returns:
+        ``owners``, ``sandboxes``, ``processes`` and ``mounts`` ended or removed, and ``left``: directories that could
+        not be.
+    """
+    if (cache := Path(scratch) / "cache").is_dir():
+        Shelf(cache, Room(0, 0)).tidy()
+    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "mounts": sweep_mounts(scratch), "left": 0}
+    try:
+        owners = [entry for entry in os.scandir(Path(scratch) / "owners") if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return counts
+    for entry in owners:
+        owner = Identity.parse(entry.name)
+        if owner is None or owner.alive():
+            continue
+        try:
+            sandboxes = list(Path(entry.path).iterdir())
+        except FileNotFoundError:  # another janitor was here first
+            continue
+        counts["owners"] += 1
+        for sandbox in sandboxes:
+            counts["sandboxes"] += 1
+            counts["processes"] += _end(sandbox)
+        try:
+            remove_tree(entry.path)
+        except OSError:
+            counts["left"] += int(os.path.exists(entry.path))
+    return counts
+
+
+def _end(sandbox: Path) -> int:
+    """Ends the container of a sandbox's directory; the number of processes that were found."""
+    try:
+        identity = Identity.parse((sandbox / "owner").read_text().strip())
+    except OSError:
+        return 0
+    if identity is None or not identity.alive():
+        return 0
+    found = 1 + sum(1 for _ in descendants(identity.pid))
+    init = namespace_init(identity.pid)  # none if this is it: then all the rest ends with it
+    if init is not None and (first := Identity.of(init)):
+        first.kill()
+    identity.kill()
+    return found

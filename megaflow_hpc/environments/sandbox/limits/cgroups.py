@@ -1,0 +1,123 @@
+"""Control groups, version 2, where the site delegates one to its users: the kernel then stops what the watchdog would
+only see a moment later.
+
+::
+
+    GROUP/                     delegated: this process may write it, and memory is among its controllers
+      megaflow-worker/         the processes that were in GROUP: only a group without processes may bound others
+      megaflow-<pid>-<n>/      one sandbox
+
+Slurm delegates none to the job's user; a systemd scope with ``Delegate=yes`` is one. Bounds lie a little above those of
+the watchdog, which can say whose fault it was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+
+ROOT = Path("/sys/fs/cgroup")
+WORKER = "megaflow-worker"
+WANTED = ("memory", "pids", "cpu")
+ABOVE = 1.1
+PERIOD_US = 100_000
+"""Of ``cpu.max``: the kernel's own default."""
+REMOVE_S = 2.0
+
+
+def delegated(root: Path = ROOT, needed: str = "memory") -> Path | None:
+    """The group in which this process may make groups for sandboxes; ``None`` where the site delegates none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    path = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if path is None:
+        return None
+    group = root / path.strip("/")
+    if group.name == WORKER:
+        group = group.parent
+    try:
+        offered = (group / "cgroup.controllers").read_text().split()
+    except OSError:
+        return None
+    files = (group, group / "cgroup.procs", group / "cgroup.subtree_control")
+    return group if (not needed or needed in offered) and all(os.access(file, os.W_OK) for file in files) else None
+
+
+def prepare(group: Path) -> bool:
+    """Makes a delegated group one that can bound others; ``False`` if the kernel does not let it."""
+    worker = group / WORKER
+    try:
+        worker.mkdir(exist_ok=True)
+        for _ in range(10):  # a process may fork while the others are moved
+            inside = (group / "cgroup.procs").read_text().split()
+            if not inside:
+                break
+            for pid in inside:
+                try:
+                    (worker / "cgroup.procs").write_text(pid)
+                except ProcessLookupError:
+                    continue
+        offered = (group / "cgroup.controllers").read_text().split()
+        (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in WANTED if name in offered))
+    except OSError:
+        return False
+    return True
+
+
+class Group:
+    """The control group of one sandbox."""
+
+    def __init__(self, parent: Path, name: str, spec: SandboxSpec) -> None:
+        self.path = parent / name
+        self.path.mkdir()
+        self._ooms = 0
+        if spec.memory_mb:
+            self._set("memory.max", int(spec.memory_mb * 1e6 * ABOVE))
+            self._set("memory.swap.max", 0)
+        if spec.processes:
+            self._set("pids.max", int(spec.processes * ABOVE))
+        if spec.cpus:
+            self._set("cpu.max", f"{int(spec.cpus * PERIOD_US)} {PERIOD_US}")
+
+    def _set(self, name: str, value: object) -> None:
+        try:
+            (self.path / name).write_text(str(value))
+        except OSError:
+            pass  # that controller is not delegated: the watchdog holds the limit
+
+    def add(self, pid: int) -> None:
+        """Moves a process in; what it starts from then on is in as well."""
+        try:
+            (self.path / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            pass  # it has ended, or came from outside of what was delegated
+
+    def new_ooms(self) -> int:
+        """Processes that the kernel has killed for memory since the last question."""
+        try:
+            lines = (self.path / "memory.events").read_text().splitlines()
+        except OSError:
+            return 0
+        total = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        new, self._ooms = total - self._ooms, total
+        return new
+
+    def remove(self) -> None:
+        """Kills whatever is in the group, and removes it."""
+        self._set("cgroup.kill", 1)
+        deadline = time.monotonic() + REMOVE_S
+        while True:
+            try:
+                self.path.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.005)

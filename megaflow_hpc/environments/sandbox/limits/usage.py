@@ -1,0 +1,226 @@
+"""What the processes of a sandbox use, read from ``/proc`` by the user who owns them. No rights, no agent inside.
+
+Reading is split by price. One look at a process (``stat`` and its children, some 30 µs) gives its threads, resident
+set and CPU time; the resident sets of a sandbox add up to at least what it really occupies, so most looks end there.
+Proportional set sizes (``smaps_rollup``, which walks page tables) are read only where that sum is over a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megaflow_hpc.environments.sandbox.commands.shell import MARKER
+
+PAGE = resource.getpagesize()
+TICKS = os.sysconf("SC_CLK_TCK")
+
+_IN_MEMORY = ("dev", "dev/shm")
+"""Directories of a container that are memory: what is written there is held by no process."""
+
+
+@dataclass
+class Look:
+    """One cheap look at every process below a container's first: sums, and CPU time of children already reaped."""
+
+    pids: list[int] = field(default_factory=list)
+    threads: int = 0
+    resident: int = 0
+    """Bytes; pages that several processes share are counted in each."""
+    cpu_s: float = 0.0
+    written: int = 0
+    """Bytes passed to ``write`` since the container started, as far as the kernel counts them (``/proc/PID/io``)."""
+
+
+def look(init: int, written: bool = False) -> Look:
+    """Reads every process of the container whose first process is ``init``; ``written``: also what they wrote."""
+    found = Look()
+    waiting = [init]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        threads = int(fields[17])
+        found.pids.append(pid)
+        found.threads += threads
+        found.resident += max(0, int(fields[21])) * PAGE
+        found.cpu_s += sum(map(int, fields[11:15])) / TICKS
+        if written:
+            found.written += written_by(pid)
+        waiting += _children(pid, threads)
+    return found
+
+
+def runtime_threads(init: int) -> int:
+    """Threads that the kernel counts with a container's without being in it: the runtime's, in its user namespace."""
+    try:
+        with open(f"/proc/{init}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+        if os.readlink(f"/proc/{parent}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
+            return len(os.listdir(f"/proc/{parent}/task"))
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
+
+
+def _children(pid: int, threads: int) -> list[int]:
+    names = [str(pid)]
+    if threads > 1:
+        try:
+            names = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            return []
+    found: list[int] = []
+    for name in names:
+        try:
+            with open(f"/proc/{pid}/task/{name}/children", "rb") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue
+    return found
+
+
+def written_by(pid: int) -> int:
+    """Bytes a process and its reaped children passed to ``write``."""
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            for line in file:
+                if line.startswith(b"wchar:"):
+                    return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def proportional(pid: int) -> tuple[int, int]:
+    """Bytes of a process that cannot be dropped: (anonymous, swapped out included; shared memory), shares divided.
+
+    Pages of mapped files are left out: the kernel takes them back when it needs them.
+    """
+    anonymous = shared = whole = 0
+    split = False
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            for line in file:
+                name, _, rest = line.partition(b":")
+                if name == b"Pss":
+                    whole = int(rest.split()[0]) * 1024
+                elif name in (b"Pss_Anon", b"SwapPss"):
+                    anonymous += int(rest.split()[0]) * 1024
+                    split = split or name == b"Pss_Anon"
+                elif name == b"Pss_Shmem":
+                    shared = int(rest.split()[0]) * 1024
+    except (OSError, ValueError):
+        return 0, 0
+    return (anonymous, shared) if split else (whole, 0)  # the split is there from Linux 5.4 on
+
+
+def memory_of(init: int, pids: Iterable[int]) -> int:
+    """Bytes a container occupies: its processes' share, and files in its memory file systems nobody has mapped."""
+    anonymous = shared = 0
+    for pid in pids:
+        own, common = proportional(pid)
+        anonymous += own
+        shared += common
+    return anonymous + max(shared, memory_files(init))
+
+
+def memory_files(init: int) -> int:
+    """Bytes in the container's own memory file systems (``/dev/shm`` and ``/dev``)."""
+    total = 0
+    root = f"/proc/{init}/root"
+    try:
+        seen = {os.stat(root).st_dev}
+        for name in _IN_MEMORY:
+            device = os.stat(f"{root}/{name}").st_dev
+            if device not in seen:
+                seen.add(device)
+                found = os.statvfs(f"{root}/{name}")
+                total += (found.f_blocks - found.f_bfree) * found.f_frsize
+    except OSError:
+        pass
+    return total
+
+
+def command_of(pid: int) -> int | None:
+    """The number of the command a process belongs to; ``None`` for the runner and for who wiped its environment."""
+    marker = MARKER.encode() + b"="
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            for entry in file.read(1 << 20).split(b"\0"):
+                if entry.startswith(marker) and entry[len(marker) :].isdigit():
+                    return int(entry[len(marker) :])
+    except OSError:
+        pass
+    return None
+
+
+def start_measuring(directory: str, init: int) -> subprocess.Popen[bytes] | None:
+    """Starts ``du`` on a writable layer; ``None`` if it cannot be run.
+
+    In the container's user namespace, where the caller is root over its own files: a directory without any right
+    (``chmod 000``) hides nothing. ``du`` walks trees deeper than any path may be long.
+    """
+    nsenter, du = shutil.which("nsenter"), shutil.which("du")
+    if du is None:
+        return None
+    inside = [nsenter, "--preserve-credentials", "-U", "-t", str(init), "--"] if nsenter and os.geteuid() else []
+    try:
+        return subprocess.Popen(
+            [*inside, du, "-s", "-x", "--block-size=1", "--", directory],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C"},
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+
+
+def measured(process: subprocess.Popen[bytes]) -> int | None:
+    """Bytes that a finished ``du`` found; ``None`` if it failed altogether."""
+    assert process.stdout is not None
+    with process.stdout as output:
+        first = output.read(64).split(None, 1)[:1]
+    return int(first[0]) if first and first[0].isdigit() else None
+
+
+def _swap() -> bool:
+    try:
+        with open("/proc/swaps", "rb") as file:
+            return len(file.readlines()) > 1
+    except OSError:
+        return False
+
+
+SWAP = _swap()
+"""Memory may be swapped out, which resident sets do not show."""
+
+
+def available_memory() -> int:
+    """Bytes of memory this node could give out now (``MemAvailable``)."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def free_disk(path: str) -> int:
+    """Bytes free on the file system of ``path`` (blocks promised to delayed writes are not free)."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0
+    return found.f_bfree * found.f_frsize

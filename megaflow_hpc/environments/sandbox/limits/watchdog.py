@@ -1,0 +1,375 @@
+"""What a sandbox may use, and the watchdog that holds it to that without root: one thread for all of a process.
+
+The thread ticks 20 times a second and asks the node two cheap things: how much memory is available, how much of
+scratch is free. A sandbox is looked at when its own turn comes (twice a second while it works, every two seconds while
+it idles), or as soon as the node lost a good part of what that sandbox may still take. So the price grows with what
+happens and not with how many sandboxes there are, and a hog is seen within one tick.
+
+What goes over is ended and said so: memory, processes and disk cost the command that uses most (the whole container
+where none can be named: a process that wiped its environment); CPU and wall time, which no command can give back, end
+the sandbox. Where a cgroup is delegated the kernel holds memory, processes and CPU shares as well (cgroups.py).
+
+Rights are not needed for what is set once at the start: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, an affinity
+of ``cpus`` processors, and the first place in the queue of the kernel's own out-of-memory killer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megaflow_hpc.environments.sandbox.commands.shell import MARKER
+from megaflow_hpc.environments.sandbox.limits import cgroups, usage
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import descendants, kill_marked, limit_processes
+
+TICK_S = 0.05
+BUSY_S = 0.5
+"""Between looks at a sandbox that works."""
+IDLE_S = 2.0
+"""Between looks at one that did nothing since the last."""
+MB = 1_000_000
+MEASURE_SHARE = 30
+"""``du`` of a layer runs at most a thirtieth of the time."""
+MEASURE_S = 2.0
+"""At least so long between two, unless much was written."""
+MEASURE_QUIET_S = 30.0
+"""Where nothing was written, by the kernel's count or by what the file system lost."""
+WRITTEN_BY_NOTHING = 100_000
+"""Bytes that commands print and the runner answers with."""
+FULL = 0.95
+KILL_ROUNDS = 5
+OOM_FIRST = "900"
+"""``oom_score_adj`` of a sandbox: where memory runs out before the watchdog looks, no rank dies for it."""
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A limit that was passed. ``value`` and ``allowed`` in the unit that :meth:`__str__` writes."""
+
+    limit: str
+    value: float
+    allowed: float
+    final: bool = False
+    """The sandbox cannot go on: what was used cannot be given back."""
+
+    def __str__(self) -> str:
+        unit = {"memory": "MB", "disk": "MB", "processes": "processes and threads"}.get(self.limit, "s")
+        return f"{self.limit} limit: {self.value:.0f} of {self.allowed:g} {unit}"
+
+
+OnBreach = Callable[[Breach, int | None, bool], None]
+"""Called in the watchdog's thread before anything is killed: the breach, the number of the command that pays, and
+whether the whole container does. Neither: it was seen, and nobody who could be blamed is left."""
+
+
+class Watch:
+    """One sandbox under watch. ``attach`` and ``detach`` as its containers come and go; ``renew`` when its times
+    (CPU and wall) start anew."""
+
+    def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:
+        self.spec = spec
+        self.layer = layer
+        self.on_breach = on_breach
+        self.layer_in_memory = layer_in_memory
+        """Scratch is memory: what the layer holds counts as such."""
+        self.occupied = 0
+        """Bytes of the layer that a copy of the image takes, which is not the sandbox's work."""
+        self.init: Identity | None = None
+        self.group: cgroups.Group | None = None
+        self.cpus: frozenset[int] = frozenset()
+        self.due = 0.0
+        self._cpu_before = 0.0
+        self._cpu_now = 0.0
+        self._began = time.monotonic()
+        self._full = 0
+        self._beside = 0
+        self._repeated = 0
+        self._unblamed = 0
+        self._memory = 0
+        self._available = 0
+        self._du: subprocess.Popen[bytes] | None = None
+        self._du_began = 0.0
+        self._du_due = 0.0
+        self._du_written = 0
+        self._du_free = 0
+        self._du_cost = 0.0
+        self._du_ended = False
+        self._disk = 0
+
+    def poke(self) -> None:
+        """A command starts: look soon. Cheap enough for every one."""
+        self.due = 0.0
+
+    def adopt(self, owner: Identity) -> None:
+        """The process that will start a container is there: what it starts is in its control group."""
+        if self.group is not None:
+            self.group.add(owner.pid)
+
+    def attach(self, init: Identity) -> None:
+        """A container has started. Sets what the kernel enforces by itself on its few first processes."""
+        spec = self.spec
+        for pid in (init.pid, *descendants(init.pid)):
+            try:
+                if spec.disk_mb:
+                    size = spec.disk_mb * MB
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+                if self.cpus:
+                    os.sched_setaffinity(pid, self.cpus)
+                with open(f"/proc/{pid}/oom_score_adj", "w") as file:
+                    file.write(OOM_FIRST)
+            except OSError:
+                continue  # it ended, or the site forbids it: the watchdog still looks
+        if spec.processes and os.geteuid() != 0:
+            limit_processes(init.pid, spec.processes)
+        self._full = self._repeated = 0
+        self._beside = usage.runtime_threads(init.pid)
+        self.due = 0.0
+        self.init = init
+
+    def detach(self) -> None:
+        """The container is about to be dropped; its times go on counting."""
+        self.init = None
+        self._cpu_before += self._cpu_now
+        self._cpu_now = 0.0
+
+    def renew(self) -> None:
+        self._cpu_before = self._cpu_now = 0.0
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """After the watch: a measurement under way is given up."""
+        du, self._du = self._du, None
+        if du is not None:
+            du.kill()
+            du.wait()
+            usage.measured(du)
+
+    # --- in the watchdog's thread -------------------------------------------------------------------------------
+
+    def wanted(self, now: float, available: int, free: int) -> bool:
+        """Whether to look now: it is its turn, or the node lost half of what it may still take."""
+        if self.init is None:
+            return False
+        if self._du is not None and self._du.poll() is not None:
+            return True
+        if now >= self.due:
+            return True
+        spec = self.spec
+        if spec.memory_mb and self._available - available > (spec.memory_mb * MB - self._memory) / 2:
+            return True
+        headroom = (spec.disk_mb or 0) * MB - self._disk
+        return bool(spec.disk_mb and self._du is None and self._du_free - free > max(headroom / 2, MB))
+
+    def check(self, now: float, available: int, free: int) -> None:
+        """One look; ends what goes over."""
+        init = self.init
+        if init is None or not init.alive():
+            return
+        spec = self.spec
+        seen = usage.look(init.pid, written=bool(spec.disk_mb))
+        if self.init is not init:
+            return
+        worked = seen.cpu_s - self._cpu_now > 0.02 or len(seen.pids) > 8
+        self._cpu_now = seen.cpu_s
+        self._available = available
+        self.due = now + (BUSY_S if worked else IDLE_S)
+        if self.group is not None and self.group.new_ooms():  # the kernel was first
+            most = float(spec.memory_mb or 0)
+            self.on_breach(Breach("memory", most, most), None, False)
+        breach = self._times(now) or self._processes(seen, now) or self._memory_over(init, seen)
+        if breach is None and spec.disk_mb:
+            breach = self._disk_over(init, seen, now, free)
+        if breach is None:
+            self._repeated = 0
+            return
+        self.due = now + TICK_S
+        self._end(init, seen, breach)
+
+    def _times(self, now: float) -> Breach | None:
+        spec = self.spec
+        used = self._cpu_before + self._cpu_now
+        if spec.cpu_s and used > spec.cpu_s:
+            return Breach("cpu time", used, spec.cpu_s, final=True)
+        if spec.cpu_s:  # at most as many seconds as there are processors pass before it can be over
+            self.due = min(self.due, now + max(TICK_S, (spec.cpu_s - used) / (len(self.cpus) or os.cpu_count() or 1)))
+        if spec.wall_s:
+            if now - self._began > spec.wall_s:
+                return Breach("wall time", now - self._began, spec.wall_s, final=True)
+            self.due = min(self.due, self._began + spec.wall_s + TICK_S)
+        return None
+
+    def _processes(self, seen: usage.Look, now: float) -> Breach | None:
+        """Full in two looks in a row: programs that touch the limit for a moment live, fork bombs do not.
+
+        Nearly full counts: at the limit processes end of a fork that failed as fast as others are born.
+        """
+        allowed = self.spec.processes
+        if not allowed or seen.threads + self._beside < FULL * allowed:
+            self._full = 0
+            return None
+        self._full += 1
+        self.due = now + 2 * TICK_S
+        return Breach("processes", seen.threads + self._beside, allowed) if self._full > 1 else None
+
+    def _memory_over(self, init: Identity, seen: usage.Look) -> Breach | None:
+        if not self.spec.memory_mb:
+            return None
+        allowed = self.spec.memory_mb * MB
+        held = usage.memory_files(init.pid) + (self._disk if self.layer_in_memory else 0)
+        self._memory = seen.resident + held
+        if self._memory <= allowed and not usage.SWAP:
+            return None
+        self._memory = usage.memory_of(init.pid, seen.pids) + (self._disk if self.layer_in_memory else 0)
+        return Breach("memory", self._memory / MB, self.spec.memory_mb) if self._memory > allowed else None
+
+    def _disk_over(self, init: Identity, seen: usage.Look, now: float, free: int) -> Breach | None:
+        """Measures by ``du`` beside the thread's other work. A layer over its limit may shrink, not grow."""
+        assert self.spec.disk_mb is not None
+        allowed = self.spec.disk_mb * MB
+        if self._du is None:
+            headroom = max(allowed - self._disk, 0)
+            wrote = max(seen.written - self._du_written, self._du_free - free)
+            much = wrote > max(headroom / 2, MB)
+            quiet = wrote < WRITTEN_BY_NOTHING and now < self._du_began + MEASURE_QUIET_S
+            if (now >= self._du_due and not quiet) or (much and now >= self._du_began + 4 * self._du_cost):
+                self._du, self._du_began = usage.start_measuring(self.layer, init.pid), now
+                self._du_written, self._du_free = seen.written, free
+            return None
+        if self._du.poll() is None:
+            return None
+        found, self._du = usage.measured(self._du), None
+        self._du_cost = max(TICK_S, now - self._du_began)
+        self._du_due = now + max(MEASURE_S, MEASURE_SHARE * self._du_cost)
+        if found is None:
+            return None
+        self._disk, before = max(0, found - self.occupied), self._disk
+        if self._disk <= allowed:
+            return None
+        self._du_due = now + 4 * self._du_cost
+        # Who was ended last wrote on until then: the first measurement after that says where the layer stands.
+        grows, self._du_ended = self._disk > before and not self._du_ended, False
+        if grows:
+            self._du_ended = True
+            return Breach("disk", self._disk / MB, self.spec.disk_mb)
+        return None
+
+    def _end(self, init: Identity, seen: usage.Look, breach: Breach) -> None:
+        """Ends the command that uses most; all of the container if that did not help, or no command can be blamed."""
+        number = None
+        if not breach.final and self._repeated < 2:
+            number = blame(seen.pids, breach.limit)
+        self._repeated += 1
+        whole = number is None
+        if whole and breach.limit == "disk":  # who wrote may have ended long ago; twice is somebody in hiding
+            self._unblamed += 1
+            whole = self._unblamed > 1
+        self.on_breach(breach, number, whole)
+        if number is not None:
+            kill_marked(init.pid, b"%s=%d" % (MARKER.encode(), number), KILL_ROUNDS)
+        elif whole:
+            init.kill()
+
+
+def blame(pids: list[int], limit: str) -> int | None:
+    """The command whose processes use most of what ran out; ``None`` if most of it belongs to no command."""
+    used: Counter[int | None] = Counter()
+    for pid in pids:
+        amount = 1
+        if limit == "memory":
+            amount = sum(usage.proportional(pid))
+        elif limit == "disk":
+            amount = usage.written_by(pid)
+        used[usage.command_of(pid)] += amount
+    if limit == "disk":
+        del used[None]  # the runner has reaped those who wrote before, and counts what they wrote as its own
+    return max(used, key=lambda number: used[number]) if used else None
+
+
+class Watchdog:
+    """One thread that watches every sandbox of this process. It starts with the first and ends with :meth:`close`.
+
+    Args:
+        scratch: directory of the writable layers.
+    """
+
+    def __init__(self, scratch: str) -> None:
+        self._scratch = scratch
+        self._watches: set[Watch] = set()
+        self._pinned: Counter[int] = Counter()
+        self._number = 0
+        group = cgroups.delegated()
+        self._group = group if group is not None and cgroups.prepare(group) else None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, watch: Watch) -> None:
+        """Chooses the sandbox's processors and begins."""
+        with self._lock:
+            watch.cpus = self._choose_cpus(watch.spec.cpus)
+            if self._group is not None:
+                self._number += 1
+                name = f"megaflow-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
+                watch.group = cgroups.Group(self._group, name, watch.spec)
+            self._watches.add(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sandbox limits", daemon=True)
+                self._thread.start()
+
+    def forget(self, watch: Watch) -> None:
+        """Ends the watch of a sandbox. Idempotent."""
+        with self._lock:
+            if watch in self._watches:
+                self._watches.remove(watch)
+                self._pinned.subtract(watch.cpus)
+        watch.end()
+        if watch.group is not None:
+            watch.group.remove()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def cpu_s(self) -> float:
+        """CPU seconds the watchdog has taken so far."""
+        thread = self._thread
+        if thread is None or thread.ident is None or not thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+    def _choose_cpus(self, wanted: float | None) -> frozenset[int]:
+        """The least used of this process's processors, as many as asked for; empty: all of them, no affinity set."""
+        ours = sorted(os.sched_getaffinity(0))
+        if not wanted or math.ceil(wanted) >= len(ours):
+            return frozenset()
+        # Ties are broken from a place of this process's own: others on the node do not know of these choices.
+        first = os.getpid() % len(ours)
+        turned = ours[first:] + ours[:first]
+        chosen = sorted(turned, key=lambda cpu: self._pinned[cpu])[: math.ceil(wanted)]
+        self._pinned.update(chosen)
+        return frozenset(chosen)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            with self._lock:
+                watches = list(self._watches)
+            if not watches:
+                continue
+            available, free = usage.available_memory(), usage.free_disk(self._scratch)
+            now = time.monotonic()
+            for watch in watches:
+                try:
+                    if watch.wanted(now, available, free):
+                        watch.check(now, available, free)
+                except (OSError, ValueError, IndexError):
+                    continue  # a process that ended while it was read

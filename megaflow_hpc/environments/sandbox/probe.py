@@ -1,0 +1,349 @@
+"""What this node's Apptainer, kernel and scratch can do, found out by doing it: a container of nothing but the host's
+own ``/usr`` is started with every option that sandboxes use, and only if that fails each option alone is asked for.
+It takes about a third of a second. The answer is kept per node in ``SCRATCH/site.json``, until the node boots anew or
+Apptainer changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root
+from megaflow_hpc.environments.sandbox.limits.cgroups import delegated
+from megaflow_hpc.environments.sandbox.network import how_to_listen
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.apptainer import (
+    clean_environment,
+    find_apptainer,
+    last_line,
+    version,
+)
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import node_name
+from megaflow_hpc.rundir.layout import write_atomic
+
+FORMAT = 2
+PROBE_S = 20.0
+"""For one container of the probe; a node that needs longer has none to offer."""
+
+Kind = Literal["disk", "memory", "network"]
+
+_MEMORY = {"tmpfs", "ramfs"}
+_NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "panfs", "ceph", "cifs", "smb3", "9p", "afs"}
+_NETWORK |= {"orangefs", "pvfs2", "glusterfs", "wekafs", "virtiofs"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node's answer. A text that says why something cannot be done is empty where it can."""
+
+    apptainer: str
+    version: str
+    setuid: bool
+    """Containers are started by a program with root's rights; else all is done in user namespaces."""
+    container: str
+    """Why no container starts at all."""
+    overlay: str
+    """Why no overlay's writable layer can lie on this scratch: sandboxes are copies of their images then."""
+    overlay_by: Literal["kernel", "fuse-overlayfs", ""]
+    copy: str
+    """Why a sandbox cannot be a copy of its image; asked only where there is no overlay."""
+    private_network: str
+    """Why there is no network ``none``."""
+    gateway: str
+    """Why there is no network ``gateway``."""
+    gateway_by: Literal["nsenter", "helper", ""]
+    """How a listener gets into a private network (network.py)."""
+    user_namespaces: str
+    mount: str
+    """Why an image cannot be mounted once for all sandboxes of a job."""
+    kernel: str
+    processes: str
+    """Why the number of processes is not bounded by the kernel."""
+    cgroup: str
+    """The delegated cgroup; empty: there is none."""
+
+    def refuses(self, network: str) -> str:
+        """Why no sandbox with this network can be had here; empty if it can."""
+        if self.container:
+            return f"containers do not start: {self.container}"
+        if self.overlay and self.copy:
+            return f"no writable layer: {self.overlay}; and no copy of an image: {self.copy}"
+        if network == "none":
+            return self.private_network
+        return self.gateway if network == "gateway" else ""
+
+
+def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
+    """Asks the node; ``scratch`` is where writable layers would lie. Leaves nothing behind.
+
+    Raises :class:`SiteError` where there is no Apptainer, or scratch cannot be written.
+    """
+    apptainer = apptainer or find_apptainer()
+    namespaces = _said(["unshare", "--user", "--map-root-user", "--mount", "true"])
+    setuid = is_setuid(apptainer)
+    try:
+        where = tempfile.mkdtemp(prefix="probe-", dir=scratch)
+    except OSError as error:
+        raise SiteError(f"{scratch}: not writable ({error.strerror}); set MEGAFLOW_SCRATCH") from error
+    try:
+        container, overlay, copy, network = _try_containers(apptainer, where)
+        overlay_by = "" if overlay else ("fuse-overlayfs" if _kernel_overlay(where) else "kernel")
+    finally:
+        remove_tree(where)
+    gateway_by: Literal["nsenter", "helper", ""] = ""
+    gateway = network
+    if not gateway:
+        gateway_by, gateway = how_to_listen(namespaces)
+    release = os.uname().release
+    number = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    group = delegated()
+    return Site(
+        apptainer=apptainer,
+        version=version(apptainer),
+        setuid=setuid,
+        container=container,
+        overlay=overlay,
+        overlay_by=overlay_by,  # type: ignore[arg-type]
+        copy=copy,
+        private_network=network,
+        gateway=gateway,
+        gateway_by=gateway_by,
+        user_namespaces=namespaces,
+        mount=why_no_mount(namespaces) or ("" if overlay_by == "kernel" else "the kernel gives users no overlay here"),
+        kernel=release,
+        processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
+        cgroup=str(group) if group else "",
+    )
+
+
+def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
+    """:func:`probe`, once per node and boot."""
+    apptainer = apptainer or find_apptainer()
+    place = Path(scratch) / "site.json"
+    stamp = _stamp(apptainer)
+    try:
+        kept = json.loads(place.read_text())
+        if kept["stamp"] == stamp:
+            return Site(**kept["site"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never asked, of another boot or version, or half a file: ask
+    site = probe(scratch, apptainer)
+    write_atomic(place, json.dumps({"stamp": stamp, "site": asdict(site)}))
+    return site
+
+
+def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
+    """Refuses a campaign whose sandboxes this site cannot give, before anything is queued.
+
+    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that can do less than the nodes the jobs run on. Where there is
+    no Apptainer at all nothing is asked, for the same reason.
+
+    Raises:
+        SiteError: names the network, the reason and the remedy.
+    """
+    if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
+        return
+    try:
+        apptainer = find_apptainer()
+    except SiteError:
+        return
+    site = cached(scratch, apptainer)
+    for network in sorted(set(networks)):
+        if reason := site.refuses(network):
+            others = [name for name in ("gateway", "none", "host") if not site.refuses(name)]
+            remedy = f"use environment.network {' or '.join(others)}" if others else "ask the site"
+            raise SiteError(
+                f"network {network!r} of a sandbox cannot be had on {node_name()}: {reason}; {remedy}, or set "
+                "MEGAFLOW_SITE_CHECK=0 if the nodes of the jobs can do more than this one (megaflow-hpc doctor)"
+            )
+
+
+def _stamp(apptainer: str) -> list[object]:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return [FORMAT, boot, apptainer, os.stat(apptainer).st_mtime_ns, os.access("/dev/fuse", os.R_OK | os.W_OK)]
+
+
+def is_setuid(apptainer: str) -> bool:
+    """Whether this Apptainer was installed with its setuid starter (``apptainer buildcfg``), and it has its bit."""
+    try:
+        done = subprocess.run(
+            [apptainer, "buildcfg"],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    settings = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    for base in (settings.get("LIBEXECDIR"), settings.get("PREFIX")):
+        for name in ("apptainer", "singularity"):
+            starter = Path(base or "/nowhere", name, "bin", "starter-suid")
+            try:
+                found = starter.stat()
+            except OSError:
+                continue
+            if found.st_mode & stat.S_ISUID and found.st_uid == 0:
+                return True
+    return False
+
+
+def why_no_mount(namespaces: str) -> str:
+    """Why ``squashfuse_ll`` cannot serve an image to all sandboxes of a job; empty if it can."""
+    if namespaces:
+        return f"no user namespaces: {namespaces}"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse is not open to users"
+    for tool in ("squashfuse_ll", "nsenter", "unshare"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not on PATH"
+    return ""
+
+
+# --- containers of the probe ----------------------------------------------------------------------------------------
+
+
+def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
+    """Why not: (any container, an overlay's layer on scratch, a copy of the image there, a network of its own)."""
+    root = Path(where, "root")
+    binds = _host_image(root)
+    control = Path(where, "control")
+    control.mkdir()
+
+    def start(writes: Literal["overlay", "copy", ""], network: Literal["none", "host"]) -> str:
+        layer = Path(where, f"layer-{writes}-{network}")
+        layer.mkdir()
+        spec = SandboxSpec(str(root), binds=tuple(binds), network=network)
+        argv = exec_argv(
+            apptainer,
+            spec,
+            str(root),
+            overlay=str(layer) if writes == "overlay" else None,
+            control=str(control),
+            command=["/bin/sh", "-c", "echo x > /probe" if writes else ":"],
+        )
+        if not writes:
+            argv.remove("--writable")
+        return _said([*namespace_root(spec), *argv], where)
+
+    if not start("overlay", "none"):
+        return "", "", "", ""
+    container = start("", "host")
+    if container:
+        return container, container, container, container
+    overlay = start("overlay", "host")
+    return "", overlay, overlay and start("copy", "host"), start("", "none")
+
+
+def _host_image(root: Path) -> list[str]:
+    """An image of empty directories, and the binds that put the host's programs into it."""
+    for name in ("dev", "proc", "sys", "tmp", "etc", "root", ".megaflow"):
+        (root / name).mkdir(parents=True)
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
+        (root / "etc" / name).touch()
+    binds = []
+    for name in ("usr", "bin", "lib", "lib64", "lib32"):
+        host = Path("/", name)
+        if host.is_symlink():
+            (root / name).symlink_to(os.readlink(host))
+        elif host.is_dir():
+            (root / name).mkdir()
+            binds.append(f"{host}:{host}:ro")
+    return binds
+
+
+def _kernel_overlay(where: str) -> str:
+    """Why an ordinary user gets no overlay from the kernel with its upper directory on this file system."""
+    for name in ("lower", "upper", "work", "merged"):
+        Path(where, name).mkdir()
+    options = ",".join(f"{key}dir={where}/{key}" for key in ("lower", "upper", "work"))
+    script = f"mount -t overlay overlay -o {options},userxattr {where}/merged && echo x > {where}/merged/x"
+    return _said(["unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", script], where)
+
+
+def _said(argv: Sequence[str], temporary: str | None = None) -> str:
+    """What a program died of; empty if it did not."""
+    try:
+        done = subprocess.run(
+            argv,
+            env=clean_environment(temporary),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_S,
+            cwd="/",
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 else last_line(done.stderr + done.stdout)
+
+
+# --- scratch --------------------------------------------------------------------------------------------------------
+
+
+def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
+    """The type of the file system that ``path`` lies on, as ``/proc/self/mountinfo`` names it."""
+    real = os.path.realpath(path)
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError:
+            return ""
+    best, found = -1, ""
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        fields = before.split()
+        if not separator or len(fields) < 5:
+            continue
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # of two mounts on one place the later one counts
+            best, found = len(point), after.split()[0]
+    return found
+
+
+def kind_of(type_: str) -> Kind:
+    """What a file system's type means for a writable layer. An unknown FUSE file system counts as a remote one."""
+    if type_ in _MEMORY:
+        return "memory"
+    if type_ in _NETWORK or (type_.startswith("fuse.") and type_ not in ("fuse.fuse-overlayfs", "fuse.fuse2fs")):
+        return "network"
+    return "disk"
+
+
+def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None = None) -> tuple[str, str]:
+    """Where writable layers go, and a warning if that is not what was asked for.
+
+    ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp``, ``/dev/shm``: the first that is a directory and does
+    not lie on a network file system, which takes no overlay's upper directory. Memory comes late: what is written there
+    is charged to the job. Where all is remote the first of them it is, and sandboxes are copies of their images.
+    """
+    environ = os.environ if environ is None else environ
+    passed = first = ""
+    for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR", "/tmp", "/dev/shm"):
+        base = name if name.startswith("/") else environ.get(name, "")
+        if not base or not os.path.isdir(base):
+            continue
+        type_ = file_system(base, mountinfo)
+        if kind_of(type_) != "network":
+            return base, f"{passed}; {base} is used instead" if passed else ""
+        first = first or base
+        passed = passed or f"{name}={base} is on {type_}, where no overlay can lie"
+    return first or "/tmp", f"{passed}; nothing local was found: sandboxes are copies of their images" if passed else ""

@@ -1,0 +1,217 @@
+"""Starts sandboxes on this node: scratch, staged images, bookkeeping for the janitor.
+
+::
+
+    SCRATCH/megaflow-<uid>/          0700
+      cache/<key>/rootfs             an unpacked image, shared read-only by every sandbox of the node
+      owners/<pid>-<start>/s1/ …     one directory per sandbox of a process that lives (sandbox.py)
+
+Scratch must be local: an overlay's upper directory cannot lie on NFS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megaflow_hpc.environments.images.cache.cache import ImageCache
+from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.sandbox import helper_python, probe
+from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
+from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
+from megaflow_hpc.environments.sandbox.probe import file_system, kind_of, scratch_base
+from megaflow_hpc.environments.sandbox.rootfs.access import Access, ImageAccess
+from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
+from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.environments.sandbox.standby import Pool
+from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.host.apptainer import find_apptainer, unshare
+from megaflow_hpc.host.process import Identity
+
+
+def default_scratch() -> Path:
+    """A private directory of this user's on local scratch: :func:`.probe.scratch_base`."""
+    return Path(scratch_base()[0]) / f"megaflow-{os.getuid()}"
+
+
+def private_directory(path: Path) -> Path:
+    """Makes ``path`` with mode 0700; raises :class:`SiteError` if it is another user's or a link."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise SiteError(
+            f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+        ) from error
+    if path.is_symlink() or found.st_uid != os.getuid():
+        raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+class ApptainerProvider:
+    """The sandboxes of one process on one node. Everything it started ends with :meth:`close`, or with the process.
+
+    Args:
+        scratch: local directory for writable layers; default :func:`default_scratch`.
+        cache: where images are unpacked, shared by all processes of the node; default ``SCRATCH/cache``.
+        max_sandboxes: :meth:`start` waits while so many live; ``None``: no bound.
+        start_timeout_s: a container that is not ready by then has failed. Staging is not counted.
+    """
+
+    def __init__(
+        self,
+        scratch: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        max_sandboxes: int | None = None,
+        *,
+        start_timeout_s: float = 60.0,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> None:
+        self.apptainer = find_apptainer()
+        self.scratch = private_directory(Path(scratch).absolute() if scratch else default_scratch())
+        self.cache = private_directory(Path(cache).absolute() if cache else self.scratch / "cache")
+        self._start_timeout_s = start_timeout_s
+        self._output_limit = output_limit
+        identity = Identity.of(os.getpid())
+        assert identity is not None
+        self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
+        self._sandboxes: dict[ApptainerSandbox, SandboxSpec] = {}
+        self._pool = Pool(self._start)
+        self.watchdog = Watchdog(str(self.scratch))
+        self._number = 0
+        self._gateway_by: Way | None = None
+        self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
+        self._kind = kind_of(file_system(self.scratch))
+        cached = ImageCache(self.cache, self.apptainer)
+        self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
+        self._prefetcher = Prefetcher(cached, self.images.copied_form)
+        self._closed = False
+        sweep(self.scratch)
+
+    async def __aenter__(self) -> ApptainerProvider:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
+        """A running sandbox, to be used as an async context manager or ended with ``stop()``.
+
+        Args:
+            snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
+
+        Raises:
+            ConfigError: the spec itself is wrong.
+            SandboxError: no container came up; names the image and Apptainer's own reason.
+        """
+        spec.check()
+        if self._closed:
+            raise SandboxError("the provider is closed")
+        if self._bound is not None:
+            await self._bound.acquire()
+        try:
+            sandbox = await self._pool.take(spec) if spec.mode == "persistent" and snapshot is None else None
+            if sandbox is None:
+                sandbox = await self._start(spec, snapshot)
+        except BaseException:
+            if self._bound is not None:
+                self._bound.release()
+            raise
+        self._sandboxes[sandbox] = spec
+        self._pool.began(spec)
+        if self._closed:
+            await sandbox.stop()
+            raise SandboxError("the provider was closed meanwhile")
+        return sandbox
+
+    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
+        if snapshot is not None and snapshot.image != spec.image:
+            raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
+        access = self.images.ready(spec.image) or await self._acquire(spec.image)
+        self._number += 1
+        directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
+        sandbox = ApptainerSandbox(
+            spec,
+            access,
+            str(directory),
+            self.apptainer,
+            start_timeout_s=self._start_timeout_s,
+            output_limit=self._output_limit,
+            on_stop=self._forget,
+            watchdog=self.watchdog,
+            layer_in_memory=self._kind == "memory",
+            spare=self._pool.take if spec.mode == "persistent" else None,
+            kit=self._kit if spec.network == "gateway" and self._listens_by_helper() else None,
+        )
+        await sandbox.start(snapshot)
+        return sandbox
+
+    def _listens_by_helper(self) -> bool:
+        """Whether a listener gets into private networks by a command of the sandbox (network.py)."""
+        if self._gateway_by is None:
+            self._gateway_by, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "there are none")
+        return self._gateway_by == "helper"
+
+    def _kit(self) -> Path:
+        return helper_python.kit(self.scratch)
+
+    async def standing_by(self, spec: SandboxSpec) -> bool:
+        """Waits for what starts in the background; whether a sandbox of mode ``persistent`` stands by for ``spec``."""
+        return await self._pool.standing_by(spec)
+
+    async def stage(self, image: str) -> str:
+        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; where it is now.
+
+        It stays until room is needed for others.
+        """
+        access = await self._acquire(image)
+        access.release()
+        return access.rootfs
+
+    async def _acquire(self, image: str) -> Access:
+        acquiring = asyncio.ensure_future(asyncio.to_thread(self.images.acquire, image))
+        try:
+            return await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            acquiring.add_done_callback(lambda done: None if done.exception() else done.result().release())
+            raise
+
+    def prefetch(self, images: Sequence[str]) -> None:
+        """Stages ``images`` in the background: those in use and those that come next, the soonest first.
+
+        Replaces what was named before; returns at once. Errors are left to whoever starts a sandbox of the image.
+        """
+        if not self._closed:
+            self._prefetcher.order(images)
+
+    def _forget(self, sandbox: ApptainerSandbox) -> None:
+        spec = self._sandboxes.pop(sandbox, None)
+        if spec is None:  # it stood by
+            return
+        self._pool.ended(spec)
+        if self._bound is not None:
+            self._bound.release()
+
+    async def close(self) -> None:
+        """Stops every sandbox that is left. Idempotent."""
+        self._closed = True
+        await asyncio.to_thread(self._prefetcher.close)
+        await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
+        await self._pool.close()
+        await asyncio.to_thread(self.watchdog.close)
+        await asyncio.to_thread(sweep_mounts, self.scratch)
+        try:
+            self._own.rmdir()
+        except OSError:
+            pass  # another provider of this process uses it, or a sandbox could not be removed: the janitor's

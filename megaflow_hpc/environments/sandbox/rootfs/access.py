@@ -1,0 +1,264 @@
+"""How a sandbox gets at its image: which of three ways is cheapest here, decided by numbers.
+
+=======  ====================================================  =========================  ==================
+form     the image is                                          a start costs              it takes
+=======  ====================================================  =========================  ==================
+tree     unpacked to scratch, once per node                    least                      bytes and inodes
+mount    one squashfs mounted for all sandboxes of a job       a little more              nothing, or a copy
+direct   the SIF itself, mounted by each sandbox for itself    most, and a process each   nothing
+=======  ====================================================  =========================  ==================
+
+Unpacking is paid once and saves something at every start, so it depends on how often the image will be used; it needs
+room in bytes and inodes. Where scratch is memory, what is unpacked is charged to the job.
+
+Over the image lies an overlay, the kernel's or by FUSE. Where neither can be had (an old kernel, scratch on a network
+file system, containers that only root's rights start), an image is unpacked and every sandbox gets a copy of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from megaflow_hpc.environments.images.cache import cache
+from megaflow_hpc.environments.images.cache.cache import ImageCache
+from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root
+from megaflow_hpc.environments.sandbox.probe import Kind, Site
+from megaflow_hpc.environments.sandbox.rootfs import overlay
+from megaflow_hpc.environments.sandbox.rootfs.mounts import Mounted, mount
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
+
+Form = Literal["tree", "mount", "direct"]
+Writes = Literal["overlay", "copy"]
+
+START_S = {"tree": 0.05, "mount": 0.06, "direct": 0.20}
+"""Of one sandbox, as ``bench modes`` measures them; only their differences count."""
+UNPACK_BYTES_PER_S = 150e6
+UNPACK_INODES_PER_S = 20_000
+READ_SHARE = 0.02
+"""By how much a command's files are slower through squashfs, as a share of a sandbox's work; small, but for ever."""
+WORK_S = 10.0
+"""Of file work in one sandbox, for :data:`READ_SHARE`."""
+MANY = 1000.0
+"""Starts of an image nobody announced."""
+MEMORY_SHARE = 0.25
+"""Of scratch in memory, at most, that unpacked images may take."""
+
+
+def choose(
+    size: Room,
+    room: Room,
+    expected_starts: float,
+    *,
+    scratch: Kind = "disk",
+    can_mount: bool,
+    can_direct: bool,
+) -> tuple[Form, str]:
+    """The form to use an image in, and why, in words for a log.
+
+    Args:
+        size: of the image when unpacked.
+        room: what is left for images on scratch.
+        expected_starts: sandboxes of this image still to come on this node.
+        can_mount: FUSE is open to users, and squashfuse is there.
+        can_direct: Apptainer can mount a SIF itself, by FUSE or by its setuid starter.
+    """
+    usable = int(room.bytes * (MEMORY_SHARE if scratch == "memory" else 1.0))
+    fits = size <= Room(usable, room.inodes)
+    other: Form | None = "mount" if can_mount else "direct" if can_direct else None
+    if other is None:
+        return "tree", "images cannot be mounted here" + ("" if fits else "; scratch is short of room all the same")
+    if not fits:
+        where = "memory" if scratch == "memory" else "scratch"
+        return other, f"{size.bytes >> 20} MiB in {size.inodes} files are more than {where} has room for"
+    cost = size.bytes / UNPACK_BYTES_PER_S + size.inodes / UNPACK_INODES_PER_S
+    saving = expected_starts * (START_S[other] - START_S["tree"] + READ_SHARE * WORK_S)
+    if saving > cost:
+        return "tree", f"unpacking takes {cost:.1f} s and saves {saving:.1f} s in {expected_starts:g} starts"
+    return other, f"unpacking would take {cost:.1f} s and save {saving:.1f} s in {expected_starts:g} starts"
+
+
+class Access:
+    """One sandbox's hold on its image, from :meth:`ImageAccess.acquire` to :meth:`release`."""
+
+    def __init__(
+        self,
+        form: Form,
+        rootfs: str,
+        release: Callable[[], None],
+        mounted: Mounted | None = None,
+        *,
+        copies: bool = False,
+    ) -> None:
+        self.form = form
+        self.copies = copies
+        """Each sandbox writes to a copy of the image: there is no overlay here."""
+        self.rootfs = rootfs
+        """The image's files as the host sees them; the SIF itself with form ``direct``."""
+        self.release = release
+        self._mounted = mounted
+
+    def command_line(
+        self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
+    ) -> tuple[Sequence[str], list[str]]:
+        """The words of a container with a writable layer over the image: those that change what it runs as, and where;
+        then Apptainer's."""
+        binds = (f"{control}:{CONTROL_DIR}", *spec.binds)
+        if self.copies:
+            root = os.path.join(layer, "root")
+            points = [f"/:/{name}" for name in overlay.MOUNT_POINTS if not os.path.lexists(os.path.join(root, name))]
+            for bind in (*points, *binds):
+                _bind_point(root, bind)
+            argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
+            return namespace_root(spec), argv
+        merged = f"{layer}.root"
+        uid = None if spec.as_root else os.getuid()
+        if self._mounted is not None:
+            prefix: Sequence[str] | None = self._mounted.enter(layer, merged, uid)
+        else:
+            prefix = overlay.words(self.rootfs, layer, merged, uid) if self.form == "tree" else None
+        if prefix is None:
+            argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
+            return namespace_root(spec), argv
+        for bind in binds:
+            _bind_point(os.path.join(layer, "upper"), bind)
+        return prefix, exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
+
+    def check(self) -> None:
+        """Raises :class:`SandboxError` if the image went away under the sandbox."""
+        if self._mounted is not None and not self._mounted.alive():
+            raise SandboxError(f"{self.rootfs}: the mount of the image has ended")
+
+
+def _bind_point(root: str, bind: str) -> None:
+    """Makes the place that ``SRC:DEST`` covers in a writable tree: Apptainer makes none in a writable root.
+
+    The layer is the agent's work: nothing here follows a link in it.
+    """
+    source, _, rest = bind.partition(":")
+    parts = [part for part in (rest.partition(":")[0] or source).split("/") if part]
+    place = root
+    try:
+        for number, part in enumerate(parts):
+            place = os.path.join(place, part)
+            if os.path.islink(place):
+                raise SandboxError(f"{bind}: the sandbox has a symbolic link there; nothing can be bound")
+            if number == len(parts) - 1 and os.path.isfile(source):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                os.close(os.open(place, flags, 0o644))
+            elif not os.path.isdir(place):
+                os.mkdir(place, 0o755)
+    except OSError as error:
+        raise SandboxError(
+            f"{bind}: no place for it can be made in the sandbox ({place}: {error.strerror}): see that scratch is not "
+            "full, and that the bind's target is a directory or a file as its source is"
+        ) from error
+
+
+class ImageAccess:
+    """Gives sandboxes of one process their images in the form that is cheapest on this node.
+
+    Args:
+        images: the node's copies.
+        site: what the node can do, asked for when it is first needed.
+        scratch: where mounts are kept.
+        kind: what scratch is.
+    """
+
+    def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, kind: Kind) -> None:
+        self.images = images
+        self._site = site
+        self._scratch = scratch
+        self._kind = kind
+        self._expected: dict[str, float] = {}
+        self._forms: dict[str, Form] = {}
+        self._writes: Writes | None = None
+
+    def expect(self, image: str, starts: float) -> None:
+        """So many sandboxes of an image will be started on this node; unknown ones count as many."""
+        self._expected[image] = starts
+
+    @property
+    def writes(self) -> Writes:
+        """How sandboxes write: ``MEGAFLOW_LAYER`` (overlay, copy), else by overlay where one can be had."""
+        if self._writes is None:
+            named = os.environ.get("MEGAFLOW_LAYER", "auto")
+            if named not in ("overlay", "copy", "auto"):
+                raise ConfigError(f"MEGAFLOW_LAYER={named}: expected overlay, copy or auto")
+            if named != "auto":
+                self._writes = named  # type: ignore[assignment]
+            elif self._kind == "network":
+                self._writes = "copy"
+            elif os.geteuid() != 0 and overlay.works(str(self._scratch)):
+                self._writes = "overlay"
+            else:
+                self._writes = "copy" if self._site().overlay else "overlay"
+        return self._writes  # type: ignore[return-value]
+
+    def form(self, image: str) -> Form:
+        """The form for an image, decided once: ``MEGAFLOW_IMAGE_FORM`` (tree, mount, direct), else by cost."""
+        known = self._forms.get(image)
+        if known is None:
+            known = self._forms[image] = self._decide(image)
+        return known
+
+    def _decide(self, image: str) -> Form:
+        if self.writes == "copy":
+            return "tree"
+        named = os.environ.get("MEGAFLOW_IMAGE_FORM", "auto")
+        if named in ("tree", "mount", "direct"):
+            return named  # type: ignore[return-value]
+        if named != "auto":
+            raise ConfigError(f"MEGAFLOW_IMAGE_FORM={named}: expected tree, mount, direct or auto")
+        if os.path.isdir(image):
+            return "tree"
+        site = self._site()
+        facts = self.images.facts(image)
+        form, _ = choose(
+            Room(facts.unpacked_bytes, facts.inodes),
+            self.images.room(),
+            self._expected.get(image, MANY),
+            scratch=self._kind,
+            can_mount=not site.mount,
+            can_direct=not site.mount or site.setuid,
+        )
+        return form
+
+    def copied_form(self, image: str) -> cache.Form:
+        """What of an image is brought to this node before a sandbox uses it."""
+        form = self.form(image)
+        return ("sif" if self._kind == "disk" else "direct") if form == "mount" else form
+
+    def ready(self, image: str) -> Access | None:
+        """An image that is unpacked here already; never waits."""
+        if self._forms.get(image, "tree" if os.path.isdir(image) else None) != "tree":
+            return None
+        lease = self.images.ready(image, "tree")
+        return Access("tree", lease.path, lease.release, copies=self.writes == "copy") if lease else None
+
+    def acquire(self, image: str) -> Access:
+        """The image in its form; blocks while it is staged or mounted."""
+        form = "tree" if os.path.isdir(image) else self.form(image)
+        if form == "tree" or form == "direct":
+            lease = self.images.acquire(image, form)
+            return Access(form, lease.path, lease.release, copies=self.writes == "copy")
+        facts = self.images.facts(image)
+        copy = Room(facts.bytes, 4) <= self.images.room() and self._kind == "disk"
+        lease = self.images.acquire(image, "sif" if copy else "direct")
+        key = os.path.basename(os.path.dirname(lease.path)) if copy else facts.digest or ""
+        try:
+            mounted = mount(lease.path, facts.squashfs_offset, key[:40], self._scratch)
+        except BaseException:
+            lease.release()
+            raise
+
+        def release() -> None:
+            mounted.release()
+            lease.release()
+
+        return Access("mount", mounted.path, release, mounted)

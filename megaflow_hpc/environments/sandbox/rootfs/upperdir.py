@@ -1,0 +1,288 @@
+"""A sandbox's writable layer, edited from the host while nothing runs in it.
+
+What an agent changed lies in the overlay's upper directory, which belongs to the user who runs the campaign. So a
+change is undone by removing it there, whatever the agent made of the programs inside: the image's own file shows
+again. The tree is the agent's work: nothing here follows a link in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from megaflow_hpc.host.files import remove_tree
+
+RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")
+"""What the container runtime reads of an image before anything of ours runs: scripts that set variables, for one."""
+
+PRELOAD = "etc/ld.so.preload"
+PROGRAM_DIRS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin", "etc/alternatives")
+_NAMES = """
+sh bash dash ash busybox [ awk basename cat chmod chown cmp comm cp cut date dd diff dirname du echo env expr false find
+gawk getopt grep egrep fgrep head hostname id kill ln ls mawk md5sum mkdir mktemp mv nl nproc od paste printenv printf
+ps pwd readlink realpath rm rmdir sed seq setsid sha1sum sha256sum sha512sum sleep sort stat su sudo sync tail tar tee
+test timeout touch tr true uname uniq wc which xargs yes
+"""
+PROGRAMS = frozenset(_NAMES.split())
+"""The shells, and what test scripts are made of."""
+
+LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64")
+LIBRARIES = (
+    *("ld-linux", "ld64.so", "ld-2", "ld.so", "ld-musl", "libc.so", "libc-2", "libc.musl", "libm.so", "libdl.so"),
+    *("libpthread.so", "librt.so", "libtinfo.so", "libselinux.so", "libpcre2-8.so", "libacl.so", "libattr.so"),
+)
+"""How the names of those files begin that every one of these programs is made of when it starts."""
+
+_PREFERRED = ("glibc-hwcaps", "tls", "haswell", "x86_64", "avx512_1")
+"""Directories beside the libraries in which the loader looks first, if the processor suits."""
+CACHE = "etc/ld.so.cache"
+_LARGEST_CACHE = 16 << 20
+
+_DELETED = ".wh."
+"""How fuse-overlayfs may mark what is gone; the kernel's overlay uses a device of the same name."""
+_OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
+
+
+def forget(upper: Path, path: str) -> bool:
+    """Undoes whatever the layer has at ``path``, relative to the root; ``True`` if there was anything."""
+    *parents, name = PurePosixPath(path).parts
+    place = upper
+    for part in parents:
+        place /= part
+        if not _is_directory(place):
+            return False
+    return _remove(place / name)
+
+
+def make_way(upper: Path, path: str) -> None:
+    """Makes ``path`` a place that binds may cover: its parents real directories of the layer or of the image."""
+    parts = PurePosixPath(path).parts
+    for depth in range(1, len(parts)):
+        place = upper.joinpath(*parts[:depth])
+        if _is_directory(place):
+            _open(place)
+        elif os.path.lexists(place):
+            _remove(place)
+    forget(upper, path)
+
+
+def restore_programs(upper: Path, rootfs: Path) -> list[str]:
+    """Gives a layer the image's own shells, basic tools, loader and C library back; returns what had been changed.
+
+    Where the image is no directory (``rootfs``), every file of these names counts as one of the image's.
+    """
+    _open(upper)
+    changed = [name for name in RUNTIME if forget(upper, name)]
+    if forget(upper, PRELOAD):
+        changed.append(PRELOAD)
+    known = _names_in(rootfs, PROGRAM_DIRS)
+    for directory in PROGRAM_DIRS:
+        for entry in _changes(upper, rootfs, directory, changed):
+            name = entry.removeprefix(_DELETED)
+            if name in PROGRAMS and (known is None or name in known):
+                changed += _undo(upper, rootfs, directory, entry)
+    triplets = _names_in(rootfs, LIBRARY_DIRS) or set()
+    places = [*LIBRARY_DIRS, *(f"{base}/{n}" for base in LIBRARY_DIRS for n in sorted(triplets) if n.count("-") >= 2)]
+    for directory in places:
+        for entry in _changes(upper, rootfs, directory, changed):
+            if entry.removeprefix(_DELETED).startswith(LIBRARIES):
+                changed += _undo(upper, rootfs, directory, entry)
+            elif entry in _PREFERRED:
+                changed += _forget_libraries(upper, f"{directory}/{entry}")
+    if _cache_leads_elsewhere(upper, {f"/{place}" for place in places}):
+        forget(upper, CACHE)
+        changed.append(CACHE)
+    return changed
+
+
+def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
+    """What the layer has under the names of the image's basic tools in further directories of a ``PATH``."""
+    known = _names_in(rootfs, PROGRAM_DIRS)
+    found: list[str] = []
+    for directory in dict.fromkeys(
+        os.path.normpath(word).strip("/") for word in search_path.split(":") if word[:1] == "/"
+    ):
+        parts = PurePosixPath(directory).parts
+        if directory in PROGRAM_DIRS or not parts:
+            continue
+        if all(_is_directory(upper.joinpath(*parts[: depth + 1])) for depth in range(len(parts))):
+            names = PROGRAMS.intersection(os.listdir(upper / directory))
+            found += [f"{directory}/{name}" for name in sorted(names) if known is None or name in known]
+    return found
+
+
+def _forget_libraries(upper: Path, directory: str) -> list[str]:
+    """Copies of the basic libraries for better processors, which the loader prefers."""
+    if not _is_directory(upper / directory):
+        return []
+    found = [
+        os.path.relpath(os.path.join(place, name), upper)
+        for place, _, names in os.walk(upper / directory)
+        for name in names
+        if name.startswith(LIBRARIES)
+    ]
+    return [path for path in found if forget(upper, path)]
+
+
+def _cache_leads_elsewhere(upper: Path, places: Collection[str]) -> bool:
+    """Whether the loader's cache, as the agent left it, has one of the basic libraries outside of the system's."""
+    if not _is_directory(upper / "etc"):
+        return False
+    try:
+        descriptor = os.open(upper / CACHE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return os.path.lexists(upper / CACHE)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return True
+        data = file.read(_LARGEST_CACHE + 1)
+    names = (os.path.split(os.fsdecode(found[1])) for found in re.finditer(rb"(/[^\0]+)\0", data))
+    elsewhere = any(name.startswith(LIBRARIES) and place not in places for place, name in names)
+    return elsewhere or len(data) > _LARGEST_CACHE
+
+
+def mend(upper: Path, rootfs: Path, workdir: str | None) -> None:
+    """Makes a container start again, whatever the last one did: its shell, its directories, its work directory."""
+    restore_programs(upper, rootfs)
+    place = upper
+    for part in PurePosixPath((workdir or "/").strip("/")).parts:
+        place /= part
+        if os.path.lexists(place) and not _is_directory(place):
+            _remove(place)
+        elif _is_directory(place):
+            _open(place)
+
+
+def keep_only(upper: Path, aside: Path, paths: Iterable[str]) -> list[str]:
+    """Sets the whole layer aside and takes back only what it has at ``paths``; returns those taken.
+
+    Moved, not copied: deletions (overlay's whiteouts) and times stay as they are. A link is not taken, nor
+    what lies behind one: the agent made it lead elsewhere.
+    """
+    _open(upper)
+    os.rename(upper, aside)
+    upper.mkdir(mode=0o755)
+    taken: list[str] = []
+    for path in dict.fromkeys(path.strip("/") for path in paths):
+        parts = PurePosixPath(path).parts
+        if not parts or any(PurePosixPath(path).is_relative_to(other) for other in taken):
+            continue
+        if _move(aside, upper, parts):
+            taken.append(path)
+    return taken
+
+
+def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
+    """Undoes :func:`keep_only`: the layer is the agent's again, with what happened at the kept paths since."""
+    for path in taken:
+        parts = PurePosixPath(path).parts
+        forget(aside, path)
+        _move(upper, aside, parts)
+    remove_tree(upper)
+    os.rename(aside, upper)
+
+
+def set_aside(upper: Path, path: str, aside: Path) -> bool:
+    """Moves what the layer has at ``path`` to ``aside``, so that the image's own shows; ``False`` if it has nothing."""
+    *parents, name = PurePosixPath(path.strip("/")).parts
+    place = upper
+    for part in parents:
+        place /= part
+        if not _is_directory(place):
+            return False
+    if not os.path.lexists(place / name):
+        return False
+    os.rename(place / name, aside)
+    return True
+
+
+def replace(upper: Path, path: str, aside: Path) -> None:
+    """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone."""
+    forget(upper, path.strip("/"))
+    os.rename(aside, upper / path.strip("/"))
+
+
+def _move(source: Path, target: Path, parts: Sequence[str]) -> bool:
+    here, there = source, target
+    for part in parts[:-1]:
+        here, there = here / part, there / part
+        if not _is_directory(here):
+            return False
+        there.mkdir(exist_ok=True)
+        os.chmod(there, stat.S_IMODE(os.lstat(here).st_mode) | 0o700)
+    here, there = here / parts[-1], there / parts[-1]
+    if not os.path.lexists(here) or here.is_symlink():
+        return False
+    os.rename(here, there)
+    return True
+
+
+def _changes(upper: Path, rootfs: Path, directory: str, changed: list[str]) -> list[str]:
+    """What the layer has in a directory of the image, after the directory itself is the image's again."""
+    place, below = upper, rootfs
+    for part in PurePosixPath(directory).parts:
+        place, below = place / part, below / part
+        if not os.path.lexists(place):
+            return []
+        if _is_directory(place) and not below.is_symlink():
+            _show_through(place)
+        elif os.path.lexists(below):
+            _remove(place)
+            changed.append(str(place.relative_to(upper)))
+            return []
+        else:
+            return []
+    return sorted(os.listdir(place))
+
+
+def _undo(upper: Path, rootfs: Path, directory: str, entry: str) -> list[str]:
+    """What the agent added is left, unless it comes before the image's own of the same name."""
+    name = entry.removeprefix(_DELETED)
+    shadows = os.path.lexists(rootfs / directory / name)
+    hijacks = directory.startswith("usr/local/")
+    if shadows or hijacks or not rootfs.is_dir():
+        _remove(upper / directory / entry)
+        return [f"{directory}/{name}"]
+    return []
+
+
+def _names_in(rootfs: Path, directories: Iterable[str]) -> set[str] | None:
+    if not rootfs.is_dir():
+        return None
+    return {
+        name for directory in directories if (rootfs / directory).is_dir() for name in os.listdir(rootfs / directory)
+    }
+
+
+def _show_through(directory: Path) -> None:
+    """A directory that was made anew hides the image's; without its mark both are seen."""
+    for name in _OPAQUE:
+        try:
+            os.removexattr(directory, name, follow_symlinks=False)
+        except OSError:
+            pass
+    forget(directory, ".wh..wh..opq")
+    _open(directory)
+
+
+def _open(directory: Path) -> None:
+    mode = stat.S_IMODE(os.lstat(directory).st_mode)
+    if mode & 0o700 != 0o700:
+        os.chmod(directory, mode | 0o700)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _remove(path: Path) -> bool:
+    if not os.path.lexists(path):
+        return False
+    remove_tree(path)
+    return True

@@ -1,0 +1,143 @@
+"""The writable layer of one sandbox: its files on scratch, and how they meet the image's.
+
+::
+
+    LAYER/upper  LAYER/work   with an overlay: what the sandbox changed, and the kernel's workroom
+    LAYER/root                without one: a copy of the image that is written to (copies.py)
+
+Between two containers the host may change a layer. It does so on ``upper``, whatever kind of layer it is: a copy is
+taken apart for that and laid out anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.environments.sandbox import snapshot
+from megaflow_hpc.environments.sandbox.rootfs import copies
+from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR, clean_environment, unshare
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.proctree import dies_with_parent
+
+_MADE_BY_US = ("dev", "proc", "sys", "tmp", "etc", CONTROL_DIR.lstrip("/"))
+
+
+@dataclass(frozen=True)
+class LayerPaths:
+    """Where a sandbox's files are on the host."""
+
+    upper: Path
+    """The overlay's upper directory: what the sandbox changed."""
+    rootfs: Path
+    """The image below it, read-only; not a directory where the image is not unpacked."""
+
+
+class WritableLayer:
+    """A layer at ``path``, over the image that ``access`` holds."""
+
+    def __init__(self, path: str, access: Access) -> None:
+        self.path = path
+        self._access = access
+        self.occupied = 0
+        """Bytes below ``path`` that are a copy of the image and not the sandbox's work."""
+
+    def make(self) -> None:
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+
+    async def ready(self) -> None:
+        """Returns when a container may start on it. Raises :class:`SandboxError` if the image cannot be copied."""
+        if self._access.copies and not os.path.isdir(os.path.join(self.path, "root")):
+            self.occupied = int(await self._take("lay_out") or 0)
+
+    async def change(self, work: Callable[[LayerPaths], None]) -> None:
+        """Lets the host change what the sandbox has written, while nothing runs."""
+        if self._access.copies and os.path.isdir(os.path.join(self.path, "root")):
+            await self._take("gather")
+        await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), Path(self._access.rootfs)))
+
+    async def empty(self) -> None:
+        """As new."""
+        old = f"{self.path}.old"
+        os.rename(self.path, old)
+        os.mkdir(self.path, 0o700)
+        await asyncio.to_thread(remove_tree, old)
+
+    def holds(self, binds: Collection[str], workdir: str) -> str:
+        """What a layer holds in which nothing has run, in words; empty if that is no more than places for mounts."""
+        made = {*_MADE_BY_US, workdir.lstrip("/"), *(bind.split(":")[-1].lstrip("/") for bind in binds)}
+        top = os.path.join(self.path, "root" if self._access.copies else "upper")
+        for place, directories, files in os.walk(top):
+            inside = os.path.relpath(place, top)
+            below = os.path.join(self._access.rootfs, inside)
+            image = set(os.listdir(below)) if self._access.copies and os.path.isdir(below) else set()
+            expected = inside == "." or any(f"{path}/".startswith(f"{inside}/") for path in made)
+            if not expected and not (self._access.copies and os.path.isdir(below)):
+                return f"its layer holds {inside}"
+            for name in files:
+                if name not in image or not copies.same(os.path.join(place, name), os.path.join(below, name)):
+                    return f"its layer holds {os.path.normpath(os.path.join(inside, name))}"
+            if missing := image - set(files) - set(directories):
+                return f"its layer lacks {os.path.normpath(os.path.join(inside, missing.pop()))}"
+            directories[:] = [name for name in directories if not os.path.islink(os.path.join(place, name))]
+        return ""
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
+
+    def restore(self, kept: Snapshot) -> None:
+        """Lays a snapshot into the layer; only before the first container."""
+        self.make()
+        snapshot.lay(kept, Path(self.path), whiteouts=not self._access.copies)
+
+    async def snapshot(self, target: Path, image: str) -> Snapshot:
+        """Copies the layer while nobody writes to it.
+
+        Raises:
+            SandboxError: there is something at ``target``, or the copy failed.
+        """
+        if not self._access.copies:
+            return await asyncio.to_thread(snapshot.take, Path(self.path, "upper"), target, image)
+        twin = WritableLayer(f"{self.path}.kept", self._access)
+        twin.make()
+        try:
+            await asyncio.to_thread(snapshot.copy, Path(self.path, "root"), Path(twin.path, "root"))
+            await twin._take("gather")
+            return await asyncio.to_thread(snapshot.take, Path(twin.path, "upper"), target, image, copies.DELETED)
+        finally:
+            await asyncio.to_thread(remove_tree, twin.path)
+
+    async def _take(self, verb: str) -> str:
+        """Runs :mod:`.copies`, whose reading and writing would hold up everything else in this process."""
+        image = self._access.rootfs
+        argv = [*(unshare() if os.geteuid() else ()), *dies_with_parent()]
+        argv += [sys.executable, "-S", "-E", copies.__file__, verb, image, self.path]
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=clean_environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            said, errors = await process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            raise
+        if process.returncode:
+            why = errors.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
+            raise SandboxError(
+                f"{image}: cannot be copied for a sandbox at {self.path}: {why[0]}; every sandbox takes as much room "
+                "on scratch as its image here (megaflow-hpc doctor)"
+            )
+        return said.decode().strip()

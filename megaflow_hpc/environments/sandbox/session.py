@@ -1,0 +1,147 @@
+"""A shell that stays: directory, variables and functions hold from one command to the next.
+
+The shell is one long command of its sandbox. It takes a line for every command from a FIFO and evaluates it in itself,
+with standard input empty and the two output streams of that command; the status comes back on the shell's own standard
+output. A command that ends the shell (``exit``) is a result; the next one finds a new shell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from megaflow_hpc.environments.sandbox.commands.commands import Commands
+from megaflow_hpc.environments.sandbox.commands.running import CommandUnderWay, Worker
+from megaflow_hpc.environments.sandbox.commands.shell import session_text
+from megaflow_hpc.environments.sandbox.limits.usage import command_of
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import descendants, is_runner, parent
+from megaflow_hpc.types import ExecResult
+
+GRACE_S = 1.0
+"""From the kill of what a command started to its end; then the shell itself is busy, and goes."""
+
+
+class Session:
+    """From :meth:`ApptainerSandbox.session`; an async context manager.
+
+    Args:
+        commands: those of the sandbox's container, a fresh one if need be.
+    """
+
+    def __init__(self, commands: Callable[[], Awaitable[Commands]], workdir: str, limit: int) -> None:
+        self._find = commands
+        self._workdir = workdir
+        self._limit = limit
+        self._commands: Commands | None = None
+        self._shell: CommandUnderWay | None = None
+        self._worker: Worker | None = None
+        self._said = b""
+        self._one = asyncio.Lock()
+
+    async def __aenter__(self) -> Session:
+        async with self._one:
+            await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        """Runs a command in the shell and waits for its end; one at a time.
+
+        After ``timeout_s`` everything the shell has started is killed; where the shell itself is what does not end, it
+        goes as well, and with it its state.
+
+        Raises:
+            SandboxError: the sandbox is stopped or was lost.
+        """
+        async with self._one:
+            if self._shell is None or self._shell.done.done():
+                await self._open()
+            assert self._commands is not None
+            assert self._worker is not None
+            assert self._shell is not None
+            began = time.monotonic()
+            running = self._commands.launch(command, self._workdir, {}, None, self._limit, self._worker)
+            timed_out = False
+            waiting = {running.done, self._shell.done}
+            try:
+                done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    timed_out = True
+                    await self._interrupt(running)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._interrupt(running))
+                raise
+            if not running.done.done():
+                ended = await asyncio.shield(self._shell.done)
+                self._commands.finish(running, ended)
+            status = await running.done
+            if self._shell.done.done():
+                await self._close()
+        out, err = running.buffers
+        return ExecResult(
+            exit_code=124 if timed_out else status,
+            stdout_bytes=out.value(),
+            stderr_bytes=err.value(),
+            truncated=out.truncated or err.truncated,
+            timed_out=timed_out,
+            duration_s=time.monotonic() - began,
+        )
+
+    async def _open(self) -> None:
+        await self._close()
+        commands = await self._find()
+        worker, inside = commands.session_worker()
+        script = session_text(inside)
+        chosen = f"if command -v bash >/dev/null; then exec bash -c {shlex.quote(script)}; fi\n{script}"
+        self._said = b""
+        self._commands, self._worker = commands, worker
+        self._shell = commands.launch(chosen, self._workdir, {}, None, self._limit, on_output=self._answered)
+
+    def _answered(self, data: bytes) -> None:
+        *lines, self._said = (self._said + data).split(b"\n")
+        for line in lines:
+            running = self._worker.command if self._worker else None
+            if running is not None and line.isdigit() and self._commands is not None:
+                self._commands.finish(running, int(line))
+
+    async def _interrupt(self, running: CommandUnderWay) -> None:
+        """Kills what the shell has started, then the shell if it is what goes on."""
+        assert self._commands is not None
+        assert self._shell is not None
+        init = self._commands.init
+        deadline = time.monotonic() + GRACE_S
+        while init is not None and not running.done.done() and time.monotonic() < deadline:
+            await asyncio.to_thread(_kill_below, init.pid, self._shell.number)
+            await asyncio.wait((running.done, self._shell.done), timeout=0.05)
+        if not running.done.done() and not self._shell.done.done():
+            await self._commands.kill(self._shell)
+
+    async def _close(self) -> None:
+        shell, self._shell = self._shell, None
+        if shell is not None and self._commands is not None:
+            if not shell.done.done():
+                await self._commands.kill(shell)
+            elif not shell.done.cancelled():
+                shell.done.exception()
+        if self._worker is not None:
+            os.close(self._worker.pipe)
+            self._worker = None
+
+
+def _kill_below(init: int, number: int) -> None:
+    """SIGKILLs all that command ``number`` has started, but not its own first process."""
+    for pid in descendants(init):
+        if command_of(pid) == number and is_runner(parent(pid)):
+            for below in list(descendants(pid)):
+                identity = Identity.of(below)
+                if identity is not None:
+                    identity.kill()

@@ -1,0 +1,178 @@
+"""Copies of a sandbox's writable layer: taken, kept, and laid under a new sandbox.
+
+::
+
+    DIRECTORY/
+      upper/          what the sandbox changed: its files, and marks of what it deleted
+      snapshot.json   image, and how deletions are marked; written last into a directory that is renamed into place
+
+A whiteout is a character device 0/0, which Linux lets any user make, and an opaque directory an extended attribute of
+``user.overlay``: both are ordinary to ``cp -a``. It runs as uid 0 of a user namespace where that is to be had, in which
+it may read the owner's own files whatever their modes say, and shares blocks where the file system can. What a sandbox
+without an overlay deleted is marked by files (copies.py); they become whiteouts where an overlay takes the snapshot.
+
+To travel, a layer is packed into one file by GNU tar, which knows devices, links, holes and extended attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import unshare
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.layout import write_json
+
+FORMAT = 1
+COPY_S = 600.0
+_CHUNK = 1 << 20
+_TAR = ("--xattrs", "--xattrs-include=*", "--numeric-owner")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A layer that was kept. ``path`` is on the host; it stays until somebody removes it."""
+
+    path: str
+    image: str
+    marks: str = ""
+    """What the names of files begin with that stand for deleted ones; empty: whiteouts do."""
+    offset: int = -1
+    """From this byte on the file ``path`` holds the packed layer; -1: ``path`` is a directory."""
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Snapshot:
+        """Raises :class:`SandboxError` if ``path`` is no snapshot."""
+        try:
+            with open(Path(path) / "snapshot.json", encoding="utf-8") as file:
+                content = json.load(file)
+            if content["format"] != FORMAT:
+                raise SandboxError(f"{path}: a snapshot of format {content['format']}; this version reads {FORMAT}")
+            return cls(str(path), str(content["image"]), str(content.get("marks", "")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SandboxError(f"{path}: not a snapshot of a sandbox ({error})") from error
+
+    def remove(self) -> None:
+        remove_tree(self.path)
+
+
+def take(upper: Path, target: Path, image: str, marks: str = "") -> Snapshot:
+    """Copies a layer that nobody writes to. Appears at ``target`` whole or not at all.
+
+    Raises:
+        SandboxError: there is something at ``target``, or the copy failed.
+    """
+    if os.path.lexists(target):
+        raise SandboxError(f"{target}: exists already; name a new place for a snapshot")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
+    try:
+        if upper.is_dir():
+            copy(upper, partial / "upper")
+        else:
+            (partial / "upper").mkdir()
+        snapshot = Snapshot(str(target), image, marks)
+        write_json(partial / "snapshot.json", {"format": FORMAT, **asdict(snapshot)})
+        os.rename(partial, target)
+    except OSError as error:
+        raise SandboxError(f"{target}: no snapshot could be made there ({error})") from error
+    finally:
+        if partial.exists():
+            remove_tree(partial)
+    return snapshot
+
+
+def lay(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
+    """Copies a snapshot into the layer of a sandbox that has not started.
+
+    Args:
+        whiteouts: the layer is an overlay's, which knows no other marks of what was deleted.
+    """
+    if snapshot.offset < 0:
+        copy(Path(snapshot.path, "upper"), layer / "upper")
+    else:
+        _unpack(snapshot, layer / "upper")
+    if whiteouts and snapshot.marks:
+        _make_whiteouts(layer / "upper", snapshot.marks)
+
+
+def pack(snapshot: Snapshot, write: Callable[[bytes], object], limit: int) -> None:
+    """Hands the layer of a snapshot to ``write``, piece by piece, as one archive of at most ``limit`` bytes.
+
+    Raises:
+        SandboxError: it is larger, or cannot be packed; beside what ``write`` raises.
+    """
+    upper = Path(snapshot.path, "upper")
+    words = _as_root(["tar", "--create", "--file=-", f"--directory={upper}", "--format=posix", "--sparse", *_TAR, "."])
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors) as packing:
+        assert packing.stdout is not None
+        try:
+            written = 0
+            while chunk := packing.stdout.read(_CHUNK):
+                written += len(chunk)
+                if written > limit:
+                    raise SandboxError(f"{upper}: takes more than {limit} bytes")
+                write(chunk)
+        except BaseException:
+            packing.kill()
+            raise
+        if packing.wait():
+            errors.seek(0)
+            raise SandboxError(f"{upper}: cannot be packed: {errors.read(500).decode('utf-8', 'replace').strip()}")
+
+
+def _unpack(snapshot: Snapshot, upper: Path) -> None:
+    upper.mkdir()
+    options = ["--same-permissions", "--no-same-owner", "--delay-directory-restore"]
+    with open(snapshot.path, "rb", buffering=0) as file:
+        file.seek(snapshot.offset)
+        argv = ["tar", "--extract", "--file=-", f"--directory={upper}", *options, *_TAR]
+        _run(argv, f"{snapshot.path}: the layer cannot be unpacked", file.fileno())
+
+
+def _make_whiteouts(upper: Path, marks: str) -> None:
+    program = """
+import os, stat, sys
+for place, _, names in os.walk(os.fsencode(sys.argv[1])):
+    for name in names:
+        if name.startswith(os.fsencode(sys.argv[2])):
+            os.unlink(os.path.join(place, name))
+            os.mknod(os.path.join(place, name[len(sys.argv[2]):]), stat.S_IFCHR, 0)
+"""
+    _run([sys.executable, "-I", "-S", "-c", program, str(upper), marks], f"{upper}: deletions cannot be marked")
+
+
+def copy(source: Path, target: Path) -> None:
+    """``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
+    program = shutil.which("cp")
+    if program is None:
+        raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")
+    _run([program, "-a", "--reflink=auto", "--", str(source), str(target)], f"{source}: cannot be copied to {target}")
+
+
+def _run(argv: Sequence[str], failed: str, stdin: int = subprocess.DEVNULL) -> None:
+    """As uid 0 of a user namespace, where that is to be had."""
+    words = _as_root(argv)
+    try:
+        done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, timeout=COPY_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"{failed}: not done in {COPY_S:g} s") from None
+    except OSError as error:
+        raise SandboxError(f"{failed}: {error}") from error
+    if done.returncode:
+        raise SandboxError(f"{failed}: {done.stderr.strip()[-500:]}")
+
+
+def _as_root(argv: Sequence[str]) -> list[str]:
+    return [*(unshare() if os.geteuid() else ()), *argv]

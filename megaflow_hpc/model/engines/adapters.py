@@ -1,0 +1,243 @@
+"""How to start each inference engine and where it then listens.
+
+An adapter turns the campaign's ``model:`` section into a :class:`Launch`: a command line, variables, and an address,
+which is a Unix socket in a private directory where the engine can (vLLM ``--uds``) and a loopback port chosen now where
+it cannot. Keys go to an engine by its environment. ``args`` of the section become options as they stand:
+``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
+
+The interpreter of an engine is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
+environment ``MEGAFLOW_ENGINE_VENV``, else the one that runs this. With ``model.image`` it is one of that image.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.address import address, free_port
+from megaflow_hpc.model.engines import container, multinode
+
+MAX_SOCKET_PATH = 100
+"""Bytes of a Unix socket's path (sun_path has 108)."""
+
+
+@dataclass
+class Launch:
+    """An engine about to be started, or one that is there (``command`` empty)."""
+
+    command: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    uds: str | None = None
+    base_url: str = ""
+    """Without ``/v1``."""
+    key: str = field(default="", repr=False)
+    model_name: str = ""
+    protocol: str = "text"
+    """What of :mod:`megaflow_hpc.model.gateway.protocols` it can do."""
+    reload: str = ""
+    """How it loads weights in place (:data:`.weight_updates.RELOADERS`); empty: it is started anew."""
+    metrics: bool = False
+    """Its ``/metrics`` tell how many requests wait."""
+    slots: int = 0
+    """Requests that it answers at once, where that is known without its telling."""
+    start_timeout_s: float = 900.0
+    """Seconds from the start to the first completion; large models load for minutes."""
+
+
+def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:
+    """What to start for ``model`` (the campaign's section as a mapping).
+
+    Args:
+        model: ``engine``, ``path``, ``gpus``, ``nodes``, ``args``, ``python``, ``image``, ``script``, ``base_url``…
+        policy: Name under which the model is served.
+        private: A directory of mode 0700 on a local file system, for the socket.
+        seen: What an engine in an image must see of the host beside the model.
+
+    Raises:
+        ConfigError: The section does not fit the engine.
+    """
+    engine = str(model.get("engine") or "vllm")
+    if engine not in ADAPTERS:
+        raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
+    found = ADAPTERS[engine](model, policy, private)
+    if model.get("image") and found.command:
+        found = container.contained(found, model, private, seen)
+    return multinode.spread(found, count, private) if (count := int(model.get("nodes") or 1)) > 1 else found
+
+
+def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    python = interpreter(model)
+    options = dict(model.get("args") or {})
+    gpus = int(model.get("gpus") or 0)
+    built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
+    built_in |= {"uvicorn-log-level": "warning"}
+    if gpus > 1:
+        built_in["tensor-parallel-size"] = gpus
+    program = "vllm.entrypoints.openai.api_server"
+    words: list[str] = []
+    if (count := int(model.get("nodes") or 1)) > 1:
+        built_in |= {"pipeline-parallel-size": count, "nnodes": count, "master-addr": address()}
+        built_in["master-port"] = free_port("")
+        program, words = "vllm.entrypoints.cli.main", ["serve"]  # which alone knows nodes that do not serve
+    env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # the paths that change weights: on the socket, and behind the admin key
+    if options.get("enable-lora") or options.get("enable_lora"):
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
+        env["VLLM_RPC_BASE_PATH"] = str(private)
+    if _is_cpu_build(python):
+        built_in["enforce-eager"] = True
+    result = Launch(
+        [python, "-m", program, *words, *flags({**built_in, **options})],
+        {k: os.environ.get(k, v) for k, v in env.items()},
+        model_name=str(options.get("served-model-name", policy)),
+        protocol="split" if options.get("enable-scale-out", True) else "plain",
+        reload="vllm",
+        metrics=True,
+        slots=_number(options, "max-num-seqs"),
+    )
+    result.uds = socket_path(private)
+    result.command += ["--uds", result.uds]
+    return result
+
+
+def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    port = free_port()
+    built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
+    built_in |= {"host": "127.0.0.1", "port": port, "tp": max(1, int(model.get("gpus") or 1))}
+    # No key: SGLang takes one on its command line only, where others could read it.
+    return Launch(
+        [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
+        {"HF_HUB_OFFLINE": "1"},
+        base_url=f"http://127.0.0.1:{port}",
+        model_name=policy,
+        reload="sglang",
+        metrics=True,
+        slots=_number(model.get("args") or {}, "max-running-requests"),
+    )
+
+
+def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    port, path = free_port(), _path(model)
+    built_in: dict[str, Any] = {"host": "127.0.0.1", "port": port}
+    program = str(Path(interpreter(model)).with_name("transformers"))  # "transformers", where a PATH is to find it
+    return Launch(
+        [program, "serve", path, *flags({**built_in, **(model.get("args") or {})})],
+        {"HF_HUB_OFFLINE": "1"},
+        base_url=f"http://127.0.0.1:{port}",
+        model_name=path,
+        slots=0 if "continuous-batching" in (model.get("args") or {}) else 1,
+    )
+
+
+def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    uds = socket_path(private)
+    options: dict[str, Any] = {"served-model-name": policy, "uds": uds}
+    if model.get("script"):
+        options["script"] = str(model["script"])
+    options |= model.get("args") or {}
+    python = interpreter(model) if model.get("image") else sys.executable
+    command = [python, "-m", "megaflow_hpc.model.engines.scripted.engine", *flags(options)]
+    slots = int(options.get("slots") or 0)
+    env = {"PYTHONPATH": str(Path(__file__).parents[3])} if model.get("image") else {}
+    return Launch(command, env, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)
+
+
+def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
+    base_url = str(model.get("base_url") or "")
+    if not re.match(r"https?://", base_url):
+        raise ConfigError(f"model.base_url: {base_url!r}; engine external needs an address such as http://HOST:PORT/v1")
+    options = model.get("args") or {}
+    return Launch(
+        base_url=base_url.rstrip("/").removesuffix("/v1"),
+        key=_key_file(model.get("api_key_file")),
+        model_name=str(options.get("model") or model.get("path") or policy),
+        protocol=str(options.get("protocol", "text")),  # "plain" where it is a vLLM
+        start_timeout_s=120.0,
+    )
+
+
+Adapter = Callable[[Mapping[str, Any], str, Path], Launch]
+ADAPTERS: Mapping[str, Adapter] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "transformers": _transformers,
+    "scripted": _scripted,
+    "external": _external,
+}
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` as command-line words.
+
+    ``True`` is the bare option, ``False`` and ``None`` leave it out, a list repeats its values, a mapping is JSON.
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        option = "--" + str(name).lstrip("-").replace("_", "-")
+        if value is None or value is False:
+            continue
+        words.append(option)
+        if isinstance(value, Mapping):
+            words.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            words += [str(v) for v in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def interpreter(model: Mapping[str, Any]) -> str:
+    """The Python that has the engine."""
+    if model.get("image"):
+        inside = str(model.get("python") or container.PYTHON)
+        return f"{inside}/bin/python" if Path(inside).is_dir() else inside
+    chosen = model.get("python") or os.environ.get("MEGAFLOW_ENGINE_VENV")
+    if not chosen:
+        return sys.executable
+    path = Path(str(chosen)).expanduser()
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if shutil.which(str(path)) is None:
+        raise ConfigError(f"the engine's interpreter {path} does not exist or cannot be run; check model.python")
+    return str(path)
+
+
+def socket_path(private: Path) -> str:
+    path = str(private / "engine.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(f"{path} is too long for a Unix socket; set TMPDIR to a shorter directory")
+    return path
+
+
+def _is_cpu_build(python: str) -> bool:
+    """Whether the virtual environment has ``vllm-cpu``; read from its metadata, since importing takes many seconds."""
+    return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
+
+
+def _number(options: Mapping[str, Any], name: str) -> int:
+    """An engine option however its name is spelt; 0 where it is not given."""
+    return next((int(v) for key, v in options.items() if v and str(key).lstrip("-").replace("_", "-") == name), 0)
+
+
+def _path(model: Mapping[str, Any]) -> str:
+    if not model.get("path"):
+        raise ConfigError(f"model.path: engine {model.get('engine')} needs a model directory or name")
+    return str(model["path"])
+
+
+def _key_file(path: Any) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(str(path)).expanduser().read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"model.api_key_file: {path}: {error.strerror}") from error

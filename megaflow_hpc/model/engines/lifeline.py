@@ -1,0 +1,144 @@
+"""The parent of an engine's processes: when it is told to, or its own parent is gone, every one of them ends.
+
+``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a session of its own and waits.
+End-of-file on standard input (the server that started it died, however), SIGTERM or SIGINT end it: SIGTERM to the
+session, SIGKILL after :data:`GRACE_S` to all that is left, also to processes that made sessions of their own, since
+orphans of a subreaper come to it. Its exit code is the command's, 128+n for signal n. The command's own standard input
+says nothing until then and ends first, so that lifelines on other nodes, behind ``srun``, hang on this one.
+
+Engines pass tensors through files in ``/dev/shm`` that outlive whoever is killed: memory of the node that nobody gets
+back. Those that one of these processes had mapped are removed at the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE_S = 8.0
+"""Seconds an engine has to give its GPU memory and shared memory back."""
+SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
+"""What Python's multiprocessing calls its shared memory and semaphores."""
+LOOK_S = 5.0
+"""Seconds between two looks at which of these the processes have mapped."""
+HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(word) for word in file.read().split()]
+    except OSError:
+        pass
+    return found
+
+
+def _descendants() -> list[int]:
+    todo, seen = _children(os.getpid()), []
+    while todo:
+        pid = todo.pop()
+        seen.append(pid)
+        todo += _children(pid)
+    return seen
+
+
+def _mapped() -> set[str]:
+    """Files of shared memory that a descendant has mapped now."""
+    found = set()
+    for pid in _descendants():
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                found |= {path for line in file if (path := line.rstrip("\n").partition("/")[2])}
+        except OSError:
+            pass
+    return {f"/{path}" for path in found if f"/{path}".startswith(SHARED)}
+
+
+def _kill_all() -> None:
+    """SIGKILL to every descendant; those that are orphaned meanwhile come here and are met in the next round."""
+    for _ in range(100):
+        for pid in _descendants():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.02)
+
+
+def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
+    """Runs the command; its status. ``heeded``: signals that end it, the others of these are ignored."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write)
+    ended = False
+
+    def stop(*_: object) -> None:
+        nonlocal ended
+        ended = True
+
+    for number in HEEDED:
+        signal.signal(number, stop if number in heeded else lambda *_: None)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+    shared: set[str] = set()
+    while not ended and child.poll() is None:
+        ready, _, _ = select.select([0, wake_read], [], [], LOOK_S)
+        shared |= _mapped()
+        if 0 in ready and not os.read(0, 4096):
+            ended = True
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+    assert child.stdin is not None
+    child.stdin.close()
+    if child.poll() is None:
+        try:
+            os.killpg(child.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        try:
+            child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+    code = child.poll()
+    shared |= _mapped()
+    _kill_all()
+    for path in shared:
+        try:
+            os.unlink(path)
+        except OSError:  # its owner has tidied up, as it should
+            pass
+    if code is None:
+        code = -signal.SIGKILL
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m megaflow_hpc.model.engines.lifeline COMMAND…")
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)

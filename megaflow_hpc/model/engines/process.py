@@ -1,0 +1,116 @@
+"""One engine while it runs: started under a lifeline, asked for a real completion, ended with all its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.engines import failure
+from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.server.proxy import Proxy
+
+WARM_UP = 3
+"""Tokens of the first completion: one is the prompt's work alone, the next ones compile the decoding."""
+TAIL = 200_000
+"""Bytes of the engine's log that are looked at for a cause: a failure in a core process is followed by many others."""
+END_S = 20.0
+NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
+"""Variables that no engine is started with: an MPI world's, and what a site's module would bind into its image."""
+
+
+class EngineProcess:
+    """The process of a :class:`~megaflow_hpc.model.engines.adapters.Launch`; one that is there already has none.
+
+    Args:
+        log_file: Gets the engine's output, appended.
+    """
+
+    def __init__(self, launch: Launch, log_file: Path) -> None:
+        self.launch, self.log_file = launch, log_file
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
+
+    async def start(self) -> None:
+        if self.launch.uds:
+            Path(self.launch.uds).unlink(missing_ok=True)
+        if not self.launch.command:
+            return
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED)}
+        descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._log_start = os.fstat(descriptor).st_size
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "megaflow_hpc.model.engines.lifeline", *self.launch.command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=descriptor,
+                stderr=descriptor,
+                env={**environment, **self.launch.env},
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+
+    async def wait(self) -> None:
+        """Until it ends; for ever where it is not ours."""
+        await (self._process.wait() if self._process else asyncio.Event().wait())
+
+    async def end(self) -> None:
+        """End-of-file on the lifeline; it leaves when the last process has."""
+        engine = self._process
+        if engine is not None and engine.returncode is None:
+            if engine.stdin is not None:
+                engine.stdin.close()
+            try:
+                await asyncio.wait_for(engine.wait(), END_S)
+            except TimeoutError:
+                engine.kill()
+                await engine.wait()
+
+    def cause(self) -> str:
+        """Why it ended, in one line."""
+        try:
+            with self.log_file.open("rb") as file:
+                file.seek(max(self._log_start, self.log_file.stat().st_size - TAIL))
+                tail = file.read().decode("utf-8", "replace")
+        except OSError:
+            tail = ""
+        return failure.cause(tail, self._process.returncode if self._process else None)
+
+    async def until_healthy(self, proxy: Proxy) -> None:
+        """Waits for a real completion.
+
+        Raises:
+            ModelServiceError: There was none in the time that the engine has.
+        """
+        launch = self.launch
+        deadline = time.monotonic() + launch.start_timeout_s
+        pause, last = 0.05, "it did not listen"
+        messages = [{"role": "user", "content": "Are you ready?"}]
+        scores = launch.protocol != "text"  # as the gateway will ask, so that all is compiled before it does
+        tries: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/chat/completions", {"messages": messages, **({"logprobs": True} if scores else {})}),
+            ("/v1/completions", {"prompt": "Are you ready?", **({"logprobs": 1} if scores else {})}),
+        ]
+        while time.monotonic() < deadline:
+            for path, body in tries:
+                try:
+                    request = {"model": launch.model_name, "max_tokens": WARM_UP, **body}
+                    status, text = await proxy.ask(path, request, timeout_s=120)
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    last = f"{type(error).__name__}: {error}"
+                    break
+                if status == 200:
+                    return
+                last = f"HTTP {status} for a completion: {text[:300]}"
+                if not launch.command and status in (401, 403):
+                    raise ModelServiceError(f"{launch.base_url} {failure.KEY} of model.api_key_file: {last}")
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 1.0)
+        raise ModelServiceError(f"not healthy after {launch.start_timeout_s:g} s: {last}")

@@ -1,0 +1,236 @@
+"""An engine that answers from a file: real sockets, real token ids, no model.
+
+It speaks the engines' plain dialect (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``), with
+``--split`` also :mod:`vLLM's in three requests <megaflow_hpc.model.engines.scripted.scale_out>`, and is run by the same
+wrapper as any engine, so a campaign can be driven to a known end without weights. The format of the file is
+:mod:`megaflow_hpc.model.engines.scripted.script`'s.
+
+Tokens are UTF-8 bytes (ids 0 to 255) with 256 as end of turn and 257 as start of turn; log-probabilities are a function
+of id and position. Reasoning and tool calls are text too, between marks, as models write them. So every invariant of
+the recording holds: a conversation's prompt extends the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.engines.scripted.script import Answer, Script, load, text_of
+
+END, START, OTHER = 256, 257, 512
+"""Ids of :data:`OTHER` and above are bytes too; only the engine in three requests samples them."""
+
+
+def written(message: Mapping[str, Any]) -> str:
+    """An assistant message as the model writes it."""
+    thought = message.get("reasoning")
+    calls = [
+        f"\n<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
+        for call in message.get("tool_calls") or ()
+    ]
+    return (f"<think>{thought}</think>\n" if thought else "") + text_of(message) + "".join(calls)
+
+
+def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+    """A conversation's prompt: ``START role NEWLINE content END NEWLINE`` per message, then the head of the answer.
+
+    Tools come first, as in most chat templates: a list that changes makes another prompt.
+    """
+    tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
+    for message in messages:
+        text = written(message) if message.get("role") == "assistant" else text_of(message)
+        tokens += [START, *f"{message.get('role', 'user')}\n".encode(), *text.encode("utf-8", "replace"), END, 10]
+    return [*tokens, START, *b"assistant\n"]
+
+
+def logprob(token: int, position: int) -> float:
+    """A made-up log-probability in (-2, 0)."""
+    return -(1 + (token * 31 + position * 17) % 199) / 100
+
+
+class ScriptedEngine:
+    """The HTTP application. ``max_model_len`` in tokens, as an engine's; ``slots`` answers at once, 0: any number."""
+
+    def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:
+        self.script, self.model_name, self.max_model_len = script, model_name, max_model_len
+        self._slots: Any = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=256 * 2**20)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = {"id": self.model_name, "object": "model", "owned_by": "script", "max_model_len": self.max_model_len}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            return error(400, "messages: expected a list of at least one message")
+        tools = body.get("tools") or []
+        prompt = render(messages, tools)
+        answer = self.script.answer(messages, [tool["function"]["name"] for tool in tools])
+        return await self._reply(body, answer, prompt, chat=True)
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)):
+            return error(400, "prompt: expected a text or a list of token ids")
+        tokens = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+        return await self._reply(body, self.script.answer([{"role": "user", "content": text}]), tokens, chat=False)
+
+    async def _reply(self, body: Mapping[str, Any], answer: Answer, prompt: list[int], *, chat: bool) -> web.Response:
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        if refused := await self.refused(answer, len(prompt), wanted):
+            return refused
+        room = self.max_model_len - len(prompt)
+        message = message_of(answer)
+        sampled = self.sample(written(message), prompt)
+        limit = min(wanted or room, room)
+        finish = "tool_calls" if answer.calls else "stop"
+        if len(sampled) > limit:
+            sampled, finish = sampled[:limit], "length"
+            text = bytes(t % OTHER for t in sampled if t != END).decode("utf-8", "replace")
+            message = {"role": "assistant", "content": text}
+        self.sampled(prompt, sampled)
+        return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
+
+    def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
+        """The ids of an answer."""
+        return [*text.encode("utf-8", "replace"), END]
+
+    def sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Is told of each answer that is given."""
+
+    async def refused(self, answer: Answer, prompt: int, wanted: int) -> web.Response | None:
+        """The error that is given instead of an answer, after the time that the answer takes; ``None`` without one."""
+        async with self._slots:
+            await asyncio.sleep(answer.delay_s)
+        if answer.status != 200:
+            return error(answer.status, answer.text or "scripted error")
+        room = self.max_model_len - prompt
+        if room > 0 and wanted <= room:
+            return None
+        return error(
+            400,
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+            f"{wanted} output tokens and your prompt contains {prompt} input tokens.",
+        )
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message["reasoning"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in answer.calls
+        ]
+    return message
+
+
+def _response(
+    body: Mapping[str, Any],
+    model: str,
+    prompt: list[int],
+    sampled: list[int],
+    message: Mapping[str, Any],
+    finish: str,
+    *,
+    chat: bool,
+) -> dict[str, Any]:
+    scores = [logprob(t, len(prompt) + i) for i, t in enumerate(sampled)]
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+    if chat:
+        choice["message"] = message
+    else:
+        choice["text"] = message["content"]
+    if body.get("logprobs"):
+        names = [f"token_id:{t}" for t in sampled]
+        choice["logprobs"] = (
+            {"content": [{"token": n, "logprob": s, "top_logprobs": []} for n, s in zip(names, scores, strict=True)]}
+            if chat
+            else {"tokens": names, "token_logprobs": scores, "top_logprobs": None, "text_offset": []}
+        )
+    reply: dict[str, Any] = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(sampled),
+            "total_tokens": len(prompt) + len(sampled),
+        },
+    }
+    if body.get("return_token_ids"):
+        choice["token_ids"] = sampled
+        (reply if chat else choice)["prompt_token_ids"] = prompt
+    return reply
+
+
+def error(status: int, message: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m megaflow_hpc.model.engines.scripted.engine", description="answers from a script"
+    )
+    parser.add_argument("--script", type=Path)
+    parser.add_argument("--served-model-name", default="scripted")
+    parser.add_argument("--max-model-len", type=int, default=1_000_000)
+    parser.add_argument("--split", action="store_true", help="serve render, generate and derender, as vLLM may")
+    parser.add_argument("--slots", type=int, default=0, help="answers that it gives at once; default: any number")
+    parser.add_argument("--node-rank", type=int, default=0, help="of an engine over several nodes")
+    parser.add_argument("--headless", action="store_true", help="serve nothing: another node does")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--uds")
+    where.add_argument("--port", type=int, help="on 127.0.0.1")
+    arguments = parser.parse_args(argv)
+    if arguments.headless:
+        signal.pause()
+    try:
+        script = load(arguments.script) if arguments.script else Script()
+    except ConfigError as mistake:
+        raise SystemExit(f"error: wrong script: {mistake}") from None
+    kind: type[ScriptedEngine] = ScriptedEngine
+    if arguments.split:
+        from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+
+        kind = SplitEngine
+    engine = kind(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
+    place: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": "127.0.0.1", "port": arguments.port}
+    web.run_app(engine.application(), **place, access_log=None, print=lambda *_: print(json.dumps(place), flush=True))
+
+
+if __name__ == "__main__":
+    main()

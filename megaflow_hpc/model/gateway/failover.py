@@ -1,0 +1,98 @@
+"""A call is made at as many servers as it takes.
+
+Nothing of an answer has been promised to the agent until it is whole, so a call whose server refuses, breaks off,
+answers 5xx or garbage is simply made again, elsewhere where there is another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.gateway import protocols
+from megaflow_hpc.model.gateway.connection import Connections
+from megaflow_hpc.model.gateway.limits import CallLimits
+from megaflow_hpc.model.gateway.router import Router, Server
+from megaflow_hpc.model.gateway.session import Session
+
+T = TypeVar("T")
+Ask = Callable[[protocols.Call], Awaitable[T]]
+Called = tuple[T, Server, float, float]
+"""What an asker made of a call, the server that answered, the seconds it took there and those before."""
+
+
+class Caller:
+    """
+    Args:
+        wait_s: Seconds a call waits for a server that answers.
+        request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
+        limits: What all calls together may ask for.
+    """
+
+    def __init__(self, wait_s: float, request_timeout_s: float, limits: CallLimits | None = None) -> None:
+        self.wait_s, self.request_timeout_s = wait_s, request_timeout_s
+        self.limits = limits or CallLimits()
+        self.router = Router()
+        self._connections = Connections()
+
+    def update(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the list of servers; connections to others are closed."""
+        self.router.update(records)
+        self._connections.forget({(s.url, s.fingerprint) for s in self.router.all()})
+
+    def close(self) -> None:
+        self._connections.close()
+
+    async def call(self, session: Session, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T]) -> Called[T]:
+        """Makes one call.
+
+        Raises:
+            backend.Refused: The request is at fault.
+            ModelServiceError: No server answered in time; the session's ``trouble`` says why.
+        """
+        arrived = time.monotonic()
+        try:
+            async with self.limits.turn():
+                return await self._try(session, policy, path, body, ask, arrived)
+        except ModelServiceError as error:
+            session.trouble = str(error)
+            raise
+
+    async def _try(
+        self, session: Session, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T], arrived: float
+    ) -> Called[T]:
+        deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
+        cause, router, previous, group = "", self.router, session.servers.get(policy, ""), session.group
+        while True:
+            server = router.pick(policy, previous, group)
+            if server is None:
+                # Should the agent's time run out here, it is not its fault.
+                session.trouble = cause or router.describe(policy)
+                try:
+                    server = await router.acquire(policy, deadline, previous, group)
+                except ModelServiceError as error:
+                    raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
+            server.outstanding += 1
+            began = time.monotonic()
+            call = protocols.Call(
+                self._connections, server, path, body, self.request_timeout_s, session.recorder, policy
+            )
+            try:
+                answer = await ask(call)
+            except protocols.Unavailable as error:
+                server.failed(began)
+                cause = str(error)
+                if time.monotonic() >= deadline:
+                    raise ModelServiceError(f"policy {policy!r}: {cause}") from error
+                await asyncio.sleep(0)  # a server that fails at once must not hold the loop
+                continue
+            except protocols.Refused:
+                server.succeeded()  # it looked at the request
+                raise
+            finally:
+                server.outstanding -= 1
+            server.succeeded()
+            return answer, server, time.monotonic() - began, began - arrived

@@ -1,0 +1,344 @@
+"""What the gateway asks of an engine so that every sampled token is known.
+
+``text``: the OpenAI endpoint as it is. Nothing is known of tokens: only the conversation is kept. For engines that
+refuse the parameters below.
+
+``plain``: the OpenAI endpoint, with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the
+scripted engine have both). The engine renders the whole history anew, so a history whose text does not encode to the
+sampled ids starts a new sequence.
+
+``split`` (vLLM with ``--enable-scale-out``): ``…/render`` makes the prompt's token ids, ``/inference/v1/generate`` goes
+from ids to ids, ``…/derender`` makes the agent's answer of them. Between the first and the second, the part of the
+prompt that is this rollout's own earlier answers is replaced by the ids that were sampled, so a conversation that is
+only appended to is one sequence whatever its text encodes to::
+
+    rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
+    sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
+
+A server that turns out to lack what its protocol needs is asked in the next lower one. Which was used is counted per
+rollout (:attr:`~megaflow_hpc.types.Recording.protocols`), so that nobody takes text for tokens.
+
+What an agent asked for and what is added are kept apart: the answer it sees is the one it would get from the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from megaflow_hpc.model.gateway import answer
+from megaflow_hpc.model.gateway.connection import Broken, Connections
+from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.router import Server
+from megaflow_hpc.model.server.proxy import VERSION
+
+LACKING = frozenset({404, 405, 501})
+"""Answers of a server that has no such path."""
+RETRIED = frozenset({401, 403, 408, 429})
+"""Answers below 500 that say something of the server and nothing of the request: another one may do better."""
+
+
+class Reply(dict[str, Any]):
+    """A JSON object, and the version of the weights that the server had when it was sampled."""
+
+    weight_version: int = 0
+
+
+class Refused(Exception):
+    """The engine's own verdict on a request (4xx): handed to the agent as it is."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status, self.body = status, body
+
+
+class Unavailable(Exception):
+    """The server did not do its work: another try, there or elsewhere, is right."""
+
+
+@dataclass
+class Answer:
+    """What goes back to the agent, and what is recorded."""
+
+    body: dict[str, Any]
+    samples: list[Sample] = field(default_factory=list)
+    message: dict[str, Any] | None = None
+    """The answer where there is no sample."""
+    protocol: str = ""
+    """That it was asked in."""
+
+
+async def post(
+    connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float, scores: bool = True
+) -> Reply:
+    """One JSON request to ``server``. Without ``scores`` those of a chat answer's tokens are :class:`answer.Scores`.
+
+    Raises:
+        Refused: The request is at fault.
+        Unavailable: The server is: unreachable, wrong certificate, 5xx, no JSON.
+    """
+    try:
+        response = await connections.post(
+            server.url + path, packed(body), key=server.key, fingerprint=server.fingerprint, timeout_s=timeout_s
+        )
+    except Broken as error:
+        raise Unavailable(f"{server.name}: {error}") from error
+    raw = response.body
+    if response.status >= 500 or response.status in RETRIED or 300 <= response.status < 400:
+        raise Unavailable(f"{server.name}: HTTP {response.status}: {raw[:300].decode('utf-8', 'replace')}")
+    if response.status >= 400:
+        raise Refused(response.status, raw)
+    try:
+        found = (None if scores else answer.read(raw)) or parsed(raw)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
+    if not isinstance(found, dict):
+        raise Unavailable(f"{server.name}: the answer is not a JSON object")
+    reply = Reply(found)
+    said = response.headers.get(VERSION.lower(), "")
+    reply.weight_version = int(said) if said.isdecimal() else server.weight_version
+    return reply
+
+
+def parsed(raw: bytes) -> Any:
+    """JSON, also what strict readers refuse: half a surrogate pair from a cut-off tool output, ``NaN``."""
+    try:
+        return orjson.loads(raw)
+    except ValueError:
+        return json.loads(raw)
+
+
+def packed(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # half a surrogate pair: escaped, as it came
+        return json.dumps(value).encode()
+
+
+class Call(NamedTuple):
+    """One request of an agent, at one server."""
+
+    connections: Connections
+    server: Server
+    path: str
+    body: Mapping[str, Any]
+    timeout_s: float
+    recorder: Recorder
+    policy: str
+
+    async def post(self, path: str, body: Mapping[str, Any], scores: bool = True) -> Reply:
+        return await post(self.connections, self.server, path, body, self.timeout_s, scores)
+
+    def asked(self, **changes: Any) -> dict[str, Any]:
+        """The body as it goes to the engine."""
+        body = {k: v for k, v in self.body.items() if k != "stream_options"}
+        return {**body, "model": self.server.model_name, "stream": False, **changes}
+
+
+async def ask(call: Call) -> Answer:
+    """One call in the protocol that the server's engine has; raises as :func:`post` does."""
+    return await PROTOCOLS[call.server.protocol](call)
+
+
+async def text(call: Call) -> Answer:
+    """A call of which only the text is kept."""
+    reply = await call.post(call.path, call.asked())
+    try:
+        choice = reply["choices"][0]
+        message = _brief(choice["message"]) if "message" in choice else None
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise Unavailable(f"{call.server.name}: an answer without a choice ({error!r})") from error
+    return Answer(reply, message=message, protocol="text")
+
+
+async def plain(call: Call) -> Answer:
+    """A call of ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
+    server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
+    scores = True if chat else max(1, int(body.get("logprobs") or 0))
+    try:
+        asked = call.asked(return_token_ids=True, logprobs=scores)
+        reply = await call.post(call.path, asked, scores=not chat or bool(body.get("logprobs")))
+    except Refused as refusal:
+        if b"return_token_ids" not in refusal.body:
+            raise
+        server.protocol, server.degraded = "text", True  # it does not know the parameter
+        return await text(call)
+    if chat and (message := _text_alone(reply)) is not None:
+        reply["model"] = body.get("model") or server.model_name
+        return Answer(reply, message=message, protocol="text")
+    try:
+        samples = [_sample(reply, choice, chat, reply.weight_version, server.name) for choice in reply["choices"]]
+    except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
+        raise Unavailable(f"{server.name}: no token ids or log-probabilities in the answer ({error!r})") from error
+    reply["model"] = body.get("model") or server.model_name
+    _strip(reply, body, chat)
+    return Answer(reply, samples, protocol="plain")
+
+
+async def split(call: Call) -> Answer:
+    """A chat call in three: render, generate, derender. What these cannot do goes the plain way."""
+    body = call.body
+    if not call.path.endswith("/chat/completions") or body.get("stop") or (body.get("n") or 1) > 1:
+        return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
+    server = call.server
+    asked = call.asked(logprobs=True)
+    try:
+        request = await call.post(call.path + "/render", asked)
+    except Refused as refusal:
+        if refusal.status not in LACKING:
+            raise
+        server.protocol, server.degraded = "plain", True  # it has no such paths: from now on as one without them
+        return await plain(call)
+    try:
+        rendered, sampling = list(request["token_ids"]), dict(request["sampling_params"])
+        prompt = rendered if request.get("features") else await _continued(call, rendered)
+        if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+            sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
+        sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
+        generate = {**request, "token_ids": prompt, "sampling_params": sampling, "stream": False}
+        generated = await call.post("/inference/v1/generate", generate)
+        (choice,) = generated["choices"]
+        tokens = list(choice["token_ids"])
+        scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        _check(tokens, scores)
+        spans = _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
+        told = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
+        reply = await call.post(
+            call.path + "/derender", {"model": server.model_name, "prompt_tokens": len(prompt), **told}
+        )
+        message = _brief(reply["choices"][0]["message"])
+        finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise Unavailable(
+            f"{server.name}: an answer of render, generate or derender lacks a part ({error!r})"
+        ) from error
+    sample = Sample(
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=scores,
+        text=message.get("content") or "",
+        finish_reason=finish,
+        weight_version=spans[-1][0],
+        weight_spans=spans,
+        server=server.name,
+        message=message,
+        request_id=str(generated.get("request_id", "")),
+        rendered=rendered,
+        stopped=choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str),
+    )
+    reply["model"] = body.get("model") or server.model_name
+    _strip(reply, body, chat=True)
+    return Answer(reply, [sample], protocol="split")
+
+
+async def count(call: Call) -> int:
+    """Tokens of the prompt that the request makes; raises as :func:`post` does."""
+    try:
+        if call.server.protocol == "split":
+            return len((await call.post(call.path + "/render", call.asked()))["token_ids"])
+        reply = await call.post(call.path, call.asked(max_tokens=1))  # the one count that every engine gives
+        return int(reply["usage"]["prompt_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unavailable(
+            f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
+        ) from error
+
+
+async def _continued(call: Call, rendered: list[int]) -> list[int]:
+    """``rendered`` with this rollout's own earlier answers as they were sampled; itself where none is known."""
+    messages = call.body.get("messages") or ()
+    found = call.recorder.tip(rendered, messages, call.policy)
+    if found is None:
+        return rendered
+    sequence, tip = found
+    after = rendered[len(tip.rendered) :]
+    if tip.stop is not None:
+        if tip.stop not in after:
+            return rendered
+        tail = after[after.index(tip.stop) + 1 :]
+    else:
+        # A limit cut the answer off, so no token in it marks its end: what follows an answer without text is the rest.
+        emptied = [dict(m) for m in messages]
+        emptied[tip.messages] = {"role": "assistant", "content": ""}
+        bare = list((await call.post(call.path + "/render", call.asked(messages=emptied)))["token_ids"])
+        tail = bare[len(tip.rendered) :]
+        if bare[: len(tip.rendered)] != list(tip.rendered) or not tail or after[-len(tail) :] != tail:
+            return rendered
+    return [*sequence.tokens[: tip.end], *tail]
+
+
+def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, version: int, server: str) -> Sample:
+    message = dict(choice["message"]) if chat else None
+    scores = choice["logprobs"]
+    if isinstance(scores, answer.Scores):
+        logprobs = scores.values()
+    else:
+        logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
+    prompt = array("i", reply["prompt_token_ids"] if chat else choice["prompt_token_ids"])
+    tokens = choice["token_ids"]
+    _check(tokens, logprobs)
+    return Sample(
+        prompt=prompt,
+        tokens=list(tokens),
+        logprobs=logprobs,
+        text=(message.get("content") or "") if message is not None else choice.get("text", ""),
+        finish_reason=choice.get("finish_reason") or "",
+        weight_version=version,
+        server=server,
+        message=_brief(message) if message is not None else None,
+        request_id=str(reply.get("id", "")),
+    )
+
+
+def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
+    """Version and end of each run of tokens, where the engine tells them: weights may change while it samples."""
+    told = choice.get("weight_versions") or []
+    if not told or not all(str(span["version"]).isdecimal() for span in told):
+        return []  # started without a number: the proxy's header has it
+    spans = [(int(span["version"]), int(span["end"])) for span in told]
+    if spans[-1][1] != tokens:
+        raise ValueError(f"weight versions of {spans[-1][1]} tokens, {tokens} token ids")
+    return spans
+
+
+def _text_alone(reply: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The message of a good answer whose engine knows nothing of token ids."""
+    try:
+        (choice,) = reply["choices"]
+        if "token_ids" not in choice and isinstance(choice["message"]["role"], str) and reply["usage"]:
+            return _brief(choice["message"])
+    except (KeyError, TypeError, ValueError):
+        pass
+    return None
+
+
+def _check(tokens: list[int], logprobs: list[float]) -> None:
+    """Raises what a caller takes for garbage, unless there is a number for each id."""
+    if len(array("i", tokens)) != len(array("f", logprobs)):
+        raise ValueError(f"{len(tokens)} token ids, {len(logprobs)} log-probabilities")
+
+
+def _brief(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without the fields an engine fills with nothing."""
+    return {k: v for k, v in message.items() if v or k in ("role", "content")}
+
+
+def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
+    """Takes out what the agent did not ask for."""
+    if not body.get("return_token_ids"):
+        reply.pop("prompt_token_ids", None)
+        for choice in reply["choices"]:
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+    asked = body.get("logprobs")
+    if not asked and (chat or asked is None):
+        for choice in reply["choices"]:
+            choice["logprobs"] = None
+
+
+PROTOCOLS: Mapping[str, Callable[[Call], Awaitable[Answer]]] = {"text": text, "plain": plain, "split": split}

@@ -1,0 +1,141 @@
+"""A recorded campaign in the place of an engine: the same calls get the same answers, token by token.
+
+``model: {engine: replay, path: RUN}``. No server is started: the gateway answers by itself. A call is known by its
+rollout and by what it asks (a digest of its conversation, kept with every recorded call), so calls may come in any
+order and at once, as sub-agents make them. A call that was not recorded ends the rollout with the number of the call
+that differs; ``args: {diverged: answer}`` gives it the next recorded answer instead, for looking at what follows.
+
+What is recorded of a replayed rollout is what was recorded of the first: prompts, sampled ids, log-probabilities and
+weight versions. Times are those of the replay.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.gateway.recorder import Sample, digest
+from megaflow_hpc.types import Trajectory
+
+ARTIFACT = "engine.jsonl"
+
+
+class Recordings(Protocol):
+    """Where earlier rollouts are kept."""
+
+    def trajectory(self, rollout_id: str) -> Trajectory | None: ...
+
+
+@dataclass
+class _Call:
+    asked: str
+    sample: Sample
+    used: bool = False
+
+
+def calls_of(trajectory: Trajectory) -> list[_Call]:
+    """The recorded calls of a rollout, with all that the engine said.
+
+    Raises:
+        ModelServiceError: Its tokens or its raw answers were not kept.
+    """
+    lines = [line for a in trajectory.artifacts if a.name == ARTIFACT for line in a.data.splitlines()]
+    found = []
+    for number, turn in enumerate(trajectory.turns):
+        try:
+            raw = orjson.loads(lines[number])
+        except (IndexError, ValueError):
+            raise ModelServiceError(
+                f"replay: of rollout {trajectory.id} {number} of {len(trajectory.turns)} calls were kept whole; the "
+                "others cannot be answered (raw answers are kept up to a bound)"
+            ) from None
+        sequence = trajectory.sequences[turn.sequence]
+        part = slice(turn.token_start, turn.token_end)
+        message = raw.get("message") or {"role": "assistant", "content": raw["text"]}
+        sample = Sample(
+            prompt=sequence.tokens[: turn.token_start],
+            tokens=list(sequence.tokens[part]),
+            logprobs=list(sequence.logprobs[part]),
+            text=raw["text"],
+            finish_reason=turn.finish_reason,
+            weight_spans=_spans(sequence.weight_versions[part]),
+            server=turn.server,
+            message=message,
+            request_id=raw.get("id", ""),
+        )
+        found.append(_Call(raw.get("asked", ""), sample))
+    return found
+
+
+def _spans(versions: array[int]) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for place, version in enumerate(versions, 1):
+        if spans and spans[-1][0] == version:
+            spans.pop()
+        spans.append((version, place))
+    return spans
+
+
+@dataclass
+class Replay:
+    """One policy's answers. ``policy`` is its name in the recorded campaign, where that was another."""
+
+    recordings: Recordings
+    policy: str = ""
+    answer_diverged: bool = False
+    _open: dict[str, list[_Call]] = field(default_factory=dict)
+    """By session: a rollout that is tried again starts anew."""
+
+    def begin(self, token: str, rollout_id: str) -> None:
+        task, policy, sample = rollout_id.rsplit("/", 2)
+        name = f"{task}/{self.policy or policy}/{sample}"
+        trajectory = self.recordings.trajectory(name)
+        if trajectory is None:
+            raise ModelServiceError(f"replay: rollout {name} is not among the recorded ones")
+        self._open[token] = calls_of(trajectory)
+
+    def end(self, token: str) -> None:
+        self._open.pop(token, None)
+
+    def answer(self, token: str, rollout_id: str, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        """What the engine said to this.
+
+        Raises:
+            ModelServiceError: This was not asked in the recorded rollout.
+        """
+        if token not in self._open:
+            self.begin(token, rollout_id)
+        calls = self._open[token]
+        asked = digest(list(messages))
+        call = next((c for c in calls if not c.used and c.asked == asked), None)
+        if call is None and self.answer_diverged:
+            call = next((c for c in calls if not c.used), None)
+        if call is None:
+            done = sum(c.used for c in calls)
+            raise ModelServiceError(
+                f"replay: rollout {rollout_id} asks what was not asked in the recording, after {done} of its "
+                f"{len(calls)} calls: something but the model differs (args: {{diverged: answer}} goes on with the "
+                "next recorded answer)"
+            )
+        call.used = True
+        return call.sample
+
+
+def body_of(sample: Sample, chat: bool, model: str) -> dict[str, Any]:
+    """The engine's answer, as the dialects take it."""
+    counts = {"prompt_tokens": len(sample.prompt), "completion_tokens": len(sample.tokens)}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
+    choice |= {"message": dict(sample.message or {})} if chat else {"text": sample.text}
+    return {
+        "id": sample.request_id,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": 0,
+        "model": model,
+        "choices": [choice],
+        "usage": {**counts, "total_tokens": sum(counts.values())},
+    }

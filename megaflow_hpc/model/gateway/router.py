@@ -1,0 +1,196 @@
+"""Which server answers a call: the least busy healthy one of the policy, unless another's prefix cache is worth more.
+
+*Busy* is requests in flight over the server's weight, so that a server of twice the weight takes twice as many. A
+rollout goes back to the server that answered it last, and the first call of a rollout to its group's: the one that a
+hash of the group and the servers' names says, which is the same at every gateway of the campaign and spreads groups by
+weight (rendezvous hashing). Either holds while that server is at most ``AFFINITY`` requests busier than the least busy.
+
+Health is decided by real requests. A server that refused or broke a connection, or answered 5xx, rests for half a
+second, doubling up to half a minute with each failure in a row. After that one call tries it; its success lets the
+others in. Failures of calls that were under way at once count as one. Where every server of a policy rests, the one
+that wakes first is awaited, so a short outage costs waiting and no rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megaflow_hpc.errors import ModelServiceError
+
+REST_S = 0.5
+REST_MAX_S = 30.0
+HOPELESS_S = 15.0
+"""A call waits this long when every server of its policy has given up; one may have been requeued to another node,
+unless the cause of each is one that another start would meet again: then nobody waits."""
+AFFINITY = 2
+"""Requests by which a rollout's previous server may be busier and is still taken: its prefix cache is worth that."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One engine server as its endpoint file describes it, and how it has done here."""
+
+    name: str
+    policy: str
+    url: str
+    key: str
+    model_name: str
+    weight_version: int = 0
+    fingerprint: str = ""
+    """SHA-256 of the certificate in hexadecimal; empty without TLS."""
+    protocol: str = "plain"
+    """What it can do; see :mod:`megaflow_hpc.model.gateway.protocols`."""
+    degraded: bool = False
+    """It turned out to lack what its protocol needs, and is asked in a lower one."""
+    weight: float = 1.0
+    """How many requests it should have for one of a server of weight 1."""
+    started: str = ""
+    """Tells one start of a server from the next."""
+    outstanding: int = 0
+    failures: int = 0
+    failed_at: float = 0.0
+    rests_until: float = 0.0
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Server:
+        return cls(
+            name=str(record["server"]),
+            policy=str(record["policy"]),
+            url=str(record["url"]).rstrip("/"),
+            key=str(record.get("key", "")),
+            model_name=str(record.get("model_name", "")),
+            weight_version=int(record.get("weight_version", 0)),
+            fingerprint=str(record.get("tls_fingerprint") or ""),
+            protocol=str(record.get("protocol", "plain")),
+            weight=max(float(record.get("weight") or 1.0), 1e-3),
+            started=str(record.get("start", "")),
+        )
+
+    @property
+    def busy(self) -> float:
+        return self.outstanding / self.weight
+
+    def awake(self, now: float) -> bool:
+        """Whether a call may go there: after a rest, one at a time until one succeeds."""
+        return self.rests_until <= now and not (self.failures and self.outstanding)
+
+    def failed(self, began: float) -> None:
+        """A call that began at ``began`` (``time.monotonic``) found it at fault."""
+        if began < self.failed_at:
+            return  # one outage, seen by all that were under way
+        self.failures += 1
+        self.failed_at = time.monotonic()
+        self.rests_until = self.failed_at + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.rests_until = 0.0
+
+
+class Router:
+    """The servers there are now. Lives in one event loop; :meth:`update` must be called there."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+        self._causes: dict[str, str] = {}
+        self._hopeless: dict[str, float] = {}
+        """Policy whose servers have all given up → seconds that a call still waits for one."""
+        self._changed = asyncio.Event()
+
+    def update(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over what ``RUN/endpoints/`` lists: live servers, and the causes of those that gave up.
+
+        A record marked ``hopeless`` says that every server its policy was given has given up.
+        """
+        servers: dict[str, Server] = {}
+        self._hopeless = {}
+        for record in records:
+            if record.get("hopeless"):
+                policy, wait_s = str(record.get("policy", "")), 0.0 if record.get("lasting") else HOPELESS_S
+                self._hopeless[policy] = max(wait_s, self._hopeless.get(policy, 0.0))
+        causes: dict[str, str] = {}
+        for record in records:
+            if not record.get("url"):
+                if record.get("cause"):
+                    causes[str(record.get("policy", ""))] = f"{record.get('server')}: {record['cause']}"
+                continue
+            server = Server.from_record(record)
+            known = self._servers.get(server.name)
+            if known is not None and (known.started, known.url) == (server.started, server.url):
+                known.weight_version, known.weight = server.weight_version, server.weight
+                server = known
+            servers[server.name] = server
+        self._servers, self._causes = servers, causes
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def all(self) -> list[Server]:
+        return list(self._servers.values())
+
+    def servers(self, policy: str) -> list[Server]:
+        return [s for s in self._servers.values() if s.policy == policy]
+
+    def pick(self, policy: str, previous: str = "", group: str = "") -> Server | None:
+        """The server to ask now, or ``None`` while there is none awake."""
+        now = time.monotonic()
+        awake = [s for s in self.servers(policy) if s.awake(now)]
+        if len(awake) < 2:
+            return awake[0] if awake else None
+        preferred = self._servers.get(previous)
+        if preferred is None or preferred not in awake:
+            preferred = max(awake, key=lambda s: _draw(group, s)) if group else None
+        least = min(awake, key=lambda s: s.busy)
+        if preferred is not None and preferred.outstanding <= (least.busy + AFFINITY) * preferred.weight:
+            return preferred
+        return least
+
+    async def acquire(self, policy: str, deadline: float, previous: str = "", group: str = "") -> Server:
+        """Waits for a server until ``deadline`` (``time.monotonic``).
+
+        Raises:
+            ModelServiceError: There was none, with what is known of the cause.
+        """
+        began = time.monotonic()
+        while True:
+            server = self.pick(policy, previous, group)
+            if server is not None:
+                return server
+            now = time.monotonic()
+            if policy in self._hopeless:
+                deadline = min(deadline, began + self._hopeless[policy])
+            if now >= deadline:
+                raise ModelServiceError(self.describe(policy))
+            wakes = [s.rests_until - now for s in self.servers(policy)]
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), timeout=max(0.01, min([deadline - now, *wakes])))
+            except TimeoutError:
+                pass
+
+    def describe(self, policy: str) -> str:
+        """Why no server answers, in one line."""
+        known = self.servers(policy)
+        if known:
+            names = ", ".join(s.name for s in known)
+            return f"policy {policy!r}: none of {len(known)} registered servers answers ({names})"
+        cause = self._causes.get(policy)
+        return f"policy {policy!r}: no server is registered" + (f"; last start failed: {cause}" if cause else "")
+
+
+@lru_cache(maxsize=65536)
+def _uniform(group: str, server: str) -> float:
+    """A number in (0, 1) that every gateway draws alike."""
+    digest = hashlib.blake2b(f"{group}\0{server}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2**64
+
+
+def _draw(group: str, server: Server) -> float:
+    """Of the servers the one that draws most is the group's; in the long run as often as its weight says."""
+    return -server.weight / math.log(_uniform(group, server.name))

@@ -1,0 +1,53 @@
+"""Server-sent events to an agent that asked for a stream.
+
+The answer comes whole from the engine. While it is awaited nothing is sent, so that a failure is an HTTP error like any
+other; after ``QUIET_S`` the stream opens with a comment, which clients skip, and one more each ``QUIET_S``, so that no
+client takes the wait for a dead connection. A failure after that is an event of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from megaflow_hpc.model.gateway.dialects import Event
+from megaflow_hpc.model.gateway.protocols import packed
+
+QUIET_S = 20.0
+
+
+async def send(
+    request: web.BaseRequest,
+    answer: Awaitable[dict[str, Any]],
+    events: Callable[[dict[str, Any]], Iterator[Event]],
+    failed: Callable[[Exception], Event],
+) -> web.StreamResponse:
+    """Streams what ``answer`` becomes; raises as it does while no byte has been sent."""
+    work = asyncio.ensure_future(answer)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        while not (await asyncio.wait({work}, timeout=QUIET_S))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b": still working\n\n")
+        try:
+            found = list(events(work.result()))
+        except Exception as error:
+            if not response.prepared:
+                raise
+            found = [failed(error)]
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b"".join(encode(*event) for event in found))
+        await response.write_eof()
+        return response
+    finally:
+        work.cancel()
+
+
+def encode(name: str, data: Any) -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, data.encode() if isinstance(data, str) else packed(data))

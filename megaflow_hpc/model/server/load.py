@@ -1,0 +1,75 @@
+"""How many engine servers a policy wants: pure functions of what the servers say of themselves.
+
+A server writes into its endpoint file, with every heartbeat, how many requests wait in its engine's queue and how long
+the last of them will wait at the pace of the past half minute. Servers are added where both are beyond what the
+campaign file allows; none is ever taken away from here: a server that nobody asks leaves by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.server.proxy import Proxy
+
+QUEUES = re.compile(r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+"""What waits, in the metrics of vLLM and SGLang."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one server, since its last heartbeat."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    """Requests in its engine's queue, and those of a pool's users that wait for their turn."""
+    wait_s: float = 0.0
+    """Seconds until the last of them begins, at the pace of the past half minute."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Load:
+        return cls(*(record.get(name) or 0 for name in ("in_flight", "waiting", "wait_s")))
+
+
+class Gauge:
+    """Measures one server's load."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._answered, self._at = 0, 0.0
+
+    async def read(self, launch: Launch, now: float) -> Load:
+        """The load since the last reading. ``now``: ``time.monotonic``."""
+        in_flight = self._proxy.in_flight
+        waiting = max(0, in_flight - launch.slots) if launch.slots else 0
+        if launch.metrics and (text := await self._proxy.metrics()):
+            waiting = round(sum(float(value) for value in QUEUES.findall(text)))
+        if self._proxy.guests is not None:
+            waiting += self._proxy.guests.waiting
+        answered, seconds = self._proxy.requests - in_flight - self._answered, now - self._at
+        self._answered, self._at = self._proxy.requests - in_flight, now
+        pace = max(answered, 1) / max(seconds, 1e-3)
+        return Load(in_flight, waiting, round(waiting / pace, 1))
+
+
+def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int:
+    """Servers that a policy should have.
+
+    Args:
+        count: The campaign's ``servers`` section: ``min``, ``max``, ``queue``, ``wait_s``.
+        loads: Of the servers that answer now.
+        asking: Whether rollouts of the policy are there to be run.
+    """
+    loads = list(loads)
+    if not asking:
+        return 0
+    if not loads:
+        return max(1, int(count["min"]))
+    waiting = sum(load.waiting for load in loads) / len(loads)
+    seconds = sum(load.wait_s for load in loads) / len(loads)
+    if waiting >= count["queue"] and seconds >= count["wait_s"]:
+        return min(int(count["max"]), len(loads) + max(1, len(loads) // 2))
+    return max(len(loads), 1)

@@ -1,0 +1,336 @@
+"""One element of the engine array: ``python -m megaflow_hpc.model.server RUN [--policy P] [--index N]``.
+
+::
+
+    start engine (Unix socket, under a lifeline) ─► a real completion ─► RUN/endpoints/<policy>.<index>.json
+         ▲                                                                │ a counter in it every 30 s
+         ├── engine ended: back-off, three starts in a row at most ◄──────┤
+         └── other weights that it cannot load in place ◄─────────────────┤
+                                                                          ▼
+             SIGTERM, SIGUSR2, campaign finished, idle: unregister, answer what is in flight, leave
+
+Which model an element serves is element ``SLURM_ARRAY_TASK_ID`` of ``servers`` in run.json:
+``[{"policy": …, "model": {…}}, …]``. A server that gives up leaves ``<policy>.<index>.failed.json`` with one line of
+cause, and its engine's output in ``RUN/logs/<policy>.<index>.engine.log``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
+from megaflow_hpc.ledger.duty import SCALER, Duty
+from megaflow_hpc.model.engines import adapters, failure
+from megaflow_hpc.model.engines.container import clear
+from megaflow_hpc.model.engines.process import EngineProcess
+from megaflow_hpc.model.server.load import Gauge
+from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.server.registration import Assignment, Registration, assignment, in_slurm
+from megaflow_hpc.model.server.tenants import Guests
+from megaflow_hpc.model.server.weight_updates import Follower
+from megaflow_hpc.rundir.budget import Meter, gpus_of
+from megaflow_hpc.rundir.engine_pool import Pool
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.weights import Version
+
+HEARTBEAT_S = 30.0
+POLL_S = 5.0
+"""Between looks at ``RUN/ledger/finished`` (a stat), the weights' pointer (an open) and the clock."""
+IDLE_S = 300.0
+DRAIN_S = 25.0
+"""Slurm's preemption gives 30 s before SIGKILL by default (KillWait)."""
+STARTS = 3
+"""Starts in a row that may fail."""
+BACKOFF_S = (1.0, 5.0)
+STEADY_S = 60.0
+"""An engine that ran this long starts the count anew."""
+ANSWER_S = 900.0
+"""What is being sampled may take this long before an engine that works is ended to load other weights."""
+
+
+IDLE = 75
+"""Exit status of a server that nobody asks: the batch script puts its element back into the queue, held."""
+
+
+class _OtherWeights(Exception):
+    """The engine is to be started anew with the current version."""
+
+
+class EngineServer:
+    """Runs one engine from start to leave.
+
+    Args:
+        run: The campaign's run directory.
+        what: The model and the name of this server.
+        idle_s: Seconds without a request, after the first, before it leaves.
+        poll_s: Seconds between two looks at the run directory.
+        beat_s: Seconds between two heartbeats.
+        caps: What a pool's users may ask; ``None`` where the campaign is none.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        what: Assignment,
+        *,
+        idle_s: float = IDLE_S,
+        poll_s: float = POLL_S,
+        beat_s: float = HEARTBEAT_S,
+        caps: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.run_dir, self.what, self.idle_s, self.poll_s, self.beat_s = run, what, idle_s, poll_s, beat_s
+        pool = Pool(run.path) if caps is not None else None
+        self.files = Registration(run, what, pool)
+        self._guests = Guests(pool, caps) if pool is not None and caps is not None else None
+        self.weights = Follower(run, what)
+        gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
+        self._meter = Meter(run, what.name, gpus_of(gpus))
+        self._leave = asyncio.Event()
+        self._fingerprint = ""
+        self._status = 0
+        self._scaler = Duty(run, SCALER)
+        self._launch: adapters.Launch
+        self._gauge: Gauge
+        self._proxy: Proxy
+
+    async def run(self) -> int:
+        """Serves until told to leave; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
+        private = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
+        try:
+            context = None
+            if os.environ.get("MEGAFLOW_TLS", "1") != "0":
+                try:
+                    from megaflow_hpc.model.server.tls import make_context
+                except ImportError as error:
+                    raise ConfigError(f"{error}: TLS needs it; install it with: pip install cryptography") from error
+                context, self._fingerprint = make_context(private)
+            self._proxy = Proxy(context, guests=self._guests)
+            await self._proxy.start()
+            self._gauge = Gauge(self._proxy)
+            watcher = asyncio.create_task(self._watch())
+            try:
+                return await self._keep_running(private)
+            finally:
+                watcher.cancel()
+                self._note_gpus(now=True)
+                self.files.leave()
+                await self._proxy.stop()
+        except ConfigError as error:
+            self._give_up(str(error))
+            return error.exit_status
+        finally:
+            clear(private)
+
+    def leave(self, why: str) -> None:
+        if not self._leave.is_set():
+            self._say(f"leaving: {why}")
+            self._leave.set()
+
+    async def _keep_running(self, private: Path) -> int:
+        failures = 0
+        while True:
+            started = time.monotonic()
+            version = self.weights.choose()
+            try:
+                await self._one_life(private, version)
+                return self._status
+            except _OtherWeights:
+                failures = 0
+                continue
+            except ModelServiceError as error:
+                failures = 1 if time.monotonic() - started > STEADY_S and self.files.beats else failures + 1
+                self.files.unregister()
+                self._say(f"start {failures} of {STARTS}: {error}")
+                lasting = failure.lasting(str(error))
+                failures = STARTS if lasting else failures
+                if failures >= STARTS and not version.path:
+                    self._give_up(str(error))
+                    return ConfigError.exit_status if lasting else 1
+                if failures >= STARTS:  # what was published does not run; what was there before it may
+                    self.weights.refused[version.version] = str(error)
+                    failures = 0
+                    continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leave.wait(), BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
+                return 0
+
+    async def _one_life(self, private: Path, version: Version) -> None:
+        """From the engine's start to its end; returns when this server is to leave.
+
+        Raises:
+            ModelServiceError: The engine ended, or never answered.
+            _OtherWeights: It was ended, since other weights are to be served than it can load.
+        """
+        launch = adapters.launch(self.weights.model(version), self.what.policy, private, [self.run_dir.weights])
+        if self._guests is not None:
+            self._guests.engine_answers(launch.slots)
+        engine = EngineProcess(launch, self.files.log_file)
+        self._say(f"starting {' '.join(launch.command[:3])} … ({_named(version)}); output in {self.files.log_file}")
+        await engine.start()
+        ended = asyncio.create_task(engine.wait())
+        leaving = asyncio.create_task(self._leave.wait())
+        healthy = asyncio.create_task(engine.until_healthy(self._proxy))
+        following: asyncio.Task[None] | None = None
+        try:
+            self._proxy.opened = False
+            await self._proxy.attach(launch)
+            await asyncio.wait({ended, leaving, healthy}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                return
+            if ended.done():
+                raise ModelServiceError(engine.cause())
+            healthy.result()
+            await self.weights.started(version, self._proxy, launch)
+            self._proxy.opened = True
+            self._say(f"serving {_named(version)} at {self.files.register(launch, self._proxy, self._fingerprint)}")
+            self._launch = launch
+            if launch.command and not launch.uds:
+                self._say(f"WARNING: every user of this node can reach the engine at {launch.base_url}, without a key")
+            await self._beat()
+            following = asyncio.create_task(self._follow(launch))
+            await asyncio.wait({ended, leaving, following}, return_when=asyncio.FIRST_COMPLETED)
+            if not leaving.done() and ended.done():
+                raise ModelServiceError(f"the engine ended while serving: {engine.cause()}")
+            if not leaving.done():
+                following.result()
+            self.files.unregister()
+            if not await self._proxy.drain(DRAIN_S):
+                self._say(f"{self._proxy.in_flight} requests were not answered within {DRAIN_S:g} s")
+        finally:
+            for task in (ended, leaving, healthy, following):
+                if task is not None:
+                    task.cancel()
+            await self._proxy.attach(None)
+            self._proxy.draining = False
+            await engine.end()
+
+    async def _follow(self, launch: adapters.Launch) -> None:
+        """Loads what is published; ends with :class:`_OtherWeights` where the engine must be started anew."""
+        while True:
+            await asyncio.sleep(self.poll_s)
+            version = self.weights.next()
+            if version is None:
+                continue
+            self._say(f"loading {_named(version)}")
+            began = time.monotonic()
+            try:
+                if not launch.reload or not version.path:
+                    raise ModelServiceError("this engine is started anew for other weights")
+                await self.weights.load(version, self._proxy, launch)
+            except ModelServiceError as error:
+                self._say(str(error))
+                self.files.loading(version.version)
+                self.files.unregister()  # requests go to other servers, or wait at their gateways
+                await self._proxy.drain(DRAIN_S if launch.reload else ANSWER_S)
+                raise _OtherWeights from error
+            await self._beat()
+            if version.version in self.weights.refused:
+                self._say(f"{_named(version)} refused: {self.weights.refused[version.version]}")
+            else:
+                self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
+
+    async def _beat(self) -> None:
+        refused = [{"version": v, "cause": cause} for v, cause in self.weights.refused.items()]
+        load = await self._gauge.read(self._launch, time.monotonic())
+        version = self.weights.serving.version
+        if self._proxy.attached:  # still, after asking the engine
+            self.files.beat(weight_version=version, refused=refused[-1] if refused else None, **vars(load))
+
+    async def _watch(self) -> None:
+        """Heartbeat, end of campaign, idleness."""
+        finished = self.run_dir.ledger / "finished"
+        next_beat = time.monotonic() + self.beat_s
+        while not self._leave.is_set():
+            self._note_gpus()
+            await asyncio.sleep(min(self.poll_s, self.idle_s))
+            if finished.exists() or (self.run_dir.ledger / "cancelled").exists():
+                self.leave("the campaign is over")
+            idle = time.monotonic() - self._proxy.last_request
+            if self._asked() and not self._proxy.in_flight and idle > self.idle_s and self._may_idle():
+                self._status = IDLE if in_slurm() else 0
+                self.leave(f"no request for {idle:.0f} s")
+            if self.files.beats and not self._leave.is_set() and time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self.beat_s
+                try:
+                    await self._beat()
+                except OSError as error:
+                    self._say(f"heartbeat: {error}")
+
+    def _note_gpus(self, now: bool = False) -> None:
+        try:
+            self._meter.tick(now)
+        except OSError as error:
+            self._say(f"GPU time: {error}")
+
+    def _asked(self) -> bool:
+        """Whether anybody has asked, or an engine that was brought back was not needed after all."""
+        return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
+
+    def _may_idle(self) -> bool:
+        """In Slurm an element goes back to the queue, held: only where somebody will let it go again."""
+        return not in_slurm() or self._scaler.proved()
+
+    def _give_up(self, cause: str) -> None:
+        self._say(f"giving up: {cause}")
+        self.files.failed(cause)
+
+    def _say(self, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.gmtime())
+        print(f"{stamp} [{self.what.name}] {text}", file=sys.stderr, flush=True)
+
+
+def _named(version: Version) -> str:
+    return f"weights {version.version}" if version.path else "the campaign's weights"
+
+
+def scratch() -> str | None:
+    """Where sockets go: local to the node, short of name; ``None`` is the system's choice."""
+    for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
+        path = os.environ.get(name, "")
+        if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):
+            return path
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one model server")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")
+    parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
+    parser.add_argument("--poll-s", type=float, default=POLL_S, help="seconds between two looks at the run directory")
+    parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
+    arguments = parser.parse_args(argv)
+    index = arguments.index
+    if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
+        index = int(os.environ["SLURM_ARRAY_TASK_ID"])
+    os.umask(0o077)
+    try:
+        run = RunDir(arguments.run)
+        content = run.read_run()
+        what = assignment(content, index, arguments.policy)
+        pool = content.get("campaign", {}).get("pool")
+        idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
+
+        async def serve() -> int:
+            times = {"idle_s": idle_s, "poll_s": arguments.poll_s, "beat_s": arguments.beat_s}
+            return await EngineServer(run, what, **times, caps=pool).run()
+
+        return asyncio.run(serve())
+    except MegaflowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status

@@ -1,0 +1,137 @@
+"""What a pod tells its successors of rollouts that it did not bring to an end.
+
+``RUN/partial/<pod>.<start>.json`` is written once, before the pod gives its blocks back, and never changed: attempts
+and causes so far, how often an allocation's end has cut the rollout short, and the partial rollout to go on with, where
+there is one. Of what several pods tell of a rollout the most counts. Files grow with pods, never with rollouts; they
+are read by pods that take blocks over. A killed pod could not tell: of its rollouts, which start anew, the failures are
+counted that its events speak of.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megaflow_hpc.pod.scheduling.failures import RULES
+from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.types import Attempt
+
+
+@dataclass
+class History:
+    """Of one rollout that is not stored yet."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    """That ended without a result that counts."""
+    causes: list[str] = field(default_factory=list)
+    """Of those that failed."""
+    cuts: int = 0
+    """How often the end of an allocation has cut it short."""
+    partial: str = ""
+    """File below ``RUN/partial`` to go on with."""
+    kept_s: float = 0.0
+    """Seconds that are in that file."""
+
+    @property
+    def next_attempt(self) -> int:
+        return max((attempt.attempt for attempt in self.attempts), default=-1) + 1
+
+    def _weight(self) -> tuple[int, int, int]:
+        return self.cuts, len(self.attempts), len(self.causes)
+
+    def later(self, other: History | None) -> History:
+        """The one of the two that knows more."""
+        return self if other is None or self._weight() >= other._weight() else other
+
+
+class Histories:
+    """What earlier pods have told. Errors are never fatal: a history that cannot be read is none."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._seen: set[str] = set()
+        self._known: dict[str, History] = {}
+        self._read_to: dict[str, int] = {}
+        self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
+        """Rollout → attempt → cause, of pods that could not tell."""
+
+    def look(self) -> None:
+        """Reads what was written since the last look: one listing, and each file once."""
+        try:
+            names = [entry.name for entry in self._run.partial.iterdir() if entry.suffix == ".json"]
+        except OSError:
+            return
+        for name in sorted(set(names) - self._seen):
+            if name.startswith("."):
+                continue
+            try:
+                content = json.loads((self._run.partial / name).read_bytes())
+                told = {rollout: _read(said) for rollout, said in content["rollouts"].items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)
+                told = {}
+            self._seen.add(name)
+            for rollout, history in told.items():
+                self._known[rollout] = history.later(self._known.get(rollout))
+
+    def look_at_events(self) -> None:
+        """Reads the failed attempts that pods' events speak of; for the blocks of one that was killed."""
+        for path in self._run.events.glob("*.jsonl"):
+            begin = self._read_to.get(path.name, 0)
+            try:
+                with open(path, "rb") as file:
+                    file.seek(begin)
+                    data = file.read()
+            except OSError:
+                continue
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to[path.name] = begin + len(whole)
+            for line in whole.splitlines():
+                if b'"event": "attempt"' in line:
+                    self._hear(line)
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            rollout, number, cause, at = event["id"], int(event["attempt"]), event["kind"], float(event["t"])
+        except (ValueError, KeyError, TypeError):
+            return  # a line cut by a full disk
+        if cause in RULES:
+            attempt = Attempt(number, "failed", RULES[cause].kind, str(event["error"]), started_at=at, finished_at=at)
+            self._failed.setdefault(rollout, {})[number] = cause, attempt
+
+    def take(self, rollout_id: str) -> History | None:
+        """What is known of a rollout; once."""
+        told = self._known.pop(rollout_id, None)
+        failed = [said for _, said in sorted(self._failed.pop(rollout_id, {}).items())]
+        if not failed:
+            return told
+        heard = History([attempt for _, attempt in failed], [cause for cause, _ in failed])
+        return told.later(heard) if told else heard
+
+
+def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
+    """Tells of what a pod leaves. Raises :class:`OSError`."""
+    if histories:
+        told = {rollout: asdict(history) for rollout, history in histories.items()}
+        content = {"rollouts": told}
+        write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
+
+
+def forget(run: RunDir) -> None:
+    """Removes everything that was kept of rollouts: they are all stored."""
+    shutil.rmtree(run.partial, ignore_errors=True)
+
+
+def _read(said: Mapping[str, Any]) -> History:
+    return History(
+        [Attempt(**attempt) for attempt in said["attempts"]],
+        [str(cause) for cause in said["causes"]],
+        int(said["cuts"]),
+        str(said["partial"]),
+        float(said["kept_s"]),
+    )

@@ -1,0 +1,391 @@
+"""Rank 0: starts rollouts, has what comes back stored, drains.
+
+The loop only decides: messages come and go over MPI, and whatever touches the run directory is done by the clerk's
+thread. The order that makes results exactly-once is the clerk's: a result is appended to the journal, the journal is
+fsynced, only then is the rollout counted and, with its last rollout, the block marked done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import groupby
+
+from megaflow_hpc.host.process import node_name
+from megaflow_hpc.ledger import Claim
+from megaflow_hpc.pod.comm import Backoff
+from megaflow_hpc.pod.master.claimed_blocks import Holdings
+from megaflow_hpc.pod.master.endpoints import Endpoints
+from megaflow_hpc.pod.master.histories import forget
+from megaflow_hpc.pod.master.ranks import Ranks
+from megaflow_hpc.pod.master.results import Results
+from megaflow_hpc.pod.master.run_io import LOOK_S, Clerk
+from megaflow_hpc.pod.master.settings import Pod
+from megaflow_hpc.pod.master.start_messages import Starts
+from megaflow_hpc.pod.master.work_stealing import Sharing
+from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.pod.scheduling.estimates import Estimates
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler
+from megaflow_hpc.pod.scheduling.stragglers import Stragglers
+from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.wire import STOP, Message
+from megaflow_hpc.rundir.budget import cores_of
+from megaflow_hpc.types import Rollout
+
+TICK_S = 1.0
+"""How often the drain file and heartbeats are looked at."""
+LISTING_S = 10.0
+SOON_S = 1.0
+"""When the ledger is looked at again after there was no block to claim, or after the last rollout here; each further
+time twice as late, up to ``LISTING_S``: the end of a campaign is mostly near, and nodes must not wait for it."""
+WAITING_S = 2.0
+"""How often engines are looked for while rollouts wait for one."""
+AHEAD_S = 5.0
+AHEAD_ROLLOUTS = 256
+"""How often ranks are told which images come next, and how many rollouts that looks ahead."""
+AHEAD_BLOCKS = 4
+"""Of the last, small blocks, so many that this pod has not claimed yet."""
+DRAIN_S = 25.0
+"""What running rollouts may still take once draining has begun; with what workers take to stop, below the warning time
+of the batch script."""
+PATIENCE_S = 12.0
+"""How long agents that are to go on elsewhere may wait for the model's answer of their last turn here."""
+DRAIN_NOW_S = 4.0
+"""The same when Slurm is about to kill the step (preempted or cancelled)."""
+SURELY = 0.9
+"""Quantile of a rollout's expected duration that must fit before the walltime."""
+STUCK_S = 120.0
+"""How long the run directory may refuse or not answer before the pod gives up and is started anew."""
+SLOW_S = 5.0
+"""A run directory that does not answer for this long is spoken of."""
+HOARD = 4
+"""Rollouts a slot that stand back for others and may be queued here beside what starts next."""
+TURN = 256
+"""Messages taken in one turn of the loop: a flood of results must not keep dispatch waiting."""
+
+
+class Master:
+    """The loop of rank 0. :meth:`run` returns ``done``, ``drained``, ``paused`` or ``lost``."""
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        self._estimates = Estimates()
+        self._estimates.learn(pod.learned)
+        self.scheduler = Scheduler(
+            pod.scheduling.get("order", "fifo"),
+            pod.scheduling.get("weights"),
+            lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
+            pod.scheduling.get("groups") == "together",
+        )
+        self._stragglers = Stragglers(self._estimates) if pod.scheduling.get("copies") else None
+        self._held = Holdings(
+            pod.run,
+            pod.ledger,
+            pod.events,
+            pod.journal_length,
+            pod.stored,
+            AHEAD_BLOCKS if len({task.get("image") for task in pod.tasks.values()}) > 1 else 0,
+        )
+        self._endpoints = Endpoints(pod.run, pod.servers)
+        self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints, pod.budget())
+        self._cores, self._began = cores_of(), time.monotonic()
+        self._ranks = Ranks(pod.comm)
+        self._starts = Starts(pod.tasks, pod.job_id)
+        self._results = Results(pod, self.scheduler, self._clerk, self._ranks, self._estimates, self._drain)
+        self._sharing = Sharing(self._held, self.scheduler, self._results.groups)
+        self.scheduler.waiting = set(pod.servers)
+        self._last: dict[str, float] = {}
+        self._draining_since: float | None = None
+        self._dry = False
+        self._look_s = SOON_S
+        self._slow = False
+        self._grace_s = DRAIN_S
+        self._started = 0
+        self._per_s = 0.0
+        self._announced: list[str] = []
+
+    # --- the loop ---
+
+    def run(self) -> str:
+        pod = self.pod
+        pod.ledger.register()
+        pod.run.partial.mkdir(mode=0o700, exist_ok=True)
+        pod.events.write("pod", state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
+        self._clerk.start()
+        self._ranks.greet(pod.init)
+        backoff = Backoff()
+        while True:
+            busy = self._receive()
+            busy |= self._collect()
+            busy |= self._dispatch()
+            if self._due("tick", TICK_S):
+                self._tick()
+            pod.comm.push()
+            state = self._ended()
+            if state:
+                break
+            if busy:
+                backoff.reset()
+            else:
+                backoff.sleep()
+        self._leave(state)
+        return state
+
+    def _ended(self) -> str | None:
+        if not self._ranks.all or not (self.scheduler.slots or self._ranks.awaited):
+            return "lost"
+        if not self.pod.ledger.may_commit or self._clerk.stuck_s > STUCK_S:
+            return "lost"
+        if self._draining_since is not None:
+            over = time.monotonic() - self._draining_since >= self._grace_s
+            if not over and (self.scheduler.running or not self._clerk.quiet):
+                return None
+            if self._clerk.quiet and not self._held and self.pod.ledger.finished:
+                return "done"
+            return "paused" if self._results.paused else "drained"
+        claimed_all = self._dry or self.scheduler.too_long
+        if self.scheduler.running or self.scheduler.queued or not self._clerk.quiet or not claimed_all:
+            return None
+        if self._sharing.stays and not self._held:
+            return None  # others may hand something over
+        if self.pod.ledger.unsettled and not self._held:
+            return None  # whoever holds the rest may be dead: stay until that is known
+        if self.scheduler.too_long:
+            self._drain("what is left is not expected to end before the walltime")
+        return "drained" if self._held else "done"
+
+    def _due(self, what: str, every_s: float) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(what, -1e9) < every_s:
+            return False
+        self._last[what] = now
+        return True
+
+    # --- messages ---
+
+    def _receive(self) -> bool:
+        comm, heard = self.pod.comm, self._ranks.heard
+        any_ = False
+        for _ in range(TURN):
+            received = comm.poll()
+            if received is None:
+                break
+            any_ = True
+            rank, message = received
+            heard[rank] = time.monotonic()
+            getattr(self, f"_on_{message['op']}")(rank, message)
+        return any_
+
+    def _on_beat(self, rank: int, message: Message) -> None:
+        pass
+
+    def _on_ready(self, rank: int, message: Message) -> None:
+        self._ranks.join(rank, str(message["node"]))
+        self._announced = []  # so that this rank is told as well
+        self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
+        self._results.refuse()
+        self.pod.events.write("worker", rank=rank, state="ready", slots=message["slots"], node=message["node"])
+        if self._endpoints.all:
+            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
+
+    def _on_engine(self, rank: int, message: Message) -> None:
+        self._ranks.accompany(rank)
+        self.pod.events.write("engine", rank=rank, state="ready", node=message["node"])
+
+    def _on_left(self, rank: int, message: Message) -> None:
+        self._lose(rank, str(message.get("why", "it left")))
+
+    def _on_result(self, rank: int, message: Message) -> None:
+        self._results.ended(rank, Outcome.from_message(message))
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._ranks.leave(rank)
+        rollouts = self._results.lost(rank, why)
+        self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=rollouts)
+
+    def _collect(self) -> bool:
+        """Takes note of what the clerk has done."""
+        durable = self._clerk.durable()
+        self._results.count(durable)
+        if durable and not self.scheduler.running:
+            self._look_s = SOON_S
+        claimed = self._clerk.claimed()
+        for answer in claimed:
+            self._on_claimed(answer)
+        if self._clerk.listed():
+            self._tell_endpoints()
+        if self._clerk.exceeded:
+            self._results.pause(self._clerk.exceeded)
+        return bool(durable or claimed)
+
+    # --- work ---
+
+    def _dispatch(self) -> bool:
+        if self._draining_since is not None or self._clerk.full or self._clerk.stuck_since is not None:
+            return False
+        self._claim()
+        walltime = self.pod.walltime
+        remaining_s = walltime.remaining_s
+        started = 0
+        while (next_ := self.scheduler.next(remaining_s, walltime.whole_s)) is not None:
+            self._start(*next_)
+            started += 1
+            if self._stragglers is not None:
+                self._stragglers.started(next_[1].rollout.id, time.monotonic())
+        self._started += started
+        return started > 0
+
+    def _start(self, rank: int, work: Work) -> None:
+        rollout = work.rollout
+        history = self._results.histories.get(rollout.id) if self._results.histories else None
+        if history is None:
+            self.pod.comm.send(rank, self._starts.pack(work, rank))
+        else:
+            self.pod.comm.send(rank, self._starts.pack(work, rank, history.attempts, history.partial))
+            history.partial = ""  # used once
+        if self._results.grouped:
+            self._results.groups.started(rollout.group_id, rollout.id)
+
+    def _claim(self) -> None:
+        """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
+        waits here, another pod cannot start."""
+        ahead = int(2 * self._per_s * self._clerk.claim_s)
+        waiting = self.scheduler.queued - min(self.scheduler.later, HOARD * self.scheduler.slots)
+        if waiting >= self.scheduler.free + ahead or self._clerk.claiming:
+            return
+        if not self.pod.ledger.may_commit or self.scheduler.too_long:
+            return
+        if not self._dry or self._due("claim", self._look_s):
+            self._clerk.claim()
+
+    def _on_claimed(self, answer: tuple[Claim, list[Rollout]] | None) -> None:
+        self._dry = answer is None
+        if answer is None:
+            self._look_s = min(LISTING_S, 2 * self._look_s) if "claim" in self._last else SOON_S
+            self._last["claim"] = time.monotonic()
+            return
+        self._last.pop("claim", None)
+        if self._draining_since is not None:
+            return  # it goes back when the pod leaves
+        self._sharing.fed()
+        claim, todo = answer
+        for _, group in groupby(todo, key=lambda rollout: rollout.group_id):
+            self.scheduler.add(self._group(list(group), claim))
+        self._results.refuse()
+
+    def _group(self, rollouts: list[Rollout], claim: Claim) -> Iterator[Work]:
+        """The work of one group: its samples are alike in what is known of them."""
+        first = rollouts[0]
+        expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
+        demand, share = self.pod.demand(first.task_id), self.pod.share(first.task_id, first.policy)
+        # Samples that are not here ran elsewhere, or will: they count as rewarded.
+        elsewhere = max(0, self.pod.planned(first.policy) - len(rollouts))
+        ids = [rollout.id for rollout in rollouts]
+        later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
+        for rollout in rollouts:
+            history = self._held.history(rollout.id)
+            if history is not None:
+                self._results.histories[rollout.id] = history
+            yield Work(
+                rollout,
+                claim.block,
+                claim.epoch,
+                history.next_attempt if history else 0,
+                causes=tuple(history.causes) if history else (),
+                expected_s=expected_s,
+                demand=demand,
+                share=share,
+                later=rollout.id in later,
+            )
+
+    def _tick(self) -> None:
+        pod = self.pod
+        if pod.drain_file is not None and pod.drain_file.exists():
+            if pod.drain_file.read_text().strip() == "now":
+                self._hurry()
+            self._drain("asked to by the batch script")
+        for rank, why in list(self._ranks.lost()):
+            self._lose(rank, why)
+        self._ranks.beat()
+        if pod.servers and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
+            self._clerk.list_endpoints()
+        if self._due("images", AHEAD_S):
+            self._announce_images()
+        if self._stragglers is not None and self._dry and self._draining_since is None:
+            self._copy_stragglers(self._stragglers)
+        self._sharing.tick(self._dry, self._draining_since is not None)
+        self._say_slow()
+        self._per_s, self._started = self._started / TICK_S, 0
+        core_s = round(self._cores * (time.monotonic() - self._began), 1)
+        running, queued = self.scheduler.running, self.scheduler.queued
+        pod.events.write("progress", running=running, queued=queued, stored=self._results.stored, core_s=core_s)
+
+    def _copy_stragglers(self, stragglers: Stragglers) -> None:
+        """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""
+        if self.scheduler.queued or not self.scheduler.free:
+            return
+        for rollout in stragglers.overdue(self.scheduler.running_work(), time.monotonic()):
+            copy = self.scheduler.copy(rollout)
+            if copy is not None:
+                self._start(*copy)
+                self.pod.events.write("copy", id=rollout, rank=copy[0], attempt=copy[1].attempt)
+
+    def _say_slow(self) -> None:
+        """A run directory that does not answer is spoken of where it can be: on stderr, and later in the events."""
+        stuck_s = self._clerk.stuck_s
+        if (stuck_s > SLOW_S) != self._slow:
+            self._slow = not self._slow
+            why = f"no answer for {stuck_s:.0f} s; results wait in memory" if self._slow else "answers again"
+            print(f"pod: {self.pod.run}: {why}", file=sys.stderr, flush=True)
+            self.pod.events.write("pod", state="started", why=f"the run directory: {why}")
+
+    def _tell_endpoints(self) -> None:
+        self.scheduler.waiting = self._endpoints.unanswered
+        self.pod.events.write("endpoints", servers=self._endpoints.names)
+        self._ranks.tell({"op": "endpoints", "endpoints": self._endpoints.all})
+
+    def _announce_images(self) -> None:
+        """Tells the ranks which images they need next, so that they stage them meanwhile."""
+        tasks = [*self.scheduler.coming(AHEAD_ROLLOUTS), *self._held.coming]
+        order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in tasks))
+        if order != self._announced and len(order) > 1:
+            self._announced = order
+            self._ranks.tell({"op": "images", "order": order})
+
+    # --- the end ---
+
+    def _drain(self, why: str) -> None:
+        if self._draining_since is not None:
+            return
+        self._draining_since = time.monotonic()
+        self._results.draining = True
+        self.scheduler.clear()
+        self.pod.events.write("pod", state="draining", why=why)
+        self._ranks.tell({"op": "suspend", "patience_s": PATIENCE_S if self._grace_s == DRAIN_S else 0.0})
+
+    def _hurry(self) -> None:
+        """Slurm kills the step soon."""
+        if self._grace_s == DRAIN_S and self._draining_since is not None:
+            self._ranks.tell({"op": "suspend", "patience_s": 0.0})
+        self._grace_s = DRAIN_NOW_S
+
+    def _leave(self, state: str) -> None:
+        """Stops the workers, gives unfinished blocks back, says goodbye."""
+        pod = self.pod
+        pod.comm.push()
+        self._ranks.tell(STOP)
+        pod.comm.push()
+        if state == "lost":
+            pod.events.write("pod", state=state, stored=self._results.stored)
+            self._clerk.finish(LOOK_S)
+            return  # nothing is given back: whoever takes over seals what counts
+        self._results.cut_short(preempted=self._grace_s == DRAIN_NOW_S)
+        if self._clerk.finish(STUCK_S):
+            self._results.hand_down()
+            self._held.release()
+        self._results.count(self._clerk.durable())
+        if pod.ledger.finished:
+            forget(pod.run)
+        pod.events.write("pod", state=state, stored=self._results.stored)
+        pod.events.close()

@@ -1,0 +1,257 @@
+"""What becomes of an attempt that ended: stored, tried again, or dropped because nobody needs it any more.
+
+Here causes of failure, groups, copies of stragglers and bad ranks come together; each has its rules in a module of its
+own, and this one carries them out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megaflow_hpc.pod.master import histories
+from megaflow_hpc.pod.master.histories import History
+from megaflow_hpc.pod.master.ranks import Ranks
+from megaflow_hpc.pod.master.run_io import Clerk, Filed
+from megaflow_hpc.pod.master.settings import Pod
+from megaflow_hpc.pod.outcome import Outcome, attempt_of
+from megaflow_hpc.pod.scheduling.estimates import Estimates
+from megaflow_hpc.pod.scheduling.failures import Blame, may_retry
+from megaflow_hpc.pod.scheduling.groups import Groups, Step
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler
+from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.types import Attempt, Status, Trajectory
+
+JUDGED = ("completed", "truncated")
+CUTS = 16
+"""Of runs that were planned before campaigns could say it."""
+
+
+class Results:
+    """
+    Args:
+        drain: stops starting rollouts, for the reason it is given.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        scheduler: Scheduler,
+        clerk: Clerk,
+        ranks: Ranks,
+        estimates: Estimates,
+        drain: Callable[[str], None],
+    ) -> None:
+        self._pod, self._scheduler, self._clerk, self._ranks = pod, scheduler, clerk, ranks
+        self._estimates, self._drain = estimates, drain
+        self._copies = bool(pod.scheduling.get("copies"))
+        self._blame, self._pattern = Blame(), pod.pattern()
+        self.groups = Groups(pod.group_rules())
+        self.grouped = not pod.group_rules().idle
+        self.histories: dict[str, History] = {}
+        """Of rollouts that were tried and are not stored."""
+        self._cut: set[str] = set()
+        """Rollouts that the end of this allocation has cut short."""
+        self._asleep: dict[str, Work] = {}
+        self._cancelling: dict[str, str] = {}
+        """Rollout that was told to stop → why."""
+        self._void: set[tuple[int, str]] = set()
+        """(rank, rollout): a result that nobody waits for, the other copy having won."""
+        self.draining = False
+        self.paused = ""
+        """Why the pod must not go on, in words."""
+        self.stored = 0
+        self._failed = 0
+
+    # --- what ended ---
+
+    def ended(self, rank: int, outcome: Outcome) -> None:
+        """A result has come in from ``rank``."""
+        work = self._scheduler.finish(rank, outcome.id)
+        if work is None or work.attempt != outcome.attempt:
+            return
+        if outcome.status != "cancelled" and self._blame.add(rank, outcome.cause):
+            self._exclude(rank, outcome.error)
+        self.settle(rank, work, outcome)
+
+    def lost(self, rank: int, why: str) -> int:
+        """A worker rank is gone; how many rollouts ran there."""
+        lost = self._scheduler.leave(rank)
+        for work in lost:
+            self.settle(rank, work, self.unrun(work, "node", f"worker rank {rank} was lost: {why}"))
+        return len(lost)
+
+    def refuse(self) -> None:
+        """What no worker could ever hold fails, and says so."""
+        cpus, memory = self._pod.room
+        for work in self._scheduler.impossible():
+            error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
+            self.settle(-1, work, self.unrun(work, "user", error))
+
+    def settle(self, rank: int, work: Work, outcome: Outcome) -> None:
+        """Retries a failure, or hands the outcome to the clerk."""
+        if self._void and (rank, outcome.id) in self._void:
+            self._void.discard((rank, outcome.id))
+            return
+        why = self._cancelling.get(outcome.id) if self._cancelling else None
+        if outcome.status == "cancelled" and why is None:
+            # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
+            # whoever takes it goes on with this rollout.
+            self._cut_short(work, outcome)
+            self._drain("a rollout was stopped by a signal to the step")
+            return
+        failed = outcome.status == "failed"
+        if failed and why is not None:
+            outcome = self.unrun(work, "", why, "cancelled")
+            failed = False
+        if failed and self._goes_on(rank, work, outcome):
+            return
+        if outcome.status in JUDGED:
+            before = self.histories.get(outcome.id) if self.histories else None
+            seconds = outcome.seconds + (before.kept_s if before else 0.0)
+            self._estimates.observe(outcome.task_id, outcome.policy, seconds)
+        if self._copies:
+            self._call_off_copies(outcome.id)
+        if why is not None:
+            del self._cancelling[outcome.id]
+        if self.histories:
+            self.histories.pop(outcome.id, None)
+        self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
+        if self.grouped:
+            judged = outcome.status in JUDGED
+            self._carry_out(self.groups.ended(work.rollout.group_id, outcome.id, outcome.reward if judged else None))
+
+    def _goes_on(self, rank: int, work: Work, outcome: Outcome) -> bool:
+        """After a failure: whether the rollout has another attempt, here or in the pod that takes its block."""
+        if self.draining:
+            # The engines and sandboxes of an ending job fail; whoever takes the block tries again.
+            return may_retry((*work.causes, outcome.cause))
+        twin = self._copies and bool(self._scheduler.running_at(outcome.id))
+        if not twin and not self._scheduler.retry(work, outcome.cause, rank):
+            return False
+        history = self.histories.setdefault(outcome.id, History())
+        history.attempts.append(attempt_of(outcome))
+        history.causes.append(outcome.cause)
+        history.kept_s = 0.0
+        self._pod.events.write(
+            "attempt", id=outcome.id, attempt=work.attempt, kind=outcome.cause, error=outcome.error[:300], rank=rank
+        )
+        if not twin:
+            self.groups.requeued(work.rollout.group_id, outcome.id)
+        return True
+
+    def unrun(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
+        """The end of an attempt of which nothing came back."""
+        now = time.time()
+        trajectory = Trajectory(
+            id=work.rollout.id,
+            task_id=work.rollout.task_id,
+            group_id=work.rollout.group_id,
+            policy=work.rollout.policy,
+            agent=work.rollout.agent,
+            sample_index=work.rollout.sample_index,
+            status=status,
+            error_kind=kind,
+            error=error,
+            attempt=work.attempt,
+            job_id=self._pod.job_id,
+            started_at=now,
+            finished_at=now,
+            epoch=work.epoch,
+        )
+        return Outcome.of(trajectory, self.attempts(work.rollout.id))
+
+    # --- what follows ---
+
+    def _carry_out(self, step: Step) -> None:
+        """Does what the rules of groups ask for."""
+        for rollout in step.sleep:
+            work = self._scheduler.drop(rollout)
+            if work is not None:
+                self._asleep[rollout] = work
+        again = [self._asleep.pop(rollout, None) or self._scheduler.drop(rollout) for rollout in step.wake]
+        self._scheduler.add(replace(work, later=False) for work in again if work is not None)
+        for rollout in step.cancel:
+            work = self._asleep.pop(rollout, None) or self._scheduler.drop(rollout)
+            if work is not None:
+                outcome = self.unrun(work, "", step.why, "cancelled")
+                self.histories.pop(rollout, None)
+                self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
+            for rank in self._scheduler.running_at(rollout):
+                self._cancelling[rollout] = step.why
+                self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
+
+    def _call_off_copies(self, rollout: str) -> None:
+        for rank in self._scheduler.running_at(rollout):
+            self._void.add((rank, rollout))
+            self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
+
+    def _exclude(self, rank: int, error: str) -> None:
+        node = self._ranks.ready.get(rank, "")
+        self._scheduler.exclude(rank)
+        why = f"sandboxes do not start on {node}: {error[:300]}"
+        self._pod.events.write("worker", rank=rank, state="excluded", node=node, why=why)
+
+    # --- the end of the allocation ---
+
+    def attempts(self, rollout: str) -> Sequence[Attempt]:
+        """Those that have ended without a result that counts."""
+        history = self.histories.get(rollout) if self.histories else None
+        return history.attempts if history else ()
+
+    def cut_short(self, preempted: bool) -> None:
+        """Says what still runs when the allocation ends; the next one starts it anew."""
+        kind = "preemption" if preempted else "walltime"
+        for work in self._scheduler.running_work():
+            self._cut_short(work, self.unrun(work, kind, "cut short; it starts anew", "cancelled"))
+
+    def _cut_short(self, work: Work, outcome: Outcome) -> None:
+        """Notes that an attempt was cut short; a rollout to which that happened too often fails."""
+        history = self.histories.setdefault(outcome.id, History())
+        if outcome.id not in self._cut:
+            self._cut.add(outcome.id)
+            history.cuts += 1
+        kind = outcome.error_kind or "preemption"
+        self._pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=kind, error=outcome.error[:300])
+        most = int(self._pod.scheduling.get("cuts", CUTS))
+        if history.cuts > most:
+            why = f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
+            failed = self.unrun(work, "walltime", why)
+            del self.histories[outcome.id]
+            self._clerk.file(failed, work.block, failed.payload(work.epoch, work.block))
+            return
+        history.attempts.append(attempt_of(outcome))
+        history.partial = outcome.partial
+        history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
+
+    def hand_down(self) -> None:
+        """Tells the pods that come after of the rollouts that go back with their blocks."""
+        identity = self._pod.ledger.identity
+        try:
+            histories.write(self._pod.run, identity.name if identity else "", self.histories)
+        except OSError as error:
+            print(f"pod: {self._pod.run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
+
+    # --- what is durable ---
+
+    def count(self, durable: Sequence[Filed]) -> None:
+        """Takes note of results that are on the disk, and of what they say together."""
+        for filed in durable:
+            outcome = filed.outcome
+            failed = outcome.status == "failed"
+            self.stored += 1
+            self._failed += failed
+            self._pattern.add(outcome.cause if failed else "")
+        if durable:
+            limit = self._pod.limits.get("failures")
+            if limit is not None and self._failed >= limit:
+                self.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
+            self.pause(self._pattern.systematic)
+
+    def pause(self, why: str) -> None:
+        """Stops the pod for a reason that starting it anew would not mend; without a reason goes on."""
+        if why and not self.paused and not self.draining:
+            self.paused = why
+            self._drain(why)

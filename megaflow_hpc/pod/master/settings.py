@@ -1,0 +1,88 @@
+"""What the master of a pod works with; put together by ``__main__``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.pod.comm import Comm
+from megaflow_hpc.pod.master.run_io import Journal
+from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.pod.scheduling.failures import Pattern
+from megaflow_hpc.pod.scheduling.groups import GroupRules
+from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
+from megaflow_hpc.pod.wire import Message
+from megaflow_hpc.rundir.budget import Budget
+from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.layout import RunDir
+
+
+@dataclass
+class Pod:
+    """One start of one pod, and what the campaign file says of it."""
+
+    run: RunDir
+    comm: Comm
+    ledger: Ledger
+    journal: Journal
+    events: Events
+    init: Message
+    tasks: dict[str, Any]
+    """Task dictionaries by id."""
+    servers: dict[str, int]
+    """Engine servers that the campaign asks for, by policy; empty where no policy has a model."""
+    journal_length: Callable[[str], int]
+    stored: Callable[[], set[str]]
+    """Ids of the rollouts that were stored and did not fail; asked when a block is taken over."""
+    drain_file: Path | None = None
+    job_id: str = ""
+    scheduling: Mapping[str, Any] = field(default_factory=dict)
+    """That section of the campaign file."""
+    learned: Sequence[Sequence[Any]] = ()
+    """What earlier campaigns tell of durations; see :meth:`Estimates.learn`."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """That section of the campaign file."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Samples a group wants, by policy; spare ones not counted."""
+    room: tuple[float | None, int | None] = (None, None)
+    """Cpus and MB of memory that a worker rank has, where they are known."""
+    walltime: Walltime = field(default_factory=Walltime)
+
+    def group_rules(self) -> GroupRules:
+        said = self.scheduling
+        return GroupRules(
+            wanted=self.samples if said.get("spare") else {},
+            signal_after=said.get("signal_after") or 0,
+            retry_every=said.get("retry_every") or 0,
+        )
+
+    def planned(self, policy: str) -> int:
+        """Samples that a group of this policy was planned with, spare ones counted."""
+        return self.samples.get(policy, 0) + int(self.scheduling.get("spare") or 0)
+
+    def budget(self) -> Budget:
+        return Budget(self.run, self.limits)
+
+    def pattern(self) -> Pattern:
+        return Pattern(self.limits.get("systematic"))
+
+    def demand(self, task: str) -> Demand:
+        """What a task's rollouts need beside a slot, as far as the campaign packs by it."""
+        pack = self.scheduling.get("pack", ())
+        if not pack:
+            return NOTHING
+        limits = self.tasks[task].get("limits", {})
+        return Demand(
+            float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
+            int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
+        )
+
+    def share(self, task: str, policy: str) -> str:
+        """Whom the slot time of a rollout is charged to under ``order: fair``."""
+        if self.scheduling.get("share") != "dataset":
+            return policy
+        path = Path(str(self.tasks[task].get("path", "")))
+        return path.name if path.suffix else path.parent.name

@@ -1,0 +1,33 @@
+"""Recorded campaigns that policies with ``engine: replay`` are answered from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megaflow_hpc.config import Policy
+from megaflow_hpc.model.gateway.replay import Replay
+from megaflow_hpc.types import Trajectory
+
+
+class StoredRecordings:
+    """A run directory or a trajectories file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def trajectory(self, rollout_id: str) -> Trajectory | None:
+        from megaflow_hpc.trajectories import open_trajectories  # brings h5py and numpy, which no other runner needs
+
+        with open_trajectories(self._path) as store:
+            return store[rollout_id].trajectory() if rollout_id in store else None
+
+
+def replays_of(policies: Mapping[str, Policy]) -> dict[str, Replay]:
+    """By policy, for those whose engine is ``replay``."""
+    found = {}
+    for name, policy in policies.items():
+        if policy.model is not None and policy.model.engine == "replay":
+            args = policy.model.args
+            recordings = StoredRecordings(str(policy.model.path))
+            found[name] = Replay(recordings, str(args.get("policy", "")), args.get("diverged") == "answer")
+    return found

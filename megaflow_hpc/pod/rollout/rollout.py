@@ -1,0 +1,341 @@
+"""One rollout from start to verdict.
+
+Sandbox, agent, everything of the agent killed, verifier, in this order (the last three for each step of a task that has
+steps); whatever goes wrong becomes a status and a cause, never an exception. Infrastructure that fails is ``failed``
+with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other. One that the
+allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was (ending.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.config import Policy
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, SandboxError, UserCodeError
+from megaflow_hpc.host.process import node_name
+from megaflow_hpc.model.gateway.server import SEEDS
+from megaflow_hpc.pod.rollout.partial import CutShort, Partial
+from megaflow_hpc.pod.rollout.services import Services, court, sandbox_spec
+from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.loading import prepare
+from megaflow_hpc.tasks.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
+from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.types import (
+    Agent,
+    AgentResult,
+    Artifact,
+    Budget,
+    ModelEndpoint,
+    Recording,
+    ResumableAgent,
+    Rollout,
+    Sandbox,
+    Task,
+    Trajectory,
+)
+
+MAX_ARTIFACT = 1 << 20
+"""Bytes kept of one artifact."""
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+SETTLE_S = 1.0
+"""After an agent was killed: if it is the job that ends, the signal will have reached the sandbox and us by then, and a
+preempted rollout is not to be judged."""
+
+
+def blank(rollout: Rollout, attempt: int) -> Trajectory:
+    """A trajectory that has just begun, ``failed`` until it is known better."""
+    return Trajectory(
+        id=rollout.id,
+        task_id=rollout.task_id,
+        group_id=rollout.group_id,
+        policy=rollout.policy,
+        agent=rollout.agent,
+        sample_index=rollout.sample_index,
+        attempt=attempt,
+        status="failed",
+        node=node_name(),
+        started_at=time.time(),
+        finished_at=time.time(),
+    )
+
+
+class NoSandbox(SandboxError):
+    """None could be started, which may be the node's fault."""
+
+
+@dataclass
+class Ended:
+    """One attempt."""
+
+    trajectory: Trajectory
+    cause: str = ""
+    """Of a failure, as :mod:`megaflow_hpc.pod.scheduling.failures` tells causes apart."""
+    partial: str = ""
+    """Of one that was cut short, the file with which it goes on."""
+
+
+async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
+    """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
+    return (await attempt_once(services, rollout, task, attempt)).trajectory
+
+
+async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt: int, partial: str = "") -> Ended:
+    """As :func:`execute`.
+
+    Args:
+        partial: file with which an attempt that was cut short goes on.
+    """
+    began = time.time()
+    ended = Ended(blank(rollout, attempt))
+    trajectory = ended.trajectory
+    try:
+        await _run(services, rollout, task, trajectory, partial)
+        if services.ending.preempted:
+            raise asyncio.CancelledError
+    except CutShort as cut:
+        ended.trajectory = trajectory = blank(rollout, attempt)  # what it was is in the file, or forgotten
+        ended.partial = cut.kept
+        _cancel(services, trajectory, str(cut))
+    except asyncio.CancelledError:
+        _cancel(services, trajectory, "stopped before it ended")
+    except SandboxError as error:
+        if services.ending.preempted:
+            _cancel(services, trajectory, f"preempted: {error}")
+        else:
+            _fail(trajectory, "sandbox", str(error))
+            ended.cause = "sandbox-start" if isinstance(error, NoSandbox) else "sandbox-lost"
+    except ModelServiceError as error:
+        _fail(trajectory, "model", str(error))
+    except (ConfigError, UserCodeError) as error:  # says itself where
+        _fail(trajectory, "user", str(error))
+    except Exception as error:  # a defect in a scaffold or in a task must cost one rollout, not the runner
+        _fail(trajectory, "user", f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
+    trajectory.started_at = began
+    trajectory.finished_at = time.time()
+    return ended
+
+
+def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
+    trajectory.status, trajectory.error_kind, trajectory.error = "cancelled", services.ending.kind, error
+
+
+def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
+    trajectory.status, trajectory.error_kind, trajectory.error = "failed", kind, error
+
+
+@contextmanager
+def _timed(trajectory: Trajectory, name: str) -> Iterator[None]:
+    """Adds the seconds of its body to one of the trajectory's timings."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        setattr(trajectory, name, (getattr(trajectory, name) or 0.0) + time.monotonic() - began)
+
+
+async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, partial: str) -> None:
+    policy = services.policies[rollout.policy]
+    if policy.model is not None and services.config.seed is not None:
+        trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
+    with _timed(trajectory, "setup_s"):
+        sandbox, resumed = await _sandbox(services, task, policy, partial)
+    try:
+        with _timed(trajectory, "setup_s"):
+            await _hand_over(task, sandbox, resumed)
+        if resumed:
+            resumed.carry_over(trajectory)
+        verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
+        steps = steps_of(task)
+        for number, step in list(enumerate(steps))[resumed.step if resumed else 0 :]:
+            if step.user != sandbox.spec.user:
+                await sandbox.restart(replace(sandbox.spec, user=step.user))
+            if not resumed:
+                await begin_step(step, sandbox)
+            before, before_s = len(sandbox.breaches), trajectory.agent_s or 0.0
+            try:
+                with _timed(trajectory, "agent_s"):
+                    seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
+                    result, recording = await _run_agent(services, rollout, step, policy, sandbox, seed, resumed)
+            except CutShort as cut:
+                spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
+                if cut.agent is not None:
+                    passed = _passed(sandbox, before, resumed)
+                    kept = Partial(trajectory, number, verdicts, spent_s, cut.agent, cut.recorded, passed)
+                    cut.kept, cut.why = await services.ending.keep(rollout.id, kept, sandbox)
+                raise
+            _say_limits(result, _passed(sandbox, before, resumed))
+            resumed = None
+            _add(trajectory, result, recording)
+            if result.exit_code in KILLED:
+                await asyncio.sleep(SETTLE_S)
+            await sandbox.kill_processes()
+            with _timed(trajectory, "verify_s"):
+                verdict = await verify(step, sandbox, court(services), stay=step is not steps[-1])
+            verdicts.append(StepVerdict(name_of(step), verdict))
+            if not goes_on(step, verdict):
+                break
+        verdict = combine(task, verdicts)
+        trajectory.artifacts += verdict.artifacts
+        trajectory.artifacts.append(
+            Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
+        )
+        if verdict.error:
+            _fail(trajectory, "verifier", verdict.error)
+        else:
+            trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
+    finally:
+        try:
+            await sandbox.stop()
+        except OSError as error:  # what is left is the janitor's; the rollout is as good as it was
+            print(f"{rollout.id}: {error}", file=sys.stderr)
+
+
+async def _sandbox(
+    services: Services, task: Task, policy: Policy, partial: str
+) -> tuple[ApptainerSandbox, Partial | None]:
+    """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
+    try:
+        binds = getattr(create(policy.agent), "binds", ())
+        spec = replace(sandbox_spec(services, task), binds=tuple(binds))
+        resumed = await services.ending.read(partial)
+        if resumed is not None:
+            try:
+                sandbox = await services.provider.start(spec, resumed.layer)
+                return sandbox, resumed
+            except SandboxError as error:
+                print(f"{error}; the rollout starts anew", file=sys.stderr)
+            finally:
+                services.ending.used(partial)
+        return await services.provider.start(spec), None
+    except SandboxError as error:
+        raise NoSandbox(str(error)) from error
+    except OSError as error:
+        raise NoSandbox(f"no sandbox could be made: {error}") from error
+
+
+async def _hand_over(task: Task, sandbox: ApptainerSandbox, resumed: Partial | None) -> None:
+    """Makes a sandbox ready for the agent."""
+    if resumed is None:
+        await prepare(task, sandbox)
+    else:
+        checkout.put_note(sandbox, resumed.note)
+
+
+def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
+    """What an agent did, after what it did in earlier steps."""
+    if trajectory.status != "truncated":
+        trajectory.status = result.status
+    if result.exit_code or result.error:
+        trajectory.error_kind = "agent"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
+    trajectory.messages = [*trajectory.messages, *(result.messages or recording.messages)]
+    for turn, seconds in zip(recording.turns, result.sandbox_s, strict=False):
+        turn.sandbox_s = seconds
+    for turn in recording.turns:
+        turn.sequence += len(trajectory.sequences)
+    trajectory.sequences = [*trajectory.sequences, *recording.sequences]
+    trajectory.turns = [*trajectory.turns, *recording.turns]
+    trajectory.inexact += recording.inexact
+    _keep_raw(trajectory, recording)
+
+
+def _passed(sandbox: ApptainerSandbox, before: int, resumed: Partial | None) -> list[str]:
+    """The limits that an agent's commands have passed, after so many that were passed in earlier steps."""
+    return [*(resumed.breaches if resumed else ()), *map(str, sandbox.breaches[before:])]
+
+
+def _say_limits(result: AgentResult, breaches: Sequence[str]) -> None:
+    """A limit that the agent's commands passed is the agent's doing, and is said so even if it went on well."""
+    if breaches and not result.error:
+        more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
+        result.error = f"{breaches[0]}{more}"
+
+
+async def _run_agent(
+    services: Services,
+    rollout: Rollout,
+    task: Task,
+    policy: Policy,
+    sandbox: ApptainerSandbox,
+    seed: int,
+    resumed: Partial | None,
+) -> tuple[AgentResult, Recording]:
+    """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off.
+
+    Raises:
+        CutShort: the allocation ends, and a model call of the agent's was refused for that.
+    """
+    agent = create(policy.agent)
+    recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
+    endpoint = await _open_model(services, rollout, task, agent, sandbox, seed, recorded) if policy.model else None
+    timeout_s = policy.agent.timeout_s or task.agent_timeout_s
+    left_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
+    recording = Recording()
+    goes_on = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"  # its code has a state too
+    watching = services.ending.watching(rollout.id, sandbox) if goes_on else nullcontext()
+    try:
+        try:
+            forks = forked(policy.agent.name)
+            if state is not None and not forks:
+                cast(ResumableAgent, agent).resume(state)
+            work = services.agents.run(policy.agent, task, sandbox, endpoint, state) if forks else None
+            with watching:
+                result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), left_s)
+        except TimeoutError:
+            result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
+        except LimitError as error:
+            result = AgentResult(status="truncated", error=str(error))
+        except UserCodeError:
+            if not endpoint or services.gateway.suspended(rollout.id) is None:
+                raise
+            result = AgentResult()  # that is what its client made of the refusal
+        if endpoint and (known := services.gateway.suspended(rollout.id)) is not None:
+            raise CutShort(result.state, known)
+        if endpoint and (trouble := services.gateway.trouble(rollout.id)):
+            raise ModelServiceError(trouble)  # whatever the agent's client made of the 503
+    finally:
+        if endpoint:
+            recording = await services.gateway.close(rollout.id)
+    if recording.over_budget:  # however the agent took the refusal
+        result.status, result.error = "truncated", recording.over_budget
+    return result, recording
+
+
+async def _open_model(
+    services: Services,
+    rollout: Rollout,
+    task: Task,
+    agent: Agent,
+    sandbox: Sandbox,
+    seed: int,
+    recorded: Mapping[str, Any] | None,
+) -> ModelEndpoint:
+    """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
+    network = services.config.environment.network_of(task)
+    limits = services.policies[rollout.policy].agent
+    budget = Budget(calls=limits.max_turns, tokens=limits.max_tokens)
+    if network == "gateway" and getattr(agent, "in_sandbox", False):
+        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget, seed)
+    endpoint = await services.gateway.open(rollout.id, rollout.policy, None, budget, seed, recorded)
+    return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
+
+
+def _keep_raw(trajectory: Trajectory, recording: Recording) -> None:
+    """The engine's own answers, so that anyone can check the columns against them."""
+    if recording.raw:
+        lines = "".join(json.dumps(call) + "\n" for call in recording.raw)
+        trajectory.artifacts.append(
+            Artifact("engine.jsonl", lines.encode("utf-8", "backslashreplace")[: 8 * MAX_ARTIFACT])
+        )

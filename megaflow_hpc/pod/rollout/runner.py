@@ -1,0 +1,140 @@
+"""The runner of a worker rank: an event loop that owns gateway, agents and sandboxes, and runs rollouts side by side.
+
+``python -m megaflow_hpc.pod.rollout.runner FD``. It knows neither MPI nor Slurm; end-of-file on its socket ends it and
+with it every sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+
+from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.host.process import node_name
+from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.pod.rollout.rollout import Ended, attempt_once, blank
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.pod.wire import STOP, Message, frame, unpack_all
+from megaflow_hpc.types import Attempt, Rollout, Task
+
+
+class Runner:
+    """Serves one socket until it closes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._services: Services | None = None
+        self._rollouts: dict[str, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        try:
+            while (parcel := await self._read()) is not None and parcel != STOP:
+                for message in unpack_all(parcel):
+                    await getattr(self, f"_on_{message['op']}")(message)
+        finally:
+            for task in self._rollouts.values():
+                task.cancel()
+            await asyncio.gather(*self._rollouts.values(), return_exceptions=True)
+            if self._services:
+                await self._services.close()
+
+    async def _read(self) -> bytes | None:
+        try:
+            (length,) = struct.unpack("<I", await self._reader.readexactly(4))
+            return await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def _send(self, message: Message) -> None:
+        self._writer.write(frame(message))
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    # --- messages ---
+
+    async def _on_init(self, message: Message) -> None:
+        config = CampaignConfig.model_validate(message["campaign"])
+        policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
+        self._services = await Services.open(config, policies, message["images"], Path(message["partial"]))
+        for image, starts in message["starts"].items():
+            self._services.provider.images.expect(image, starts)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._preempted)
+        await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
+
+    def _preempted(self) -> None:
+        """Preemption and cancelling reach every process of a step; what dies of it is nobody's failure."""
+        assert self._services is not None
+        self._services.ending.preempt()
+
+    async def _on_start(self, message: Message) -> None:
+        rollout = Rollout(**message["rollout"])
+        self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
+
+    async def _on_suspend(self, message: Message) -> None:
+        """The allocation ends: agents that can go on elsewhere finish their turn, those that wait for the model for
+        longer than ``patience_s`` do not."""
+        assert self._services is not None, "rank 0 sends init first"
+        ending = self._services.ending
+        ending.suspend(now=message["patience_s"] <= 0)
+        asyncio.get_running_loop().call_later(message["patience_s"], ending.suspend, True)
+
+    async def _on_cancel(self, message: Message) -> None:
+        """Nobody waits for this rollout any more; its result will say ``cancelled``."""
+        await asyncio.sleep(0)  # one that has not begun could not say how it ended
+        task = self._rollouts.get(message["id"])
+        if task is not None:
+            task.cancel()
+
+    async def _on_endpoints(self, message: Message) -> None:
+        assert self._services is not None, "rank 0 sends init first"
+        self._services.gateway.update_endpoints(message["endpoints"])
+
+    async def _on_images(self, message: Message) -> None:
+        assert self._services is not None, "rank 0 sends init first"
+        self._services.provider.prefetch([self._services.images[name] for name in message["order"]])
+
+    async def _on_beat(self, message: Message) -> None:
+        pass
+
+    async def _run(self, rollout: Rollout, start: Message) -> None:
+        assert self._services is not None, "rank 0 sends init first"
+        attempts = [Attempt(**attempt) for attempt in start["attempts"]]
+        try:
+            task = Task.from_dict(start["task"])
+            ended = await attempt_once(self._services, rollout, task, start["attempt"], start["partial"])
+            try:
+                outcome = self._outcome(ended, start, attempts)
+            except (TypeError, ValueError, OverflowError) as error:
+                failed = blank(rollout, start["attempt"])
+                failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
+                outcome = self._outcome(Ended(failed), start, attempts)
+            await self._send(outcome.to_message())
+        finally:
+            self._rollouts.pop(rollout.id, None)
+
+    @staticmethod
+    def _outcome(ended: Ended, start: Message, attempts: list[Attempt]) -> Outcome:
+        """With what only rank 0 knew when it started the rollout."""
+        trajectory = ended.trajectory
+        trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
+        return Outcome.of(trajectory, attempts, ended.cause, ended.partial)
+
+
+async def _main(descriptor: int) -> None:
+    # Slurm signals every process of a step; draining is the master's decision, not ours.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    connection.setblocking(False)
+    connection.set_inheritable(False)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
+    await Runner(reader, writer).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1])))

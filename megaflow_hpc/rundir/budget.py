@@ -1,0 +1,175 @@
+"""What a campaign may use, over all its jobs: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
+
+Every pod says in its events how many core-seconds its allocation has cost so far, every engine server in a file of its
+own how many GPU-seconds; each pod sums up what all have said. So a limit holds within what is used between two looks,
+without a word between jobs and without asking Slurm.
+
+::
+
+    RUN/ledger/gpus/<server>.json    GPU-seconds of all starts of one engine server
+    RUN/ledger/limits.json           limits that stand in the place of the campaign file's (``resume --limit``)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
+
+LIMITS = ("core_hours", "gpu_hours", "wall")
+LOOK_S = 30.0
+"""Between two looks at what is used, and between two notes of what GPUs were held."""
+TAIL = 1 << 16
+"""Bytes at the end of an event file within which the last progress is looked for."""
+_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def cores_of(environment: Mapping[str, str] = os.environ) -> int:
+    """CPUs of the whole allocation: what accounting charges for, used or not."""
+    said = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
+    if not said:
+        return len(os.sched_getaffinity(0))
+    return sum(int(cpus) * int(times or 1) for cpus, times in _PER_NODE.findall(said))
+
+
+class Budget:
+    """
+    Args:
+        limits: that section of the campaign file; what it lacks has no limit.
+    """
+
+    def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
+        self._run, self._planned = run, {name: limits.get(name) for name in LIMITS}
+        self._raised: dict[str, float | None] = {}
+        self._began: dict[Path, float] = {}
+        self._ended: dict[Path, tuple[int, float]] = {}
+        """File → (its size, core-seconds in it)."""
+        self._held: dict[Path, float] = {}
+
+    def limits(self) -> dict[str, float | None]:
+        """Those that hold now, ``None`` for none."""
+        found = _decoded(_bytes(self._run.raised_limits))
+        if found is not None:
+            self._raised = {name: found[name] for name in LIMITS if name in found}
+        return {**self._planned, **self._raised}
+
+    def raise_to(self, limits: Mapping[str, float | None]) -> None:
+        """Changes limits of a run that exists; pods that run hear of it at their next look.
+
+        Raises:
+            ConfigError: there is no such limit, or it is no number above 0.
+        """
+        for name, value in limits.items():
+            if name not in LIMITS or (value is not None and not value > 0):
+                raise ConfigError(f"limit {name}={value}: expected one of {', '.join(LIMITS)}, and hours above 0")
+        if limits:
+            write_json(self._run.raised_limits, {**self.limits(), **limits})
+
+    def exceeded(self) -> str:
+        """Reads what pods and servers have said; which limit is passed, or nothing."""
+        core_h, gpu_h, wall = (self.limits()[name] for name in LIMITS)
+        files = sorted(self._run.events.glob("*.jsonl")) if core_h or wall else []
+        if core_h is not None and (used_h := sum(self._core_s(file) for file in files) / 3600) >= core_h:
+            return f"{used_h:.2f} core-hours are used, limits.core_hours is {core_h:g}"
+        if gpu_h is not None and (used_h := self._gpu_s() / 3600) >= gpu_h:
+            return f"{used_h:.2f} GPU-hours are used, limits.gpu_hours is {gpu_h:g}"
+        if wall is not None:
+            wall_h = (time.time() - min((self._first(file) for file in files), default=time.time())) / 3600
+            if wall_h >= wall:
+                return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
+        return ""
+
+    def _gpu_s(self) -> float:
+        for file in self._run.gpus.glob("*.json"):
+            self._held[file] = max(held_before(file), self._held.get(file, 0.0))
+        return sum(self._held.values())
+
+    def _first(self, file: Path) -> float:
+        if file not in self._began:
+            with open(file, "rb") as lines:
+                event = _decoded(lines.readline())
+            if event is None:
+                return time.time()
+            self._began[file] = float(event["t"])
+        return self._began[file]
+
+    def _core_s(self, file: Path) -> float:
+        with open(file, "rb") as lines:
+            size = lines.seek(0, os.SEEK_END)
+            known, core_s = self._ended.get(file, (-1, 0.0))
+            if size == known:
+                return core_s
+            lines.seek(max(0, size - TAIL))
+            for line in reversed(lines.read().splitlines()):
+                event = _decoded(line)
+                if event is not None and "core_s" in event:
+                    core_s = float(event["core_s"])
+                    break
+        self._ended[file] = size, core_s
+        return core_s
+
+
+class Meter:
+    """Notes how long one engine server has held its GPUs, over all its starts.
+
+    Args:
+        gpus: how many it holds.
+    """
+
+    def __init__(self, run: RunDir, server: str, gpus: int) -> None:
+        self._file, self._gpus = run.gpus / f"{server}.json", gpus
+        self._before, self._began = 0.0, time.monotonic()
+        self._next = 0.0
+
+    def tick(self, now: bool = False) -> None:
+        """Writes it down when that is due, or ``now``; a start that is killed loses what it held since.
+
+        Raises:
+            OSError: the run directory cannot be written.
+        """
+        if not self._gpus or (not now and time.monotonic() < self._next):
+            return
+        if not self._next:
+            self._before = held_before(self._file)
+            make_directory(self._file.parent)
+        held_s = time.monotonic() - self._began
+        write_json(self._file, {"gpus": self._gpus, "gpu_s": round(self._before + held_s * self._gpus, 1)})
+        self._next = time.monotonic() + LOOK_S
+
+
+def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
+    """GPUs that an engine server holds: what Slurm gave its element, else what was ``planned`` for it."""
+    given = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
+    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+    return int(given) * int(nodes) if given.isdigit() and nodes.isdigit() else planned
+
+
+def held_before(file: Path) -> float:
+    """GPU-seconds that a server noted; 0 where it has noted nothing."""
+    try:
+        return float((_decoded(_bytes(file)) or {}).get("gpu_s") or 0.0)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """An event; ``None`` for half a line."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

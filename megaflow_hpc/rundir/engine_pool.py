@@ -1,0 +1,125 @@
+"""An engine pool: model servers of one campaign that other campaigns, of other users too, name as their model.
+
+::
+
+    POOL/pool/about.json             policies and how many servers each has
+    POOL/pool/servers/<server>.json  an endpoint file without a key
+    POOL/pool/members/<digest>       holds its own name: SHA-256 of a campaign's key; who owns the file is the user
+
+A campaign makes a key of its own, keeps it in a file that only its user can read, and enrols its digest: nobody sends
+a key to anybody, and who a digest belongs to is what the file system says of its owner. Taking the file away ends the
+membership. With ``share: group`` the directories are open to the pool owner's group, members' with the sticky bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir, user_name, write_atomic, write_json
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Pool:
+    """The part of a pool's run directory that others see."""
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self.path = Path(run) / "pool"
+        self.servers, self.members = self.path / "servers", self.path / "members"
+
+    def create(self, policies: Mapping[str, int], share: str) -> None:
+        """Makes the directories. ``policies``: servers of each."""
+        group = share == "group"
+        # The bit of the group: what is written here is of the group that the run directory has, not of its writer's.
+        if group:
+            self.path.parent.chmod(self.path.parent.stat().st_mode & 0o7777 | 0o2710)
+        for folder, mode in ((self.path, 0o2750), (self.servers, 0o2750), (self.members, 0o3770)):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(mode if group else 0o700)
+        write_json(self.path / "about.json", {"policies": dict(policies), "share": share}, 0o640)
+
+    def policy(self, name: str) -> str:
+        """The pool's policy that a campaign's of this name uses: its namesake, else the only one there is.
+
+        Raises:
+            ConfigError: There are several, and none of that name.
+        """
+        known = self.about()
+        if name not in known and len(known) != 1:
+            raise ConfigError(f"{self.path.parent}: the pool has no policy {name!r}; there are: {', '.join(known)}")
+        return name if name in known else next(iter(known))
+
+    def about(self) -> dict[str, int]:
+        """Servers by policy.
+
+        Raises:
+            ConfigError: It is no pool, or not one that we may use.
+        """
+        try:
+            return dict(json.loads((self.path / "about.json").read_text())["policies"])
+        except (OSError, ValueError, KeyError) as error:
+            why = getattr(error, "strerror", None) or "it is damaged"
+            raise ConfigError(
+                f"{self.path.parent}: no engine pool that this user may use ({why}); a pool is the run directory of a "
+                "campaign with a pool: section, and share: group opens it to its owner's group"
+            ) from None
+
+    def advertise(self, record: Mapping[str, Any]) -> None:
+        """An endpoint file without its key."""
+        shown = {name: value for name, value in record.items() if name != "key"}
+        write_json(self.servers / f"{record['server']}.json", shown, 0o640)
+
+    def withdraw(self, server: str) -> None:
+        (self.servers / f"{server}.json").unlink(missing_ok=True)
+
+    def records(self, policy: str) -> Iterator[dict[str, Any]]:
+        """The servers of a policy that answer now."""
+        for path in sorted(self.servers.glob("*.json")):
+            try:
+                record = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # just withdrawn, or being replaced
+            if record.get("policy") == policy and record.get("url"):
+                yield record
+
+    def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
+        """Makes a campaign a member; its key goes into its run directory.
+
+        Args:
+            policy: The campaign's own, whose model this pool is.
+            theirs: The pool's policy.
+        """
+        key = secrets.token_urlsafe(32)
+        digest = digest_of(key)
+        said = {"pool": str(self.path.parent), "policy": policy, "theirs": theirs, "key": key}
+        write_json(run.endpoints / f".pool.{policy}.key", said, 0o600)
+        try:
+            write_atomic(self.members / digest, digest, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{self.members}: cannot enrol in this pool: {error.strerror}") from None
+
+    def users(self) -> dict[str, str]:
+        """Who enrolled each digest."""
+        found = {}
+        for path in self.members.iterdir():
+            if DIGEST.fullmatch(path.name):
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                except OSError:
+                    continue
+                with os.fdopen(descriptor, "rb") as file:
+                    if file.read(65) == path.name.encode():  # a link to another's file has another's name in it
+                        found[path.name] = user_name(os.fstat(file.fileno()).st_uid)
+        return found
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,162 @@
+"""What a task wants kept of its sandbox: copied out when the agent is done, bounded, carried to a separate verifier.
+
+``/logs/artifacts`` is always looked for, as in Harbor; the task's own ``artifacts`` come after it. Collecting is best
+effort: the sandbox is as the agent left it, and a file that is not there is the agent's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.types import Artifact, Sandbox, Task
+
+PUBLISHED = "/logs/artifacts"
+COLLECT_S = 120.0
+DOWNLOAD_S = 120.0
+"""For one artifact: the programs that read it are the agent's by now."""
+
+MAX_FILE = 1 << 20
+MAX_BYTES = 8 << 20
+MAX_FILES = 200
+"""What a trajectory keeps; what is carried to a verifier is bounded by the sandbox's download limit only."""
+
+
+@dataclass
+class Collected:
+    """One artifact on the host. ``path`` is ``None`` where there is none."""
+
+    source: str
+    """Absolute path in the sandbox."""
+    name: str
+    """Where it is kept: the task's ``destination``, else the source."""
+    path: Path | None = None
+    error: str = ""
+
+
+def entries_of(task: Task) -> list[Mapping[str, Any]]:
+    """``{source, destination, exclude}`` of everything to collect, sources absolute."""
+    declared: list[dict[str, Any]] = [
+        {**entry, "source": os.path.normpath(os.path.join(task.workdir or "/", entry["source"]))}
+        for entry in task.metadata.get("harbor", {}).get("artifacts", ())
+    ]
+    published = [] if any(e["source"] == PUBLISHED for e in declared) else [{"source": PUBLISHED}]
+    return [*published, *declared]
+
+
+async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
+    """The task's ``[[verifier.collect]]`` commands, which write what is to be collected. Their failure is no error.
+
+    Each runs as its own user, if it names one, else as the agent did.
+    """
+    before = sandbox.spec
+    for hook in task.metadata.get("harbor", {}).get("verifier", {}).get("collect", ()):
+        user = hook.get("user") or before.user
+        if user != sandbox.spec.user:
+            await sandbox.restart(replace(sandbox.spec, user=user))
+        await sandbox.exec(hook["command"], cwd=task.workdir, timeout_s=hook["timeout_s"])
+    if sandbox.spec.user != before.user:
+        await sandbox.restart(before)
+
+
+async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]:
+    """Copies the task's artifacts into ``folder``, which must not exist.
+
+    Raises:
+        SandboxError: the sandbox was lost.
+    """
+    entries = entries_of(task)
+    sources = [str(entry["source"]) for entry in entries]
+    # A directory that is empty counts as missing: /logs/artifacts is made for every task.
+    test = (
+        'for p in "$@"; do if [ -d "$p" ]; then set -- "$p"/*; [ -e "$1" ]; else [ -e "$p" ]; fi && echo 1 || echo 0; '
+        "done"
+    )
+    seen = await sandbox.exec(["/bin/sh", "-c", test, "sh", *sources], cwd="/", timeout_s=COLLECT_S)
+    there = seen.stdout.split()
+    found: list[Collected] = []
+    for number, entry in enumerate(entries):
+        source = sources[number]
+        kept = Collected(source, str(entry.get("destination") or source.strip("/") or "root"))
+        if there[number : number + 1] != ["1"]:
+            if entry.get("destination") or source != PUBLISHED:
+                found.append(kept)
+                kept.error = "not there"
+            continue
+        target = folder / str(number)
+        try:
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await asyncio.wait_for(sandbox.download(source, str(target)), DOWNLOAD_S)
+            await asyncio.to_thread(_leave_out, target, entry.get("exclude") or ())
+            kept.path = target
+        except (SandboxError, TimeoutError, OSError) as error:
+            kept.error = str(error) or f"not read within {DOWNLOAD_S:g} s"
+        found.append(kept)
+    return found
+
+
+async def carry(collected: Sequence[Collected], sandbox: Sandbox) -> None:
+    """Puts artifacts into another sandbox, each where it was in the first."""
+    for item in collected:
+        if item.path is None:
+            continue
+        if item.path.is_dir():
+            await sandbox.exec(["rm", "-rf", item.source], cwd="/", timeout_s=COLLECT_S)
+        await sandbox.upload(str(item.path), item.source)
+
+
+def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
+    """As a trajectory keeps them, with ``artifacts/manifest.json`` that says what was left out and why."""
+    found: list[Artifact] = []
+    manifest: list[dict[str, Any]] = []
+    left = MAX_BYTES
+    for item in collected:
+        kept: list[str] = []
+        omitted: list[str] = []
+        for file in _files(item.path):
+            name = f"{prefix}artifacts/{item.name}"
+            if item.path is not None and file != item.path:
+                name += f"/{file.relative_to(item.path)}"
+            size = file.stat().st_size
+            if size > min(MAX_FILE, left) or len(found) >= MAX_FILES:
+                omitted.append(name)
+                continue
+            found.append(Artifact(name, file.read_bytes()))
+            left -= size
+            kept.append(name)
+        entry: dict[str, Any] = {"source": item.source, "kept": len(kept), "error": item.error}
+        if omitted:
+            entry["too_large_or_too_many"] = omitted[:MAX_FILES]
+        manifest.append(entry)
+    if manifest:
+        found.append(Artifact(f"{prefix}artifacts/manifest.json", json.dumps(manifest, indent=1).encode()))
+    return found
+
+
+def _files(path: Path | None) -> list[Path]:
+    """The regular files below ``path``, or itself; links are not followed."""
+    if path is None or path.is_symlink():
+        return []
+    if not path.is_dir():
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.is_file() and not file.is_symlink()]
+
+
+def _leave_out(path: Path, patterns: Sequence[str]) -> None:
+    if not patterns or not path.is_dir():
+        return
+    for file in sorted(path.rglob("*")):
+        relative = str(file.relative_to(path))
+        if any(fnmatch.fnmatch(relative, p) or fnmatch.fnmatch(file.name, p) for p in patterns) and os.path.lexists(
+            file
+        ):
+            remove_tree(file)

@@ -1,0 +1,185 @@
+"""The git checkout that an agent works in: where it stood when it was handed out, and what was changed since.
+
+An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``; it may set hooks,
+filters, attributes and drivers that run when git looks. So where the checkout stood is kept on the host
+(``checkout.json`` beside the sandbox's layer), and the difference is taken with a git directory of our own, that has
+neither configuration nor index nor references of the agent's: of its repository only the objects are read. Where they
+are gone, the image's repository is laid bare for a moment. What git says remains the agent's word, as git is a program
+of its sandbox: a patch is what an agent submits, never a proof.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megaflow_hpc.environments.sandbox.rootfs import upperdir
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.rundir.layout import write_atomic, write_json
+from megaflow_hpc.types import Artifact
+
+NOTE = "checkout.json"
+LOOK_S = 120.0
+READ_S = 300.0
+"""For git at work on a large checkout."""
+LIMIT = 8 << 20
+"""Bytes of a patch. A larger one is an error: half a patch is none."""
+GONE = 79
+"""Exit status of the script that finds the commit nowhere."""
+
+_SETTINGS = ("core.fileMode", "core.autocrlf", "core.eol", "core.symlinks")
+"""What of a checkout's configuration decides whether an untouched file counts as changed."""
+
+_LOOK = f"""commit=$(git -c safe.directory='*' rev-parse -q --verify 'HEAD^{{commit}}') || exit 1
+top=$(git -c safe.directory='*' rev-parse --show-toplevel) || exit 1
+objects=$(cd "$(git -c safe.directory='*' rev-parse --git-path objects)" && pwd -P) || exit 1
+exclude=$(git -c safe.directory='*' rev-parse --git-path info/exclude)
+printf '%s\\0' "$commit" "$top" "$objects" "$(grep -v '^#' "$exclude" 2>/dev/null)"
+for name in {" ".join(_SETTINGS)}; do
+  if value=$(git -c safe.directory='*' config --get $name); then printf '%s\\0' "$name=$value"; fi
+done"""
+
+_READ = """cd {top} && d=$(mktemp -d) || exit 1
+trap 'rm -rf "$d"' EXIT
+mkdir -p "$d/git/objects/info" "$d/git/refs" "$d/git/info" && echo 'ref: refs/heads/none' >"$d/git/HEAD" || exit 1
+printf '[core]\\n\\tbare = false\\n\\trepositoryformatversion = {version}\\n{more}' >"$d/git/config" || exit 1
+printf '%s\\n' {objects} >"$d/git/objects/info/alternates" && printf '%s\\n' {exclude} >"$d/git/info/exclude" || exit 1
+unset GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_INDEX_FILE GIT_EXTERNAL_DIFF GIT_CONFIG_COUNT
+export GIT_DIR="$d/git" GIT_WORK_TREE={top} HOME="$d" XDG_CONFIG_HOME="$d" GIT_CONFIG_NOSYSTEM=1
+export GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 GIT_ATTR_SOURCE={commit} GIT_TERMINAL_PROMPT=0
+g() {{ git {settings} "$@"; }}
+g cat-file -e '{commit}^{{tree}}' 2>/dev/null || exit {gone}
+g read-tree {commit} || exit 1
+g add -A --ignore-errors . >&2 # what cannot be added is said, and the rest counts
+g diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ {commit} || exit 1
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a checkout stood when an agent got it. Paths are the sandbox's."""
+
+    commit: str
+    top: str
+    objects: str
+    exclude: str
+    """What its repository, beside the files of the tree, says is not to be looked at."""
+    settings: list[str]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What was changed since. ``error``: why it cannot be said, or what is missing in it; else empty."""
+
+    data: bytes
+    error: str = ""
+
+
+async def remember(sandbox: ApptainerSandbox, workdir: str | None) -> Start | None:
+    """Notes where the checkout around ``workdir`` stands; ``None`` where there is none, or no git to see it.
+
+    Raises:
+        SandboxError: the sandbox was lost.
+    """
+    note = Path(sandbox.directory, NOTE)
+    note.unlink(missing_ok=True)
+    seen = await sandbox.exec(_LOOK, cwd=workdir, timeout_s=LOOK_S)
+    words = seen.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    if seen.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
+        return None
+    start = Start(words[0], words[1], words[2], words[3], words[4:])
+    write_json(note, asdict(start))
+    return start
+
+
+def note(sandbox: ApptainerSandbox) -> bytes:
+    """What :func:`remember` wrote down; empty if nothing."""
+    path = Path(sandbox.directory, NOTE)
+    return path.read_bytes() if path.exists() else b""
+
+
+def put_note(sandbox: ApptainerSandbox, content: bytes) -> None:
+    """Of a sandbox that goes on where another was."""
+    if content:
+        write_atomic(Path(sandbox.directory, NOTE), content)
+
+
+async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
+    """What was changed since :func:`remember`, committed or not, new files included, as one patch git can apply.
+
+    ``None`` where there was no checkout. The checkout itself is left as it is. Call when the agent's processes have
+    ended; end what is started by its programs afterwards.
+
+    Raises:
+        SandboxError: the sandbox was lost.
+    """
+    start = _noted(sandbox) or await remember(sandbox, workdir)
+    if start is None:
+        return None
+    patch = await _read(sandbox, start)
+    if patch is not None:
+        return patch
+    where = f"{start.top}/.git"
+    if start.objects == f"{where}/objects":
+        aside = Path(sandbox.directory, "layer", "git-aside")
+        moved: list[bool] = []
+
+        def lay_bare(paths: LayerPaths) -> None:
+            moved.append(upperdir.set_aside(paths.upper, where, aside))
+
+        def put_back(paths: LayerPaths) -> None:
+            upperdir.replace(paths.upper, where, aside)
+
+        await sandbox.restart(change=lay_bare)
+        if moved[0]:
+            try:
+                patch = await _read(sandbox, start)
+            finally:
+                await sandbox.restart(change=put_back)
+    return patch or Patch(b"", f"{start.top}: the commit {start.commit[:12]} that it stood at is nowhere any more")
+
+
+def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
+    """As a trajectory keeps it: ``patch`` where anything was changed, ``patch.error`` where that cannot be said."""
+    if patch is None:
+        return []
+    parts = {"patch": patch.data, "patch.error": patch.error.encode("utf-8", "surrogateescape")}
+    return [Artifact(prefix + name, data) for name, data in parts.items() if data]
+
+
+def _noted(sandbox: ApptainerSandbox) -> Start | None:
+    try:
+        return Start(**json.loads(Path(sandbox.directory, NOTE).read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
+    """``None`` if the commit is not to be found."""
+    long = len(start.commit) == 64
+    script = _READ.format(
+        top=shlex.quote(start.top),
+        objects=shlex.quote(start.objects),
+        exclude=shlex.quote(start.exclude),
+        commit=start.commit,
+        version=1 if long else 0,
+        more="[extensions]\\n\\tobjectformat = sha256\\n" if long else "",
+        settings=" ".join(f"-c {shlex.quote(setting)}" for setting in start.settings),
+        gone=GONE,
+    )
+    # Half of what is kept is the head.
+    done = await sandbox.exec(script, cwd="/", timeout_s=READ_S, output_limit=2 * LIMIT)
+    if done.exit_code == GONE:
+        return None
+    if done.timed_out:
+        return Patch(b"", f"{start.top}: git was not through with it after {READ_S:g} s")
+    if done.exit_code:
+        return Patch(b"", f"{start.top} cannot be compared with what it was: {done.stderr.strip()[-2000:]}")
+    if len(done.stdout_bytes) > LIMIT:
+        return Patch(b"", f"the patch of {start.top} is larger than {LIMIT >> 20} MiB")
+    left_out = [line for line in done.stderr.splitlines() if line.startswith(("error:", "fatal:"))]
+    return Patch(done.stdout_bytes, "\n".join(left_out)[-2000:])

@@ -1,0 +1,111 @@
+"""The ``[environment]`` of a Harbor task, and the ``[verifier.environment]`` of one that is judged elsewhere.
+
+Both have the same keys and name an image in the same way: ``docker_image``, or a Dockerfile in their directory. What a
+single container without root cannot be is refused with its line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import (
+    Dockerfile,
+    context_digest,
+    last_workdir,
+)
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.task_toml import Table
+from megaflow_hpc.types import Limits, Network, Task
+
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+
+
+def read_environment(table: Table, directory: Path, root: Path) -> Task:
+    """A task of which only image, directory, user, variables, limits and network are filled in.
+
+    Args:
+        table: the environment's keys; may be empty.
+        directory: where its Dockerfile would be, whose other files are the build's context.
+        root: the task's directory.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
+    """
+    _refuse(table, directory)
+    dockerfile = inside(root, directory / "Dockerfile")
+    named = table.text("docker_image")
+    parsed = Dockerfile.read(dockerfile) if named is None and dockerfile.is_file() else None
+    if named is None and parsed is None:
+        raise ConfigError(
+            f"{table.path}: neither [{table.name}] docker_image nor {directory.relative_to(root)}/Dockerfile; name an "
+            "image, and map it in environment.images of the campaign"
+        )
+    harbor: dict[str, Any] = {}
+    env = table.variables("env")
+    image = named or ""
+    if parsed is not None:
+        image = parsed.base
+        env = {**parsed.environment, **env}
+        if parsed.needs_build:
+            image = f"{parsed.base}+{context_digest(parsed)[:12]}"
+            harbor["dockerfile"] = str(dockerfile)
+            harbor["from"] = parsed.base
+            if seconds := table.number("build_timeout_sec"):
+                harbor["build_timeout_s"] = seconds
+    workdir = table.path_inside("workdir") or (parsed.workdir if parsed else None)
+    if workdir is None and named is not None and dockerfile.is_file():
+        workdir = last_workdir(dockerfile)
+    if workdir is not None and not workdir.startswith("/"):
+        raise ConfigError(f"{dockerfile}: WORKDIR {workdir!r}: expected an absolute path")
+    if skills := table.path_inside("skills_dir"):
+        env.setdefault("MEGAFLOW_SKILLS_DIR", skills)
+    return Task(
+        id="environment",
+        instruction="",
+        image=image,
+        path=str(root),
+        workdir=workdir,
+        user=parsed.user if parsed else None,
+        env=env,
+        limits=Limits(
+            memory_mb=table.size_mb("memory_mb", "memory"),
+            cpus=table.number("cpus"),
+            disk_mb=table.size_mb("storage_mb", "storage"),
+        ),
+        network=read_network(table),
+        metadata={"harbor": harbor},
+    )
+
+
+def read_network(table: Table) -> Network | None:
+    """``gateway`` where a task forbids or restricts the network: never more than it allows, and its model answers.
+
+    A task that does not is left to the campaign: compute nodes often have no way out.
+    """
+    mode = table.choice("network_mode", "no-network", "public", "allowlist")
+    if mode is None:
+        return "gateway" if table.data.get("allow_internet") is False else None
+    return None if mode == "public" else "gateway"
+
+
+def inside(root: Path, path: Path) -> Path:
+    """``path``, which must not lead out of the task: what it leads to would be read, or copied into a sandbox."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"{path}: leads out of the task, to {path.resolve()}; copy the file into the task")
+    return path
+
+
+def _refuse(table: Table, directory: Path) -> None:
+    """What no single container without root can be."""
+    for name in COMPOSE:
+        if (directory / name).is_file():
+            raise ConfigError(f"{directory / name}: tasks of several services cannot run here; leave this task out")
+    for key in ("gpus", "tpu"):
+        if table.data.get(key):
+            raise table.error(key, table.data[key], "none: sandboxes run on CPU nodes; leave this task out")
+    if str(table.data.get("os", "linux")).lower() != "linux":
+        raise table.error("os", table.data["os"], "linux; leave this task out")
+    if table.data.get("mcp_servers"):
+        names = [str(server.data.get("name", "?")) for server in table.tables("mcp_servers")]
+        raise table.error("mcp_servers", names, "none: agents are not told of servers yet; leave this task out")

@@ -1,0 +1,105 @@
+"""Which of a Harbor task's tests and solution files count: all that no ``.harborignore`` there leaves out.
+
+As in Harbor (0.25): such a file may lie in ``tests/``, ``solution/``, a step's own, and any directory below; its lines
+are those of ``.gitignore``, relative to where it lies, and one further down has the last word. What is left out is
+neither uploaded nor needed; the files themselves never are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.task_toml import read_text
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+NAME = ".harborignore"
+_HOMES = ("tests", "solution")
+
+
+class TaskFiles:
+    """The files of one task directory."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self._rules: dict[Path, GitIgnoreSpec | None] = {}
+
+    def excludes(self, path: Path) -> bool:
+        """Whether ``path``, or what it leads to as a link, is left out.
+
+        Raises:
+            ConfigError: a ``.harborignore`` that cannot be read.
+        """
+        real = path.resolve()
+        return self._left_out(path) or (real.is_relative_to(self.root.resolve()) and self._left_out(real))
+
+    def require(self, path: Path) -> Path:
+        """``path``; raises :class:`ConfigError` if it is left out, which a task cannot do without."""
+        if self.excludes(path):
+            raise ConfigError(f"{path}: needed, but left out by a {NAME}; add the line '!{path.name}' at its end")
+        return path
+
+    def copy(self, source: Path, target: Path) -> None:
+        """Copies what counts of a directory into ``target``, links as links."""
+
+        def left_out(directory: str, names: list[str]) -> list[str]:
+            return [name for name in names if self.excludes(Path(directory, name))]
+
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=left_out)
+
+    def any_rules(self, directory: Path) -> bool:
+        """Whether anything of a directory may be left out."""
+        return any(NAME in names for _, _, names in os.walk(directory))
+
+    def _left_out(self, path: Path) -> bool:
+        root = self.root if path.is_relative_to(self.root) else self.root.resolve()
+        if not path.is_relative_to(root):
+            return False
+        parts = path.relative_to(root).parts
+        depth = 3 if parts[:1] == ("steps",) else 1
+        if path.name == NAME:
+            return True
+        if len(parts) < depth or parts[depth - 1] not in _HOMES:
+            return False
+        place = root.joinpath(*parts[:depth])
+        above: list[Path] = []
+        for part in parts[depth:]:
+            above.append(place)
+            place /= part
+            if self._last_word(above, place):
+                return True
+        return False
+
+    def _last_word(self, above: list[Path], place: Path) -> bool:
+        """What the rules of the directories above say of ``place`` alone."""
+        for directory in reversed(above):
+            rules = self._rules_in(directory)
+            if rules is None:
+                continue
+            name = place.relative_to(directory).as_posix()
+            verdict = rules.check_file(f"{name}/" if place.is_dir() else name).include
+            if verdict is not None:
+                return verdict
+        return False
+
+    def _rules_in(self, directory: Path) -> GitIgnoreSpec | None:
+        if directory not in self._rules:
+            self._rules[directory] = self._read(directory / NAME)
+        return self._rules[directory]
+
+    def _read(self, file: Path) -> GitIgnoreSpec | None:
+        if not file.is_file():
+            return None
+        if not file.resolve().is_relative_to(self.root.resolve()):
+            raise ConfigError(f"{file}: leads out of the task, to {file.resolve()}; copy the file into the task")
+        from pathspec import GitIgnoreSpec
+
+        try:
+            return GitIgnoreSpec.from_lines(read_text(file).splitlines())
+        except ValueError as error:
+            raise ConfigError(f"{file}: {error}; expected lines as in .gitignore") from error

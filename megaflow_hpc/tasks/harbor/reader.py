@@ -1,0 +1,169 @@
+"""Reads Harbor task directories (schema up to 1.4; Harbor 0.25 says which keys there are and what they default to).
+
+::
+
+    TASK/  task.toml  instruction.md  environment/[Dockerfile …]  tests/test.sh …  [solution/solve.sh …]
+           or, with [[steps]], steps/NAME/{instruction.md, tests/, solution/, workdir/}
+
+What only the verifier, the image store, ``prepare`` or the oracle needs is in ``task.metadata["harbor"]``; the author's
+own ``[metadata]`` is beside it. Keys that Harbor would ignore are ignored; what a cluster cannot give is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
+from megaflow_hpc.tasks.harbor.task_toml import Table, read_text, read_toml
+from megaflow_hpc.tasks.harbor.verifier_section import read_ending
+from megaflow_hpc.types import SandboxMode, Task
+
+TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
+SCHEMA = (1, 4)
+"""Newest version of task.toml that is read here."""
+DEFAULT_AGENT_S = 900.0
+"""Harbor leaves ``[agent] timeout_sec`` open; a rollout must end."""
+
+_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+_STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7f. ]")
+
+
+def read_harbor_task(path: str | os.PathLike[str]) -> Task:
+    """One task directory.
+
+    Raises:
+        ConfigError: names the file, the line where there is one, the value and the remedy.
+    """
+    root = Path(path).absolute()
+    toml = read_toml(inside(root, root / "task.toml"))
+    if not TASK_ID.fullmatch(root.name) or root.name in (".", ".."):
+        raise ConfigError(
+            f"{root}: task id {root.name!r}: expected letters, digits, '.', '_' and '-'; rename the directory"
+        )
+    _check_version(toml)
+    table = toml.table("environment")
+    environment = read_environment(table, inside(root, root / "environment"), root)
+    agent = toml.table("agent")
+    steps = toml.tables("steps")
+    harbor: dict[str, Any] = {
+        **environment.metadata["harbor"],
+        "upload_environment": bool(table.text("docker_image"))
+        and not (root / "environment" / "Dockerfile").is_file()
+        and (root / "environment").is_dir(),
+        "healthcheck": read_healthcheck(table),
+    }
+    if steps:
+        harbor["steps"] = _read_steps(toml, steps, root, environment)
+        harbor["reward_strategy"] = toml.choice("multi_step_reward_strategy", "mean", "final") or "mean"
+        first = harbor["steps"][0]
+        instruction, verifier_s = first["instruction"], first["verifier"]["timeout_s"]
+    else:
+        instruction = read_instruction(root, root)
+        ending = read_ending(toml, root, environment)
+        harbor |= ending
+        verifier_s = ending["verifier"]["timeout_s"]
+    network = read_network(agent) if "network_mode" in agent else environment.network
+    return replace(
+        environment,
+        id=root.name,
+        instruction=instruction,
+        user=agent.user() or environment.user,
+        agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_S) or DEFAULT_AGENT_S,
+        verifier_timeout_s=verifier_s,
+        network=network,
+        mode=cast("SandboxMode | None", toml.table("metadata").choice("sandbox_mode", *get_args(SandboxMode))),
+        metadata={**toml.table("metadata").data, "harbor": harbor},
+    )
+
+
+def read_instruction(root: Path, home: Path) -> str:
+    """``instruction.md``, without the marker lines at its top by which benchmarks find themselves in training data."""
+    file = home / "instruction.md"
+    if not file.is_file():
+        raise ConfigError(f"{file}: missing; a Harbor task needs its instruction there")
+    if (home / "trajectory.json").is_file():
+        raise ConfigError(
+            f"{home / 'trajectory.json'}: agents here cannot start from an earlier conversation; leave this task out"
+        )
+    lines = read_text(inside(root, file)).splitlines(keepends=True)
+    marked = 0
+    while marked < len(lines) and _CANARY.fullmatch(lines[marked].strip()):
+        marked += 1
+    while marked and marked < len(lines) and not lines[marked].strip():
+        marked += 1
+    return "".join(lines[marked:])
+
+
+def read_healthcheck(table: Table) -> dict[str, Any]:
+    """As Docker's HEALTHCHECK, times in seconds; empty where there is none."""
+    check = table.table("healthcheck")
+    if not check:
+        return {}
+    command = check.text("command")
+    if command is None:
+        raise check.error("command", None, "a shell command that exits 0 when the environment is healthy")
+    values: dict[str, Any] = {"command": command, "retries": int(check.number("retries", 3) or 3)}
+    for key, default in (("interval_sec", 5.0), ("timeout_sec", 30.0), ("start_interval_sec", 5.0)):
+        values[key] = check.number(key, default)
+    values["start_period_sec"] = check.number("start_period_sec", 0.0) if check.data.get("start_period_sec") else 0.0
+    return values
+
+
+def _check_version(toml: Table) -> None:
+    key = "schema_version" if "schema_version" in toml else "version"
+    value = toml.data.get(key, "1.0")
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?", str(value))
+    if not match:
+        raise toml.error(key, value, "a version such as '1.4'")
+    if (int(match[1]), int(match[2])) > SCHEMA:
+        newest = ".".join(map(str, SCHEMA))
+        raise toml.error(
+            key, value, f"at most {newest}: upgrade megaflow_hpc, or write {newest} if the task uses nothing newer"
+        )
+
+
+def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task) -> list[dict[str, Any]]:
+    """What each step has of its own; steps.py makes tasks of it."""
+    found: list[dict[str, Any]] = []
+    for step in steps:
+        name = step.text("name")
+        if name is None or not _STEP.fullmatch(name) or name in (".", ".."):
+            raise step.error("name", name, "the name of a directory under steps/")
+        if name.casefold() in {str(other["name"]).casefold() for other in found}:
+            raise step.error("name", name, "a name that no other step has")
+        home = root / "steps" / name
+        if not home.is_dir():
+            raise ConfigError(f"{home}: missing; every step in {toml.path.name} has a directory of its name there")
+        inside(root, home)
+        agent = step.table("agent")
+        if "network_mode" in agent:
+            raise agent.error("network_mode", agent.data["network_mode"], "one network for all steps, under [agent]")
+        found.append(
+            {
+                "name": name,
+                "instruction": read_instruction(root, home),
+                "agent_timeout_s": agent.number("timeout_sec"),
+                "user": agent.user(),
+                "min_reward": _min_reward(step),
+                "healthcheck": read_healthcheck(step),
+                "workdir": str(inside(root, home / "workdir")) if (home / "workdir").is_dir() else None,
+                **read_ending(toml, root, environment, step),
+            }
+        )
+    return found
+
+
+def _min_reward(step: Table) -> dict[str, float]:
+    """By name of the reward; a bare number is for ``reward``."""
+    value = step.data.get("min_reward")
+    if value is None:
+        return {}
+    named = value if isinstance(value, dict) else {"reward": value}
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in named.values()):
+        raise step.error("min_reward", value, "a number, or a table of numbers by reward")
+    return {str(name): float(number) for name, number in named.items()}

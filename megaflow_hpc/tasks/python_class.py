@@ -1,0 +1,314 @@
+"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
+
+::
+
+    class CountFiles:
+        image = "base"                                # required; mapped by environment.images
+        workdir = "/app"
+
+        def instruction(self):                        # or a text
+            return "How many files are in /app? Write the number into /app/answer."
+
+        async def setup(self, sandbox):               # optional; before the agent
+            await sandbox.exec("touch a b c")
+
+        async def score(self, sandbox):               # after the agent: a number, or numbers by name
+            result = await sandbox.exec("cat answer")
+            return float(result.stdout.strip() == "3")
+
+        async def solve(self, sandbox):               # optional; what the oracle agent does
+            await sandbox.exec("echo 3 > answer")
+
+``setup``, ``score`` and ``solve`` may be plain functions too: they then run in a thread, and their sandbox's ``exec``,
+``upload`` and ``download`` wait for the result. One class is one task, named after it (or by ``id``); with a class
+method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score`` of a
+rollout are called on the same instance.
+
+The code runs in the worker, imported from the campaign file's directory or wherever the interpreter finds it. What it
+raises is the user's failure, named by file and line; a sandbox that is lost stays an infrastructure failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.verifier import Verdict
+from megaflow_hpc.types import ExecResult, Limits, Task
+
+TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
+SETTINGS: Mapping[str, tuple[type, ...]] = {
+    "image": (str,),
+    "workdir": (str,),
+    "user": (str, int),
+    "env": (dict,),
+    "network": (str,),
+    "timeout_s": (int, float),
+    "score_timeout_s": (int, float),
+    "memory_mb": (int,),
+    "cpus": (int, float),
+    "disk_mb": (int,),
+    "processes": (int,),
+}
+"""Attributes of a class (or instance) that become its task's; only ``image`` is required."""
+
+_instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The instance that serves a sandbox: what ``setup`` kept in ``self`` is there in ``score``."""
+
+
+def looks_like_class(source: str) -> bool:
+    """Whether a source of a campaign is ``package.module:Class`` rather than a path."""
+    module, colon, name = source.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
+    """The tasks of a class.
+
+    Args:
+        base: looked in for the module first, before the interpreter's own path.
+
+    Raises:
+        ConfigError: names the class, its file and line, what is wrong and what was expected.
+    """
+    cls = _load(source, str(Path(base).absolute()))
+    where = f"{source} ({_place(cls)})"
+    made: Any = {_name(cls): {}}
+    if hasattr(cls, "instances"):
+        made = _guard(cls.instances, f"{where}: instances", ConfigError)
+        if not isinstance(made, Mapping) or not all(isinstance(value, Mapping) for value in made.values()):
+            raise ConfigError(f"{where}: instances gave {made!r:.80}: expected {{name: {{keyword: value}}}}")
+    return [_task(cls, str(name), dict(keywords), source, str(base), where) for name, keywords in made.items()]
+
+
+def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str, where: str) -> Task:
+    if not TASK_ID.fullmatch(name):
+        raise ConfigError(f"{where}: task id {name!r}: expected letters, digits, '.', '_' and '-'")
+    task = _guard(lambda: cls(**keywords), f"{where}: {name}", ConfigError)
+    if not callable(getattr(task, "score", None)):
+        raise ConfigError(f"{where}: has no 'score(self, sandbox)'; without it nothing can be rewarded")
+    told: Any = getattr(task, "instruction", None)
+    if callable(told):
+        told = _guard(told, f"{where}: instruction", ConfigError)
+    if not isinstance(told, str) or not told.strip():
+        raise ConfigError(f"{where}: instruction is {told!r:.80}: expected a text, or a method that returns one")
+    values: dict[str, Any] = {}
+    for key, kinds in SETTINGS.items():
+        value = getattr(task, key, None)
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{where}: {key} is {value!r:.80}: expected {expected}")
+        values[key] = value
+    if not values["image"]:
+        raise ConfigError(f"{where}: image is missing; name an image, and map it in environment.images of the campaign")
+    user = values["user"]
+    made = Task(
+        id=name,
+        instruction=told,
+        image=values["image"],
+        path=source,
+        kind="python",
+        workdir=values["workdir"],
+        user=None if user is None else str(user),
+        env=values["env"] or {},
+        agent_timeout_s=float(values["timeout_s"] or 900),
+        verifier_timeout_s=float(values["score_timeout_s"] or 600),
+        limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
+        network=values["network"],
+        metadata={"python": {"class": source, "base": base, "arguments": keywords}},
+    )
+    SandboxSpec(made.image, made.env, made.workdir, network=made.network or "none").check()
+    return made
+
+
+def _load(source: str, base: str) -> Any:
+    module_name, _, name = source.partition(":")
+    if base not in sys.path:
+        sys.path.insert(0, base)
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except AttributeError:
+        raise ConfigError(f"{source}: module {module_name} has no class {name}; correct the name") from None
+    except Exception as error:
+        place = "" if isinstance(error, ModuleNotFoundError) else f" at {_origin(error)}"
+        raise ConfigError(
+            f"{source}: cannot be imported{place}: {error!r}; it is looked for in {base} and on PYTHONPATH"
+        ) from error
+    if not inspect.isclass(found):
+        raise ConfigError(f"{source}: {name} is {type(found).__name__}; expected a class")
+    return found
+
+
+def _name(cls: Any) -> str:
+    return str(getattr(cls, "id", None) or cls.__name__)
+
+
+def _place(cls: Any) -> str:
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return "no source"
+
+
+# --- in the worker --------------------------------------------------------------------------------------------------
+
+
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
+    """Runs ``setup``; raises :class:`UserCodeError` for what it raises."""
+    instance = _instance(task, sandbox)
+    if hasattr(instance, "setup"):
+        await _call(task, instance.setup, sandbox, task.agent_timeout_s)
+
+
+async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
+    """Runs ``solve``, for the oracle agent."""
+    instance = _instance(task, sandbox)
+    if not hasattr(instance, "solve"):
+        raise ConfigError(f"task {task.id}: {task.path} has no 'solve(self, sandbox)'; the oracle agent needs one")
+    await _call(task, instance.solve, sandbox, task.agent_timeout_s)
+    return ExecResult(0)
+
+
+async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
+    """Runs ``score`` after every process of the agent has been killed.
+
+    Raises:
+        UserCodeError: ``score`` raised, or gave something that is no reward.
+        SandboxError: the sandbox was lost.
+    """
+    await sandbox.kill_processes()
+    instance = _instance(task, sandbox)
+    try:
+        found = await _call(task, instance.score, sandbox, task.verifier_timeout_s)
+    finally:
+        _instances.pop(sandbox, None)
+    given = found if isinstance(found, Mapping) else {"reward": found}
+    rewards: dict[str, float] = {}
+    for name, value in given.items():
+        number = value if isinstance(value, int | float) else math.nan
+        if not isinstance(name, str) or not math.isfinite(number):
+            raise UserCodeError(
+                f"{_code(instance.score)}: score of task {task.id} gave {found!r:.80}; expected a finite number, or "
+                "such numbers by name"
+            )
+        rewards[name] = float(number)
+    if not rewards:
+        raise UserCodeError(f"{_code(instance.score)}: score of task {task.id} gave no reward; expected a number")
+    reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+    return Verdict(reward=reward, rewards=rewards)
+
+
+def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:
+    if sandbox not in _instances:
+        place = task.metadata["python"]
+        cls = _load(place["class"], place["base"])
+        _instances[sandbox] = _guard(lambda: cls(**place["arguments"]), place["class"], UserCodeError)
+    return _instances[sandbox]
+
+
+async def _call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float) -> Any:
+    """One method of a task, in the event loop or in a thread, within its time."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            if inspect.iscoroutinefunction(method):
+                return await method(sandbox)
+            # Cut off, a thread goes on to its next use of the sandbox, which is gone then.
+            plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
+            found = await _in_thread(lambda: method(plain), task.id)
+            return await found if inspect.isawaitable(found) else found
+    except SandboxError:
+        raise
+    except (Exception, SystemExit) as error:
+        if limit.expired():
+            raise UserCodeError(
+                f"{_code(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
+            ) from None
+        raise _told(task, method, error) from error
+
+
+async def _in_thread(call: Callable[[], Any], name: str) -> Any:
+    """Runs ``call`` in a thread of its own: one that never ends must not take a place in the loop's pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def body() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = call(), None
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future does not carry these
+            outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
+        except BaseException as error:
+            outcome = None, error
+        try:
+            loop.call_soon_threadsafe(finish, *outcome)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
+    return await done
+
+
+def _told(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
+    return UserCodeError(f"{_origin(error)}: {method.__name__} of task {task.id} raised {error!r}")
+
+
+def _guard(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise kind(f"{what} raised {error!r} at {_origin(error)}") from error
+
+
+def _origin(error: BaseException) -> str:
+    """``file:line`` of the innermost frame in the user's own code, not in a library it called."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
+    frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _code(method: Callable[..., Any]) -> str:
+    code = getattr(method, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
+
+
+class WaitingSandbox:
+    """A sandbox for code without ``await``: the same methods, each returning when it is done. Used in a thread."""
+
+    def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
+        self._sandbox = sandbox
+        self._loop = loop
+
+    def exec(self, command: Any, **options: Any) -> ExecResult:
+        return asyncio.run_coroutine_threadsafe(self._sandbox.exec(command, **options), self._loop).result()
+
+    def upload(self, source: str, target: str) -> None:
+        asyncio.run_coroutine_threadsafe(self._sandbox.upload(source, target), self._loop).result()
+
+    def download(self, source: str, target: str) -> None:
+        asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()

@@ -1,0 +1,60 @@
+"""Run as a script: downloads source distributions as pip is configured, without building them.
+
+``pip download`` of a source distribution also runs its build back end in a fresh environment, which costs seconds for
+each and fails where an old back end does. pip has no option for the plain file, so this uses the index and network half
+of its own ``download`` command: indexes, credentials, certificates and proxies are the user's. Those are internals of
+pip; :mod:`~megaflow_hpc.tasks.releases.sdists` falls back on ``pip download`` where they have changed
+(exit status :data:`CHANGED`).
+
+``python sdist_fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+CHANGED = 90
+
+
+def main() -> int:
+    try:
+        from pip._internal.commands.download import DownloadCommand
+        from pip._vendor.packaging.specifiers import SpecifierSet
+    except ImportError:
+        return CHANGED
+
+    class Fetch(DownloadCommand):
+        def run(self, options: Any, args: list[str]) -> int:
+            session: Any = self.get_default_session(options)
+            finder: Any = self._build_package_finder(options, session)
+            for argument in args:
+                name, _, version = argument.partition("==")
+                best = finder.find_best_candidate(name, SpecifierSet(f"=={version}")).best_candidate
+                if best is not None:
+                    self.fetch(session, best.link, os.path.join(options.download_dir, best.link.filename))
+                print(json.dumps([argument, best and best.link.filename]), flush=True)
+            return 0
+
+        def fetch(self, session: Any, link: Any, target: str) -> None:
+            response = session.get(link.url_without_fragment, headers={"Accept-Encoding": "identity"})
+            response.raise_for_status()
+            if link.hash_name:
+                import hashlib
+
+                digest = hashlib.new(link.hash_name, response.content).hexdigest()
+                if digest != link.hash:
+                    raise ValueError(f"{link.filename}: {link.hash_name} is {digest}, the index says {link.hash}")
+            with open(target, "wb") as file:
+                file.write(response.content)
+
+    try:
+        return int(Fetch("fetch", "").main(["--no-binary", ":all:", "--no-input", *sys.argv[1:]]))
+    except (AttributeError, TypeError):
+        return CHANGED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

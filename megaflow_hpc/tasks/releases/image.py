@@ -1,0 +1,127 @@
+"""The image that tasks made from bugs share: a base image, pytest, and whatever their tests import.
+
+It is built offline from a definition file and from wheels downloaded beforehand for the base's Python, so the host's
+pip settings, credentials and certificates need not reach into the build. A stamp beside the SIF says what it was built
+from; ``apptainer inspect --deffile`` shows how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.images.resolve import BUILD_OPTIONS
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.rundir.layout import write_json
+from megaflow_hpc.tasks.releases.sdists import fetch_wheels
+from megaflow_hpc.tasks.releases.tasks import WORKDIR, Bug, BugFile, Progress
+
+DEFINITION = """\
+Bootstrap: localimage
+From: {base}
+
+%files
+    {wheels} /opt/wheels
+
+%post
+    set -e
+    python3 -c 'import sys, unittest, sqlite3, venv; assert sys.version_info[:2] == ({python})'
+    git --version
+    python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-cache-dir \\
+        --break-system-packages --root-user-action=ignore --ignore-installed {requirements}
+    rm -rf /opt/wheels
+    mkdir -p {workdir}
+
+%labels
+    megaflow_hpc.image {name}
+"""
+
+
+def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
+    """Everything the image must hold, without repetition."""
+    return list(dict.fromkeys([*content.requires, *(need for bug in bugs for need in bug.requires)]))
+
+
+def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bool:
+    """Builds the shared image over ``base`` (a SIF or an unpacked directory); false where it was there already.
+
+    It holds what every bug of the file needs, whichever were selected: its content does not depend on ``--only``.
+    """
+    if not base.exists():
+        raise ConfigError(f"--base {base}: no such image; build one with: megaflow-hpc images build, or launchers/demo")
+    needs = requirements(content, content.bugs)
+    status = base.stat()
+    made_from = json.dumps([DEFINITION, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns])
+    stamp = {"fingerprint": hashlib.sha256(made_from.encode()).hexdigest()[:32]}
+    stamp_file = target.with_name(target.name + ".json")
+    if target.exists() and _read_json(stamp_file) == stamp:
+        say(f"{target}: there already")
+        return False
+    apptainer = runtime.find_apptainer()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        major, minor = _python_of(apptainer, base)
+        say(f"{target}: downloading wheels for Python {major}.{minor}: {', '.join(needs)}")
+        wheels = Path(scratch) / "wheels"
+        wheels.mkdir()
+        files = fetch_wheels([*needs, "pip"], f"{major}.{minor}", wheels)
+        for package in under_test(content, files):
+            say(f"{target}: the tests' requirements need {package} itself: an agent can read another release of it")
+        definition = Path(scratch) / "image.def"
+        definition.write_text(
+            DEFINITION.format(
+                base=base.resolve(),
+                wheels=wheels,
+                python=f"{major}, {minor}",
+                pip=next(name for name in files if re.match(r"pip-[\d.]+-", name)),
+                requirements=" ".join(f"'{need}'" for need in needs),
+                workdir=WORKDIR,
+                name=content.image,
+            )
+        )
+        say(f"{target}: building over {base}")
+        image = Path(scratch) / "image.sif"
+        runtime.build(apptainer, image, str(definition), *BUILD_OPTIONS, cwd=Path(scratch))
+        stamp_file.unlink(missing_ok=True)
+        os.replace(image, target)
+    write_json(stamp_file, stamp, 0o644)
+    return True
+
+
+def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
+    """Packages with a bug that are among the wheels: the fix may be there to copy."""
+
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    installed = {normal(name.split("-")[0]) for name in wheels}
+    return sorted({bug.package for bug in content.bugs if normal(bug.package) in installed})
+
+
+def _python_of(apptainer: str, image: Path) -> tuple[str, str]:
+    """Major and minor version of an image's ``python3``. Unpacked for it: not every user can mount a SIF."""
+    program = "import sys; print(*sys.version_info[:2])"
+    options = ["--containall", "--cleanenv", "--no-home", *([] if image.is_dir() else ["--unsquash"])]
+    command = [apptainer, "-q", "exec", *options, str(image), "python3", "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=runtime.clean_environment(), cwd="/", check=False
+    )
+    answer = re.fullmatch(r"(\d+) (\d+)", done.stdout.strip())
+    if done.returncode != 0 or answer is None:
+        raise SiteError(f"{image}: its python3 cannot be run: {runtime.last_line(done.stderr + done.stdout)}")
+    return answer[1], answer[2]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

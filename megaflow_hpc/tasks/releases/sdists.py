@@ -1,0 +1,283 @@
+"""Released versions of packages: their source distributions, and what differs between two of them.
+
+Archives are kept in a cache directory, one file each, and fetched by ``pip`` of the running interpreter, so whatever
+indexes, credentials, certificates and proxies pip is configured with are used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.tasks.releases import fetch as sdist_fetch
+
+ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+TEST_DIRECTORIES = {"test", "tests", "testing"}
+NOT_CODE = {
+    "doc",
+    "docs",
+    "example",
+    "examples",
+    "bench",
+    "benchmark",
+    "benchmarks",
+    "bin",
+    "ci_tools",
+    "scripts",
+    "tools",
+}
+"""Top-level directories that are not installed."""
+METADATA_FILES = {
+    *("setup.py", "noxfile.py", "tasks.py", "release.py", "hatch_build.py", "_version.py", "__about__.py", "_meta.py"),
+    *("__meta__.py", "__version__.py"),
+}
+VERSION_LINE = re.compile(rb"^__version__[ \t]*=[^\r\n]*", re.MULTILINE)
+COMMIT_ENV = {
+    **{f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (
+        ("NAME", "megaflow_hpc"), ("EMAIL", "megaflow_hpc@localhost"), ("DATE", "2000-01-01T00:00:00Z"))},
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+}  # fmt: skip
+"""Same tree, same commit; and nobody's hooks, signing or line-end settings."""
+
+
+@dataclass(frozen=True, order=True)
+class Release:
+    """A version of a package."""
+
+    package: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The code that changed between two releases."""
+
+    text: bytes
+    """As ``git apply`` takes it."""
+    lines: int
+    """Lines added plus lines removed."""
+    files: tuple[str, ...]
+
+
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/megaflow-hpc/releases``."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "megaflow-hpc" / "releases"
+
+
+def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs this interpreter's pip.
+
+    Raises:
+        SiteError: the interpreter has none.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise SiteError(
+            f"{sys.executable} has no pip, which fetches the releases; install it with: {sys.executable} -m ensurepip"
+        )
+    return subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+
+
+def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
+    """The archive of each release, downloaded where the cache has none. A release that does not exist is left out.
+
+    Raises:
+        SiteError: pip could not be run, or could not reach its index.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    wanted = sorted(set(releases))
+    found = {release: path for release in wanted if (path := _cached(release, cache)) is not None}
+    missing = [release for release in wanted if release not in found]
+    if not missing:
+        return found
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
+        names = _fetch_files(missing, Path(scratch))
+        for release, name in names.items():
+            directory = cache / str(release)
+            directory.mkdir(exist_ok=True)
+            os.replace(Path(scratch) / name, directory / name)
+            found[release] = directory / name
+    return found
+
+
+def _cached(release: Release, cache: Path) -> Path | None:
+    try:
+        return next((path for path in sorted((cache / str(release)).iterdir()) if path.name.endswith(ARCHIVES)), None)
+    except OSError:
+        return None
+
+
+def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, str]:
+    """Downloads into ``directory`` and returns the file names; releases that do not exist have none."""
+    if importlib.util.find_spec("pip") is not None:
+        command = [sys.executable, sdist_fetch.__file__, "-d", str(directory), *map(str, releases)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+            return {release: name for release, (_, name) in zip(releases, lines, strict=True) if name}
+        if done.returncode != sdist_fetch.CHANGED:
+            names = ", ".join(map(str, releases))
+            raise SiteError(f"pip could not fetch {names}: {_tail(done)}; check its index and proxy settings")
+    return {release: name for release in releases if (name := _pip_download(release, directory)) is not None}
+
+
+def _pip_download(release: Release, directory: Path) -> str | None:
+    before = set(os.listdir(directory))
+    options = ["--no-deps", "--no-binary", release.package, "--no-input", "-d", str(directory)]
+    done = run_pip(["download", *options, str(release)])
+    if done.returncode == 0:
+        return next(iter(set(os.listdir(directory)) - before))
+    if "No matching distribution" in done.stderr:
+        return None
+    raise SiteError(f"pip could not fetch {release}: {_tail(done)}; check its index and proxy settings")
+
+
+def _tail(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [
+        line for line in (done.stderr + done.stdout).splitlines() if line.strip() and not line.startswith("WARNING")
+    ]
+    return lines[-1].strip() if lines else f"exit status {done.returncode}"
+
+
+def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> list[str]:
+    """Downloads wheels of ``requirements`` and what they need for Python ``python`` (``3.11``); returns the file names.
+
+    Raises:
+        ConfigError: a requirement has no such wheel.
+    """
+    options = ["--only-binary", ":all:", "--python-version", python, "--no-input", "-d", str(directory)]
+    done = run_pip(["download", *options, *requirements])
+    if done.returncode != 0:
+        raise ConfigError(
+            f"no wheels for Python {python} of {', '.join(requirements)}: {_tail(done)}; correct `requires`"
+        )
+    return sorted(os.listdir(directory))
+
+
+# --- source trees ---------------------------------------------------------------------------------------------------
+
+
+def unpack(archive: Path, directory: Path) -> Path:
+    """Unpacks a source distribution into ``directory`` and returns the tree's root."""
+    try:
+        if archive.name.endswith(".zip"):
+            with zipfile.ZipFile(archive) as bundle:
+                bundle.extractall(directory)
+        else:
+            with tarfile.open(archive) as bundle:
+                bundle.extractall(directory, members=[member for member in bundle if _harmless(member)])
+        roots = [path for path in directory.iterdir() if path.is_dir()]
+        if len(roots) != 1:
+            raise ValueError(f"{len(roots)} directories at its top, expected one")
+    except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0].rstrip(":")
+        raise ConfigError(f"{archive}: not a source distribution ({reason}); delete it and try again") from error
+    return roots[0]
+
+
+def _harmless(member: tarfile.TarInfo) -> bool:
+    """Files and directories inside the tree, made ours; no links. Python 3.11.2 has no extraction filters yet."""
+    path = PurePosixPath(member.name)
+    member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
+    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+    inside = not path.is_absolute() and ".." not in path.parts
+    return (member.isfile() or member.isdir()) and inside and "__pycache__" not in path.parts
+
+
+def is_test(name: str) -> bool:
+    """Whether a file of a source tree belongs to its tests."""
+    path = PurePosixPath(name)
+    in_tests = any(part in TEST_DIRECTORIES for part in path.parts[:-1])
+    return (
+        in_tests
+        or path.name in ("conftest.py", "tests.py")
+        or re.fullmatch(r"test_.*\.py|.*_tests?\.py", path.name) is not None
+    )
+
+
+def is_code(name: str) -> bool:
+    """Whether a file of a source tree is the package's own Python: no test, document, tool, metadata, version file."""
+    path = PurePosixPath(name)
+    if path.suffix not in (".py", ".pyi") or is_test(name) or path.name in METADATA_FILES:
+        return False
+    return len(path.parts) == 1 or path.parts[0] not in NOT_CODE
+
+
+def tree_files(root: Path) -> list[str]:
+    """Every file under ``root`` except version control's and build leftovers, as relative names."""
+    names = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    skipped = {".git", "__pycache__"}
+    return sorted(name.as_posix() for name in names if not skipped & set(name.parts))
+
+
+def source_root(root: Path) -> str:
+    """The directory of the tree that goes on ``PYTHONPATH``."""
+    return next((name for name in ("src", "lib") if any((root / name).glob("**/*.py"))), ".")
+
+
+def git(tree: Path, *arguments: str) -> bytes:
+    """Runs git in ``tree`` and returns its output.
+
+    Raises:
+        SiteError: there is no git, or it failed.
+    """
+    if shutil.which("git") is None:
+        raise SiteError("git is not on PATH; it is needed to make source trees and patches")
+    env: Mapping[str, str] = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | COMMIT_ENV
+    done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, env=env, check=False)
+    if done.returncode != 0:
+        raise SiteError(f"git {' '.join(arguments)} failed in {tree}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
+
+
+def commit(tree: Path, message: str) -> None:
+    """Makes ``tree`` a git repository with everything in it as one commit."""
+    git(tree, "init", "-q", "-b", "main")
+    git(tree, "config", "core.autocrlf", "false")
+    git(tree, "add", "-A", "-f")
+    git(tree, "commit", "-q", "--no-verify", "-m", message)
+    git(tree, "repack", "-a", "-d", "-q")
+    shutil.rmtree(tree / ".git" / "hooks", ignore_errors=True)
+
+
+def keep_version(old: bytes, new: bytes) -> bytes:
+    """``new`` with the ``__version__`` line of ``old``: a fix is not a release, and tests compare it with metadata."""
+    before = VERSION_LINE.search(old)
+    return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
+
+
+def difference(buggy: Path, fixed: Path) -> Patch:
+    """The code that turns the committed tree ``buggy`` into ``fixed``; ``buggy`` is left as it was."""
+    old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
+    for name in old - new:
+        (buggy / name).unlink()
+    for name in new:
+        target = buggy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        before = target.read_bytes() if name in old else b""
+        target.write_bytes(keep_version(before, (fixed / name).read_bytes()))
+    git(buggy, "add", "-A", "-f")
+    text = git(buggy, "diff", "--cached", "--binary", "--no-color", "--no-ext-diff", "--no-renames")
+    counts = [
+        line.split("\t") for line in git(buggy, "diff", "--cached", "--numstat", "--no-renames").decode().splitlines()
+    ]
+    git(buggy, "reset", "-q", "--hard")
+    git(buggy, "clean", "-q", "-f", "-d", "-x")
+    lines = sum(int(count) for row in counts for count in row[:2] if count.isdigit())
+    return Patch(text, lines, tuple(row[2] for row in counts))

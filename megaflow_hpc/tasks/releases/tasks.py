@@ -1,0 +1,347 @@
+"""Tasks from real bugs: two releases of a package, the later of which fixes a known defect.
+
+A short YAML file names the releases and the tests (``launchers/bugs.yaml`` is one; docs/real-bugs.md explains it).
+Nothing of the packages is kept with it: both source distributions are downloaded when tasks are built. Each bug becomes
+a Harbor task directory::
+
+    OUTPUT/<id>/
+      task.toml            docker_image names the shared image; workdir /testbed
+      instruction.md       the issue, as a user would report it
+      environment/         the buggy release's source tree, with a git repository of one commit
+      solution/            solve.sh applies fix.patch, the code that differs between the releases
+      tests/               test.sh runs named_tests.py: the fixed release's tests, judged by id
+
+All tasks share one image (bug_image.py) that holds pytest and whatever the tests import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from megaflow_hpc.config import Section, explain, line_of, read_yaml
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks import named_tests
+from megaflow_hpc.tasks.releases import sdists
+from megaflow_hpc.tasks.releases.sdists import (
+    Patch,
+    Release,
+    commit,
+    difference,
+    fetch,
+    is_test,
+    source_root,
+    tree_files,
+    unpack,
+)
+
+MAX_LINES = 400
+"""Releases further apart than this are not one bug."""
+WORKDIR = "/testbed"
+BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+"""At the top of ``environment/`` these would mean something else to a reader of Harbor tasks."""
+
+Progress = Callable[[str], None]
+
+
+class Bug(Section):
+    """One defect of a released package."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The task's id."""
+    package: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name in the package index."""
+    buggy: str
+    """Release that has the defect."""
+    fixed: str
+    """Release that does not."""
+    kind: str = Field(pattern=r"^[a-z][a-z -]*$")
+    """Kind of defect: parsing, arithmetic, state, …"""
+    changelog: str = Field(min_length=1)
+    """The line of the package's changelog that names the defect."""
+    failing: tuple[str, ...] = Field(min_length=1)
+    """Ids of tests of the fixed release that fail on the buggy one."""
+    passing: tuple[str, ...] = Field(min_length=1)
+    """Ids (also files or directories) of tests that pass on both."""
+    requires: tuple[str, ...] = ()
+    """What the tests import, as pip takes it."""
+    issue: str = Field(min_length=1)
+    """The report the agent gets. Says what is wrong, not where or how to mend it."""
+
+    @field_validator("buggy", "fixed", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError("a version must be text; put it in quotes")
+        return value
+
+    @model_validator(mode="after")
+    def _two_releases(self) -> Bug:
+        if self.buggy == self.fixed:
+            raise ValueError(
+                f"buggy and fixed are the same release {self.buggy}; name the release that fixes the defect"
+            )
+        return self
+
+    @property
+    def releases(self) -> tuple[Release, Release]:
+        return Release(self.package, self.buggy), Release(self.package, self.fixed)
+
+
+class BugFile(Section):
+    """A list of bugs and the image their tests run in."""
+
+    image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name that the tasks call the image by."""
+    requires: tuple[str, ...] = ("pytest>=8,<9",)
+    """Installed for every task. pytest 9 reports subtests as tests of their own."""
+    bugs: tuple[Bug, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> BugFile:
+        ids = [bug.id for bug in self.bugs]
+        twice = next((name for name in ids if ids.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"bug id {twice!r} is given twice; rename one")
+        return self
+
+
+@dataclass(frozen=True)
+class BuiltTask:
+    id: str
+    path: Path
+    bug: Bug
+    lines: int
+    """Lines of the reference patch, added plus removed."""
+    fresh: bool
+    """False where it was there already."""
+
+
+def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], str]]:
+    """Reads a bug file; the function gives ``file:line`` of a bug by its id.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
+    """
+    value, node = read_yaml(path)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see docs/real-bugs.md"
+        )
+    try:
+        content = BugFile.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(explain(error, str(path), node, BugFile)) from None
+    return content, _locator(str(path), content, node)
+
+
+def _locator(path: str, content: BugFile, node: yaml.Node | None) -> Callable[[str], str]:
+    ids = [bug.id for bug in content.bugs]
+    return lambda name: f"{path}:{line_of(node, ('bugs', ids.index(name)))}"
+
+
+def select(bugs: Iterable[Bug], only: Sequence[str]) -> list[Bug]:
+    """The bugs whose id is in ``only``, or all of them."""
+    known = {bug.id: bug for bug in bugs}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]}: no such bug; there are: {', '.join(known)}")
+    return [bug for name, bug in known.items() if not only or name in only]
+
+
+# --- task directories -----------------------------------------------------------------------------------------------
+
+
+def build_tasks(
+    content: BugFile, bugs: Sequence[Bug], output: Path, cache: Path, where: Callable[[str], str], say: Progress
+) -> list[BuiltTask]:
+    """Makes the task directories that are not there yet, each published by one rename."""
+    output.mkdir(parents=True, exist_ok=True)
+    fingerprints = {bug.id: fingerprint(content, bug) for bug in bugs}
+    stale = [bug for bug in bugs if read_stamp(output / bug.id).get("fingerprint") != fingerprints[bug.id]]
+    archives = fetch((release for bug in stale for release in bug.releases), cache)
+    built = []
+    for bug in bugs:
+        fresh = bug in stale
+        if fresh:
+            for release in bug.releases:
+                if release not in archives:
+                    raise ConfigError(
+                        f"{where(bug.id)}: {release} has no source distribution in pip's index; "
+                        f"see the releases there are with: pip index versions {release.package}"
+                    )
+            buggy, fixed = (archives[release] for release in bug.releases)
+            with tempfile.TemporaryDirectory(prefix=f".{bug.id}-", dir=output) as scratch:
+                task = emit(content, bug, (buggy, fixed), Path(scratch), fingerprints[bug.id], where(bug.id))
+                _publish(task, output / bug.id, Path(scratch) / "replaced")
+        lines = int(read_stamp(output / bug.id)["patch_lines"])
+        built.append(BuiltTask(bug.id, output / bug.id, bug, lines, fresh))
+        say(f"{bug.id}: {bug.package} {bug.buggy} -> {bug.fixed}, {lines} lines{'' if fresh else ' (there already)'}")
+    return built
+
+
+def fingerprint(content: BugFile, bug: Bug) -> str:
+    """What a task directory was made from, this code included; the same value means nothing to do."""
+    code = [Path(file).read_text() for file in (__file__, sdists.__file__, named_tests.__file__)]
+    made_from = [content.image, bug.model_dump(mode="json"), code]
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def read_stamp(task: Path) -> dict[str, Any]:
+    """``[metadata]`` of a task directory that was built from a bug; empty where there is none."""
+    try:
+        metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
+    except (OSError, ValueError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def strangers(content: BugFile, output: Path) -> list[Path]:
+    """Task directories in ``output`` that were built from bugs the file does not have."""
+    ids = {bug.id for bug in content.bugs}
+    return sorted(path for path in output.glob("[!.]*") if path.name not in ids and "fingerprint" in read_stamp(path))
+
+
+def _publish(task: Path, target: Path, replaced: Path) -> None:
+    if target.exists():
+        os.replace(target, replaced)
+    os.replace(task, target)
+
+
+def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path, stamp: str, where: str) -> Path:
+    """One task directory, under ``scratch``."""
+    buggy, fixed = (unpack(archive, scratch / archive.stem) for archive in archives)
+    old_tests, new_tests = ([name for name in tree_files(tree) if is_test(name)] for tree in (buggy, fixed))
+    for entry in (*bug.failing, *bug.passing):
+        file = entry.split("::")[0]
+        if not any(named_tests.matches(file, name) for name in new_tests):
+            raise ConfigError(
+                f"{where}: {entry!r}: the source distribution of {bug.releases[1]} has no test file {file}"
+            )
+    for name in BUILD_FILES:
+        (buggy / name).unlink(missing_ok=True)
+    commit(buggy, f"{bug.package} {bug.buggy}")
+    patch = difference(buggy, fixed)
+    check_patch(bug, patch, where)
+
+    task = scratch / "task"
+    (task / "solution").mkdir(parents=True)
+    (task / "tests").mkdir()
+    root = source_root(buggy)
+    os.replace(buggy, task / "environment")
+    (task / "task.toml").write_text(task_toml(content.image, bug, patch, root, stamp))
+    (task / "instruction.md").write_text(instruction(bug))
+    (task / "solution" / "fix.patch").write_bytes(patch.text)
+    _script(task / "solution" / "solve.sh", SOLVE)
+    _script(task / "tests" / "test.sh", TEST)
+    shutil.copyfile(named_tests.__file__, task / "tests" / "named_tests.py")
+    for name in new_tests:
+        (task / "tests" / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(fixed / name, task / "tests" / "files" / name)
+    expected = {
+        "source_root": root,
+        "failing": bug.failing,
+        "passing": bug.passing,
+        "files": new_tests,
+        "stale": sorted(set(old_tests) - set(new_tests)),
+    }
+    (task / "tests" / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    return task
+
+
+def check_patch(bug: Bug, patch: Patch, where: str) -> None:
+    if not patch.lines:
+        raise ConfigError(
+            f"{where}: no code differs between {bug.buggy} and {bug.fixed} of {bug.package}; choose other releases"
+        )
+    if patch.lines > MAX_LINES:
+        raise ConfigError(
+            f"{where}: {patch.lines} lines of code differ between {bug.buggy} and {bug.fixed} of {bug.package}, "
+            f"more than {MAX_LINES}; choose releases that are closer"
+        )
+
+
+SOLVE = """\
+#!/bin/sh
+# Applies what changed in the code between the two releases.
+set -e
+here=$(cd "$(dirname "$0")" && pwd)
+cd "${TESTBED:-%(workdir)s}"
+git apply --whitespace=nowarn "$here/fix.patch"
+"""
+
+TEST = """\
+#!/bin/sh
+# Writes 1 or 0 to /logs/verifier/reward.txt, and every outcome to results.json beside it.
+here=$(cd "$(dirname "$0")" && pwd)
+exec python3 "$here/named_tests.py" "$here" "${TESTBED:-%(workdir)s}" "${VERIFIER_LOGS:-/logs/verifier}"
+"""
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(text % {"workdir": WORKDIR})
+    path.chmod(0o755)
+
+
+def instruction(bug: Bug) -> str:
+    """What the agent is told: the issue, and where things are."""
+    run = "python3 -m pytest -o addopts="
+    return f"""\
+{bug.issue.strip()}
+
+---
+
+The source of {bug.package} {bug.buggy} is in `{WORKDIR}`, a git repository.
+Correct the package there so that the problem is gone and everything else keeps working.
+`{run}` runs its tests; tests that are not in the tree will judge the result.
+There is no network.
+"""
+
+
+def task_toml(image: str, bug: Bug, patch: Patch, root: str, stamp: str) -> str:
+    """``task.toml``, Harbor's schema 1.4. Image and no Dockerfile: ``environment/`` is uploaded to ``workdir``."""
+    path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
+    sections: dict[str, dict[str, Any]] = {
+        "metadata": {
+            "category": "bug-fix",
+            "package": bug.package,
+            "buggy": bug.buggy,
+            "fixed": bug.fixed,
+            "kind": bug.kind,
+            "changelog": bug.changelog,
+            "patch_lines": patch.lines,
+            "patch_files": list(patch.files),
+            "fingerprint": stamp,
+        },
+        "agent": {"timeout_sec": 900.0},
+        "verifier": {"timeout_sec": 300.0},
+        "environment": {
+            "docker_image": image,
+            "workdir": WORKDIR,
+            "build_timeout_sec": 600.0,
+            "cpus": 1,
+            "memory_mb": 2048,
+            "storage_mb": 2048,
+        },
+        "environment.env": {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+    }
+    lines = ['schema_version = "1.4"']
+    for section, values in sections.items():
+        lines += ["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON's notation of strings, numbers and lists of them is TOML's too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

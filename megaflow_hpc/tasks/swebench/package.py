@@ -1,0 +1,192 @@
+"""The ``swebench`` package's own test commands, log parsers and grading, in a process of its own.
+
+Run as a script by :mod:`~megaflow_hpc.tasks.swebench.plan`: one JSON request on standard input, one JSON answer
+on standard output. A child, because the package's regular expressions run over what hostile code printed (a parser that
+never ends is killed), and because importing the package as it is meant to be takes seconds: its ``__init__`` files pull
+in docker, datasets and modal. Here those files are left out, and such libraries are stood in for by empty modules; what
+remains is pure Python, starts in a tenth of a second and needs nothing but ``swebench`` itself and ``unidiff``.
+
+Version 4 of the package knows the test commands of its repositories, version 5 takes them from the data set
+(``eval_script``, ``log_parser``, ``eval_type``); both are served. Requests::
+
+    {"op": "plan", "instances": [{…}, …]}
+        → {"plans": [{"eval_script": str, "log_parser": str, "eval_type": str}, …]}
+    {"op": "grade", "instance": {…}, "plan": {…}, "log": path}
+        → {"resolved": bool, "tests": {"FAIL_TO_PASS": {"success": […], "failure": […]}, …}}
+
+A plan's ``error`` says what the package does not know; ``missing`` names a package that is not installed. Imports the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+HARNESS = "swebench.harness"
+ABSENT = frozenset({"bs4", "datasets", "docker", "dotenv", "ghapi", "git", "modal", "requests", "tenacity", "tqdm"})
+"""Libraries that only the parts of the package we leave out use."""
+PARSERS = ("python", "javascript", "c", "go", "java", "php", "ruby", "rust")
+
+
+class _Absent(types.ModuleType):
+    """A module whose every name is a class that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *arguments, **keywords: None})
+
+
+class _Finder:
+    """Finds empty modules in the place of :data:`ABSENT`, installed or not."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        loader: Any = _Finder
+        return ModuleSpec(name, loader, is_package=True) if name.partition(".")[0] in ABSENT else None
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> types.ModuleType:
+        return _Absent(spec.name)
+
+    @staticmethod
+    def exec_module(module: types.ModuleType) -> None:
+        pass
+
+
+def prepare_import() -> None:
+    """Makes ``swebench.harness.…`` importable without running the packages' own ``__init__``."""
+    found = importlib.util.find_spec("swebench")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("swebench")
+    root = next(iter(found.submodule_search_locations))
+    sys.meta_path.insert(0, _Finder)
+    for name in ("swebench", HARNESS):
+        module = types.ModuleType(name)
+        module.__path__ = [os.path.join(root, *name.split(".")[1:])]
+        sys.modules[name] = module
+
+
+def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]:
+    """Every log parser by its function's name, and the name for each repository that has one."""
+    named: dict[str, Callable[..., dict[str, str]]] = {}
+    by_repo: dict[str, str] = {}
+    for language in PARSERS:
+        module = importlib.import_module(f"{HARNESS}.log_parsers.{language}")
+        # Under the name it has in its module: parse_log_flask is the same function as parse_log_pytest.
+        known = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
+        named |= known
+        for attribute, mapping in vars(module).items():
+            if attribute.startswith("MAP_REPO_TO_PARSER"):
+                for repo, parser in mapping.items():
+                    name = next((name for name, value in known.items() if value is parser), parser.__name__)
+                    named[name], by_repo[repo] = parser, name
+    return named, by_repo
+
+
+def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Version 4: how the repository was set up and is tested at the instance's ``version``."""
+    constants = importlib.import_module(f"{HARNESS}.constants")
+    by_repo = getattr(constants, "MAP_REPO_VERSION_TO_SPECS", {})
+    found = by_repo.get(instance["repo"], {}).get(str(instance.get("version")))
+    return found if found and "test_cmd" in found else None
+
+
+def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
+    """How this instance is tested and graded; ``eval_script`` is empty where the package has no command for it."""
+    named, by_repo = parsers()
+    constants = importlib.import_module(f"{HARNESS}.constants")
+    fail_only = instance["repo"] in getattr(constants, "FAIL_ONLY_REPOS", ())
+    eval_type = str(instance.get("eval_type") or ("fail_only" if fail_only else "pass_and_fail"))
+    parser = str(instance.get("log_parser") or by_repo.get(instance["repo"], ""))
+    if parser and parser not in named:
+        return {"error": f"log_parser {parser!r}: this version of swebench has only {', '.join(sorted(named))}"}
+    script = ""
+    if not instance.get("eval_script") and not instance.get("test_cmd") and (found := specifications(instance)):
+        scripts = importlib.import_module(f"{HARNESS}.test_spec.create_scripts")
+        lines = scripts.make_eval_script_list(
+            instance, found, "testbed", "/testbed", instance["base_commit"], instance["test_patch"]
+        )
+        script = "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines]) + "\n"
+    return {"eval_script": script, "log_parser": parser, "eval_type": eval_type}
+
+
+def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`plan`; what the package cannot make of one instance (a broken test_patch) is that one's error."""
+    try:
+        return plan(instance)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        return {"error": f"the swebench package cannot read it: {error!r:.300}"}
+
+
+@dataclass
+class Specification:
+    """What the package's grading reads of its own ``TestSpec``, for both versions."""
+
+    instance_id: str
+    repo: str
+    version: str
+    FAIL_TO_PASS: list[str]
+    PASS_TO_PASS: list[str]
+    log_parser: str
+    eval_type: str
+
+
+def grade(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The package's own verdict on a test log, ``get_eval_report``; its file handling included."""
+    grading: Any = importlib.import_module(f"{HARNESS}.grading")
+    instance = request["instance"]
+    chosen = request["plan"]
+    parser = parsers()[0][chosen["log_parser"]]
+    specification = Specification(
+        instance["instance_id"],
+        instance["repo"],
+        str(instance.get("version") or ""),
+        list(instance["FAIL_TO_PASS"]),
+        list(instance.get("PASS_TO_PASS", ())),
+        chosen["log_parser"],
+        chosen["eval_type"],
+    )
+    if hasattr(grading, "PARSER_REGISTRY"):
+        grading.PARSER_REGISTRY = {**grading.PARSER_REGISTRY, chosen["log_parser"]: parser}
+    else:
+        # Version 4 looks everything up by repository and version, which only its own repositories have.
+        repo, version = specification.repo, specification.version
+        grading.MAP_REPO_TO_PARSER = {**grading.MAP_REPO_TO_PARSER, repo: parser}
+        known = grading.MAP_REPO_VERSION_TO_SPECS.get(repo, {})
+        grading.MAP_REPO_VERSION_TO_SPECS = {repo: {**known, version: {"test_cmd": "", **known.get(version, {})}}}
+        grading.FAIL_ONLY_REPOS = {repo} if specification.eval_type == "fail_only" else set()
+    prediction = {"instance_id": specification.instance_id, "model_name_or_path": "", "model_patch": ""}
+    report = grading.get_eval_report(specification, prediction, request["log"], include_tests_status=True)
+    found = report[specification.instance_id]
+    return {"resolved": found["resolved"], "tests": found.get("tests_status", {})}
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever the package prints
+    try:
+        prepare_import()
+        if request["op"] == "plan":
+            answer: dict[str, Any] = {"plans": [try_plan(instance) for instance in request["instances"]]}
+        else:
+            answer = grade(request)
+    except ModuleNotFoundError as error:
+        answer = {"missing": error.name or str(error)}
+    json.dump(answer, answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""How the instances a campaign chose will be tested: asked of the ``swebench`` package when the campaign is planned.
+
+* a line with ``eval_script`` or ``test_cmd``, and repositories that the package knows: runner ``script``;
+* pytest ids of any other repository, or ``runner: named``: runner ``named``, which needs no package.
+
+What neither can run is refused here, with its line, and not in a thousand rollouts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.swebench import package
+from megaflow_hpc.tasks.swebench.instances import Instance, load
+from megaflow_hpc.types import Task
+
+INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"
+GRADE_S = 120.0
+"""A log that its parser is not through with by then is a failed one."""
+
+
+def ask(request: dict[str, Any]) -> dict[str, Any]:
+    """One request to the ``swebench`` package, in a child process.
+
+    Raises:
+        ConfigError: the package is not installed.
+        TimeoutError, RuntimeError: a parser did not come to an end, or failed.
+    """
+    command = [sys.executable, "-P", package.__file__]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=GRADE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"the log parser was not through after {GRADE_S:g} s") from None
+    if done.returncode:
+        raise RuntimeError(f"the swebench package failed: {done.stderr.decode(errors='replace').strip()[-1000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "missing" in answer:
+        raise ConfigError(f"the Python package {answer['missing']!r} is not installed; {INSTALL}")
+    return answer
+
+
+def named(instance: Instance) -> bool:
+    """Whether pytest could run the instance's tests by their ids."""
+    return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
+
+
+def settle(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks with the runner of each; makes sure that every one can be tested and graded here.
+
+    Raises:
+        ConfigError: names the line, what is missing and the remedies.
+    """
+    found = [(task, load(task)) for task in tasks]
+    asked = [(task, instance) for task, instance in found if instance.runner != "named"]
+    if asked and importlib.util.find_spec("swebench") is None:
+        task, instance = asked[0]
+        raise ConfigError(
+            f"{_where(task)}: {instance.instance_id}: its tests are run and graded by the Python package 'swebench', "
+            f"which is not installed; {INSTALL}, or run pytest by the ids (runner: named on the line, or "
+            "megaflow-hpc tasks import --runner named)"
+        )
+    request = {"op": "plan", "instances": [short(instance) for _, instance in asked]}
+    plans = ask(request)["plans"] if asked else []
+    runners = {
+        task.id: _runner(_where(task), instance, plan) for (task, instance), plan in zip(asked, plans, strict=True)
+    }
+    return [_with_runner(task, runners.get(task.id, "named")) for task in tasks]
+
+
+def _with_runner(task: Task, runner: str) -> Task:
+    return replace(task, metadata={**task.metadata, "swebench": {**task.metadata["swebench"], "runner": runner}})
+
+
+def _where(task: Task) -> str:
+    return f"{task.path}:{task.metadata['swebench']['line']}"
+
+
+def short(instance: Instance) -> dict[str, Any]:
+    """What the package needs of an instance."""
+    return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
+
+
+def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
+    if "error" in plan:
+        raise ConfigError(f"{where}: {instance.instance_id}: {plan['error']}; correct it, or install another version")
+    script = bool(instance.eval_script or instance.test_cmd or plan["eval_script"])
+    if script and (plan["log_parser"] or "pytest" in instance.test_cmd):
+        return "script"
+    if not script and instance.runner != "script" and named(instance):
+        return "named"
+    lacks = "log_parser (a parse_log_… function of the swebench package)" if script else "eval_script or test_cmd"
+    raise ConfigError(
+        f"{where}: {instance.instance_id}: the swebench package does not know {instance.repo} at version "
+        f"{instance.version!r}, and the line has no {lacks}; add it to the line, give it to tasks import, or install "
+        "'swebench<5', which knows the commands of SWE-bench's own repositories"
+    )

@@ -1,0 +1,293 @@
+"""How an instance of a SWE-bench style file is prepared, solved and judged in a sandbox.
+
+As in SWE-bench itself, what an agent submits is its *patch*: the difference between the checkout as it was handed out
+and as it was left. Everything else the agent did is thrown away: the sandbox is reset to the image, the patch applied,
+then the tests of ``test_patch``, and the tests run. An agent can tamper with its own container as it likes.
+
+Who reads the outcome was settled when the campaign was planned (:mod:`swebench_plan`): a ``script`` between SWE-bench's
+markers has its log parsed and graded by the ``swebench`` package's own code; ``named`` tests are run by pytest by their
+ids, with outcomes from its own reports (:mod:`named_tests`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.tasks import checkout, named_tests
+from megaflow_hpc.tasks.swebench.instances import Instance, load
+from megaflow_hpc.tasks.swebench.plan import ask, short
+from megaflow_hpc.tasks.verifier import Verdict
+from megaflow_hpc.types import ExecResult, Task
+
+LOG_LIMIT = 32 << 20
+"""Bytes kept of a test run's output."""
+STEP_S = 300.0
+"""For git at work on a checkout."""
+PLACE = "/.megaflow-swebench"
+"""Where the verification's own files lie in the sandbox, after the agent is gone."""
+START = "refs/megaflow-hpc/start"
+"""The checkout as it was handed out, for the verifier's scripts."""
+SUBMITS_A_PATCH = True
+"""The patch is what is verified, and kept with the verdict."""
+GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
+MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
+"""SWE-bench's, which its grading looks for."""
+
+
+# --- before and instead of the agent --------------------------------------------------------------------------------
+
+
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
+    """Checks that the image holds the checkout, and puts a SWE-smith bug in.
+
+    Raises:
+        SandboxError: this image is not the instance's, or the file was changed.
+    """
+    instance = load(task)
+    await _hand_out(task, instance, sandbox, for_agent=True)
+
+
+async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *, for_agent: bool) -> None:
+    steps = [f"cd {shlex.quote(instance.workdir)}", f"{GIT} rev-parse -q --verify HEAD >/dev/null"]
+    mark = f"{GIT} update-ref {START} HEAD"
+    if not instance.bug_patch:
+        steps += [] if for_agent else [mark]
+    else:
+        await _upload(sandbox, {"bug.patch": instance.bug_patch})
+        # The tests that fail are taken from the agent, as SWE-smith does; the verifier's mark still has them.
+        files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
+        insert = [f"{GIT} apply --whitespace=nowarn {PLACE}/bug.patch", f"rm -rf {PLACE} {files}", f"{GIT} add -A"]
+        commit = f"{GIT} commit -q --no-verify -m 'Initial commit'"
+        if for_agent:
+            # Without a trace in the history: the parent commit would be the solution.
+            orphan = f"{GIT} checkout -q --orphan megaflow-start"
+            others = f"{GIT} for-each-ref --format='delete %(refname)' | grep -v heads/megaflow-start"
+            forget = [f"{GIT} reflog expire --expire=now --all", f"{GIT} gc -q --prune=now"]
+            steps += [*insert, orphan, commit, f"{others} | {GIT} update-ref --stdin", *forget]
+        else:
+            steps += [mark, *insert, commit]
+    done = await sandbox.exec(" && ".join(steps), cwd="/", timeout_s=STEP_S)
+    if done.exit_code:
+        raise SandboxError(
+            f"task {task.id}: {instance.workdir} in image {task.image} is not the instance's checkout: "
+            f"{done.stderr.strip()[-300:] or done.exit_code}; map the name to that image in environment.images"
+        )
+
+
+async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
+    """Applies the reference solution."""
+    instance = load(task)
+    patch, back = (instance.bug_patch, "-R ") if instance.bug_patch else (instance.patch, "")
+    if not patch:
+        raise ConfigError(f"task {task.id}: its line has no patch; the oracle agent needs one")
+    await _upload(sandbox, {"solution.patch": patch})
+    script = f"cd {shlex.quote(instance.workdir)} && {GIT} apply --whitespace=nowarn {back}{PLACE}/solution.patch"
+    return await sandbox.exec(f"{script}; status=$?; rm -rf {PLACE}; exit $status", cwd="/", timeout_s=STEP_S)
+
+
+async def _upload(sandbox: ApptainerSandbox, files: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, text in files.items():
+            # Line ends belong to a patch.
+            Path(scratch, name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        await sandbox.upload(scratch, PLACE)
+
+
+def _files_of(tests: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(test.partition("::")[0] for test in tests))
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
+    """The agent's patch on a clean image, judged by the tests: reward 1 if resolved, else 0.
+
+    ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests of either list that are as they should be.
+
+    Raises:
+        SandboxError: the sandbox was lost, or the instance's file was changed.
+    """
+    instance = load(task)
+    await sandbox.kill_processes()
+    patch = await checkout.difference(sandbox, instance.workdir) or checkout.Patch(
+        b"", f"{instance.workdir} is no git checkout any more"
+    )
+    if patch.error and not patch.data:
+        return replace(_unresolved(patch.error), artifacts=checkout.to_artifacts(patch))
+    await sandbox.reset()
+    verdict = await _judge(task, instance, patch.data, sandbox)
+    return replace(verdict, artifacts=checkout.to_artifacts(patch))
+
+
+async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> Verdict:
+    """``patch`` on a clean image."""
+    await _hand_out(task, instance, sandbox, for_agent=False)
+    if patch:
+        applied = await _apply(instance, patch, sandbox)
+        if applied.exit_code:
+            return _unresolved(f"the agent's patch does not apply to a clean checkout:\n{applied.stderr[-2000:]}")
+    runner = task.metadata["swebench"]["runner"]
+    try:
+        return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
+    except (TimeoutError, RuntimeError) as error:  # a log that no parser reads is no test that passed
+        return _unresolved(str(error))
+
+
+def _unresolved(why: str) -> Verdict:
+    return Verdict(reward=0.0, rewards={"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}, output=why)
+
+
+async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
+    """By the same commands, in the same order, as SWE-bench's harness."""
+    await _upload(sandbox, {"model.patch": patch.decode("utf-8", "surrogateescape")})
+    clean = f"{{ {GIT} checkout -q -- .; {GIT} clean -fdq; }} 2>/dev/null"
+    tries = [f"{GIT} apply --verbose {option}" for option in ("", "--3way ", "--reject ")]
+    tries.append("patch --batch --forward --fuzz=5 -p1 -i ")
+    script = f"; {clean}; ".join(f"{command}{PLACE}/model.patch && exit 0" for command in tries)
+    return await sandbox.exec(
+        f"cd {shlex.quote(instance.workdir)} || exit 1; {script}; exit 1", cwd="/", timeout_s=STEP_S
+    )
+
+
+async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
+    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [short(instance)]}))["plans"]
+    plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
+    script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
+    await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
+    done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
+    if done.timed_out:
+        return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
+    with tempfile.NamedTemporaryFile() as log:
+        # The package reads its log as strict UTF-8.
+        log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
+        log.flush()
+        request = {"op": "grade", "instance": short(instance), "plan": plan, "log": log.name}
+        graded = await asyncio.to_thread(ask, request)
+    problems = [
+        f"{kind}: {test}" for kind in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _failures(graded["tests"], kind)
+    ]
+    shares = {kind: _share(graded["tests"], kind) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    return _verdict(graded["resolved"], shares, problems, done)
+
+
+def _failures(tests: dict[str, Any], kind: str) -> list[str]:
+    return list(tests.get(kind, {}).get("failure", ()))
+
+
+def _share(tests: dict[str, Any], kind: str) -> float:
+    if kind not in tests:
+        return 0.0
+    good, bad = len(tests[kind]["success"]), len(tests[kind]["failure"])
+    return good / (good + bad) if good + bad else 1.0
+
+
+def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done: ExecResult) -> Verdict:
+    reward = float(resolved)
+    rewards = {"reward": reward} | {kind.lower(): share for kind, share in shares.items()}
+    told = "".join(f"not as it should be: {problem}\n" for problem in problems[:100])
+    return Verdict(reward=reward, rewards=rewards, output=f"{told}{done.stdout}\n--- stderr ---\n{done.stderr}")
+
+
+async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, command: str) -> ExecResult:
+    env = dict(instance.env or {})
+    if sandbox.spec.network != "host":
+        # Scripts install the checkout anew; without a network pip must not look for a build back end there.
+        env = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **env}
+    # One stream, as SWE-bench's harness reads it; its scripts expect no login shell's environment.
+    return await sandbox.exec(
+        f"unset BASH_ENV; exec {command} 2>&1",
+        cwd=instance.workdir,
+        env=env,
+        timeout_s=task.verifier_timeout_s,
+        output_limit=LOG_LIMIT,
+    )
+
+
+def _marked(eval_script: str) -> str:
+    """An ``eval_script`` that also tells the test command's exit status, which version 5 compares with the log."""
+    if not eval_script or MARKERS[2] in eval_script:
+        return eval_script
+    lines = eval_script.split("\n")
+    end = next((number for number, line in enumerate(lines) if MARKERS[1] in line), None)
+    if end is None:
+        return eval_script
+    told = f'echo "{MARKERS[2]}: $SWEBENCH_TEST_EXIT_CODE"'
+    return "\n".join([*lines[:end], "SWEBENCH_TEST_EXIT_CODE=$?", lines[end], told, *lines[end + 1 :]])
+
+
+def _place_tests(instance: Instance) -> list[str]:
+    """Shell lines that put the tests in place, whatever the agent's patch made of their files."""
+    lines = [f"cd {shlex.quote(instance.workdir)}", f"git config --global --add safe.directory {instance.workdir}"]
+    activate = "/opt/miniconda3/bin/activate"
+    lines.insert(0, f"if [ -f {activate} ]; then source {activate} && conda activate testbed; fi")
+    if instance.bug_patch:  # handed out without them
+        files = [shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS)]
+        return [*lines, f"git checkout {START} -- {' '.join(files)}"]
+    names = list(dict.fromkeys(re.findall(r"^diff --git a/.*? b/(.*)$", instance.test_patch, re.MULTILINE)))
+    for name in map(shlex.quote, names):
+        lines.append(f"rm -rf {name}; git checkout {START} -- {name} 2>/dev/null")
+    return [*lines, f"git apply -v --whitespace=nowarn {PLACE}/test.patch"] if instance.test_patch else lines
+
+
+def _script(instance: Instance) -> str:
+    """What SWE-bench's harness would run, for a ``test_cmd``."""
+    files = re.findall(r"^diff --git a/.*? b/(.*\.py)$", instance.test_patch, re.MULTILINE)
+    files = files or _files_of(instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
+    command = instance.test_cmd
+    alone = "pytest" in command and not re.search(r"\s\S*(\.py|::)|\s\S*test\S*/", command)
+    if alone and "\n" not in command:
+        command = " ".join([command, *map(shlex.quote, files)])
+    lines = ["#!/bin/bash", "set -uxo pipefail", *_place_tests(instance), f": '{MARKERS[0]}'", command]
+    return _marked("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")
+
+
+async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
+    wanted = [*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS]
+    arguments = ["-p", "no:cacheprovider", "-rA", "--tb=short", *named_tests.selection(wanted)]
+    run = f'"$python" {PLACE}/named_tests.py --record {PLACE}/outcomes.json {shlex.join(arguments)}'
+    find = "python=$(command -v python || command -v python3)"
+    script = "\n".join(["#!/bin/bash", *_place_tests(instance), find, f"exec {run}"])
+    recorder = Path(named_tests.__file__).read_text()
+    await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch, "named_tests.py": recorder})
+    done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
+    if done.timed_out:
+        return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
+    read = await sandbox.exec(["cat", f"{PLACE}/outcomes.json"], cwd="/", timeout_s=60, output_limit=LOG_LIMIT)
+    try:
+        outcomes = json.loads(read.stdout_bytes)
+        outcomes = {str(test): str(outcome) for test, outcome in outcomes.items()}
+    except (ValueError, AttributeError):
+        outcomes = {}
+    problems, shares = judge(instance, outcomes)
+    return _verdict(not problems, shares, problems, done)
+
+
+def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
+    """What stands between outcomes by test id and a reward, and the shares of either list that are as they should be.
+
+    As SWE-bench: a test that must be mended has passed; one that must be kept has passed or was skipped.
+    """
+    problems: list[str] = []
+    shares: dict[str, float] = {}
+    for kind, good in (("FAIL_TO_PASS", {"passed"}), ("PASS_TO_PASS", {"passed", "skipped"})):
+        bad = []
+        for entry in getattr(instance, kind):
+            exact = outcomes.get(entry)
+            found = [exact] if exact else [o for test, o in outcomes.items() if named_tests.matches(entry, test)]
+            if not found or not good.issuperset(found):
+                bad.append(f"{kind}: {entry}: {', '.join(sorted(set(found) - good)) or 'not run'}")
+        total = len(getattr(instance, kind))
+        shares[kind] = 1 - len(bad) / total if total else 1.0
+        problems += bad
+    return problems, shares

@@ -1,0 +1,170 @@
+"""Proves that tasks can be told apart: reward 0 as they are handed out, reward 1 with their own solution.
+
+Each task runs twice in fresh sandboxes, along the path a rollout takes: prepared, left alone or solved, verified. Where
+the verifier writes ``results.json`` (named_tests.py does) single tests are judged too: those named as failing must
+*fail* without the solution, which a test that cannot be collected does not, and pass with it; the others pass always.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.tasks.loading import prepare
+from megaflow_hpc.tasks.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
+from megaflow_hpc.tasks.verifier import Court, verify
+from megaflow_hpc.types import Agent, Network, Task
+
+
+@dataclass
+class Run:
+    """One verification. ``failing`` and ``passing`` give the outcome of each named test, where they are known."""
+
+    reward: float | None = None
+    error: str = ""
+    failing: dict[str, str] = field(default_factory=dict)
+    passing: dict[str, str] = field(default_factory=dict)
+    output: str = ""
+    duration_s: float = 0.0
+    """In the sandbox: without waiting for one, and without staging its image."""
+
+
+@dataclass
+class Validation:
+    """A task, and what speaks against it."""
+
+    task: str
+    before: Run
+    after: Run
+    problems: list[str]
+
+    @property
+    def valid(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The evidence: per test named as failing the outcome without and with the solution."""
+        tests = dict.fromkeys([*self.before.failing, *self.after.failing])
+        return {
+            "task": self.task,
+            "valid": self.valid,
+            "reward_before": self.before.reward,
+            "reward_after": self.after.reward,
+            "failing": {test: [self.before.failing.get(test), self.after.failing.get(test)] for test in tests},
+            "passing": len(self.after.passing),
+            "problems": self.problems,
+            "duration_s": round(self.before.duration_s + self.after.duration_s, 2),
+        }
+
+
+def judge(before: Run, after: Run) -> list[str]:
+    """What is wrong with a task, from its run without and its run with the solution."""
+    problems = []
+    for name, run, reward in (("without the solution", before, 0.0), ("with the solution", after, 1.0)):
+        if run.error:
+            problems.append(f"{name}: {run.error}")
+        elif run.reward != reward:
+            problems.append(f"{name}: reward {run.reward}, expected {reward}")
+    for test in dict.fromkeys([*before.failing, *after.failing]):
+        outcomes = before.failing.get(test, "not run"), after.failing.get(test, "not run")
+        if outcomes != ("failed", "passed"):
+            problems.append(
+                f"{test}: {outcomes[0]} without the solution and {outcomes[1]} with it; expected failed and passed"
+            )
+    for name, run in (("without", before), ("with", after)):
+        broken = (f"{test}: {outcome}" for test, outcome in run.passing.items() if outcome in ("failed", "error"))
+        problems += [f"{test} {name} the solution; expected passed, since `passing` names it" for test in broken]
+    return problems
+
+
+async def validate(
+    tasks: Sequence[Task],
+    images: Mapping[str, str],
+    oracle: Agent,
+    provider: ApptainerProvider,
+    jobs: int = 2,
+    network: Network = "none",
+) -> AsyncIterator[Validation]:
+    """Validates tasks, ``jobs`` at once; each is yielded when it is done.
+
+    Args:
+        images: image file of every image that the tasks name, separate verifiers included.
+        oracle: carries out a task's own solution.
+        network: of tasks that leave it open.
+    """
+    slots = asyncio.Semaphore(jobs)
+
+    async def one(task: Task) -> Validation:
+        async with slots:
+            before = await _run(task, images, None, provider, network)
+            after = await _run(task, images, oracle, provider, network)
+        return Validation(task.id, before, after, judge(before, after))
+
+    running = [asyncio.create_task(one(task)) for task in tasks]
+    try:
+        for finished in asyncio.as_completed(running):
+            yield await finished
+    finally:
+        for waiting in running:
+            waiting.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _run(
+    task: Task, images: Mapping[str, str], agent: Agent | None, provider: ApptainerProvider, network: Network
+) -> Run:
+    court = Court(network=network, start=lambda other: provider.start(_spec(other, images, network)))
+    started = time.monotonic()
+    steps = steps_of(task)
+    verdicts: list[StepVerdict] = []
+    try:
+        async with await provider.start(_spec(task, images, network)) as sandbox:
+            started = time.monotonic()
+            await prepare(task, sandbox)
+            for step in steps:
+                if step.user != sandbox.spec.user:
+                    await sandbox.restart(replace(sandbox.spec, user=step.user))
+                await begin_step(step, sandbox)
+                if agent is not None:
+                    result = await asyncio.wait_for(agent.run(step, sandbox, None), step.agent_timeout_s)
+                    if result.exit_code:
+                        return Run(error=result.error)
+                await sandbox.kill_processes()
+                verdict = await verify(step, sandbox, court, stay=step is not steps[-1])
+                verdicts.append(StepVerdict(name_of(step), verdict))
+                if not goes_on(step, verdict):
+                    break
+    except (SandboxError, ConfigError) as error:
+        return Run(error=str(error))
+    except TimeoutError:
+        return Run(error=f"the solution ran longer than its {task.agent_timeout_s:g} s")
+    verdict = combine(task, verdicts)
+    run = Run(reward=verdict.reward, error=verdict.error, output=verdict.output)
+    run.duration_s = time.monotonic() - started
+    for artifact in verdict.artifacts:
+        if artifact.name == "verifier/results.json":
+            results = json.loads(artifact.data)
+            run.failing, run.passing = results["failing"], results["passing"]
+    return run
+
+
+def _spec(task: Task, images: Mapping[str, str], network: Network) -> SandboxSpec:
+    limits = task.limits
+    return SandboxSpec(
+        image=images[task.image],
+        env=task.env,
+        workdir=task.workdir,
+        user=task.user,
+        network="none" if task.network else network,
+        memory_mb=limits.memory_mb,
+        cpus=limits.cpus,
+        disk_mb=limits.disk_mb,
+        processes=limits.processes,
+    )

@@ -1,0 +1,244 @@
+"""Judges what an agent left, where it cannot have tampered.
+
+Harbor's contract: ``tests/`` is at ``/tests``, ``test.sh`` runs in the work directory, the reward is in
+``/logs/verifier/reward.json`` or ``reward.txt``. A test that fails is a reward; only a verifier that gives none is an
+error. Three places to judge in (docs/tasks.md says what each closes):
+
+- *shared*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
+  are fresh directories of the host, put over whatever the agent made there; the shells, basic tools, loader and C
+  library are the image's own again. No program of the agent's has a part in getting the tests in or the reward out.
+- *fresh*: the same, and of the agent's changes only those below the work directory and at declared artifacts are left.
+- *separate*, where the task says so: a sandbox of another image, which gets the declared artifacts only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.sandbox.rootfs import upperdir
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.tasks import checkout, formats
+from megaflow_hpc.tasks.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
+from megaflow_hpc.tasks.harbor.ignore import TaskFiles
+from megaflow_hpc.tasks.rewards import read_logs, read_rewards
+from megaflow_hpc.types import Artifact, Network, Task
+
+_SHELL = (
+    'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
+)
+"""Not looked up on PATH: an image's PATH may name directories that the agent filled."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``error`` is empty exactly when there is a reward; ``output`` is what the tests printed, bounded."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    output: str = ""
+    error: str = ""
+    artifacts: list[Artifact] = field(default_factory=list)
+    """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
+
+
+@dataclass(frozen=True)
+class Court:
+    """How a campaign verifies."""
+
+    fresh: bool = False
+    network: Network | None = None
+    """For tests that may use it; ``None``: as the sandbox has it."""
+    start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
+    """Starts the sandbox of a separate verifier, from its environment as a task."""
+
+
+async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), *, stay: bool = False) -> Verdict:
+    """Collects the artifacts and runs the tests of a task (or of a step). The agent must have ended.
+
+    Where the work directory is a git checkout, what the agent changed there is the artifact ``patch``.
+
+    Args:
+        stay: the sandbox is used further: it gets its own container back, without tests and rewards.
+
+    Raises:
+        SandboxError: a sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
+        ConfigError: the task cannot be verified in this way.
+    """
+    harbor = task.metadata.get("harbor", {})
+    prefix = f"steps/{harbor['step']}/" if harbor.get("step") else ""
+    found = formats.format_of(task)
+    submits = getattr(found, "SUBMITS_A_PATCH", False)
+    patch = [] if submits else checkout.to_artifacts(await checkout.difference(sandbox, task.workdir), prefix)
+    if found is not None:
+        verdict: Verdict = await found.verify(task, sandbox)
+        return replace(verdict, artifacts=[*patch, *verdict.artifacts])
+    rules: Mapping[str, Any] = harbor.get("verifier", {})
+    folder = Path(sandbox.directory + ".artifacts")
+    try:
+        await run_hooks(task, sandbox)
+        collected = await collect(task, sandbox, folder)
+        artifacts = to_artifacts(collected, prefix)
+        if rules.get("environment"):
+            verdict = await _judge_elsewhere(task, sandbox, rules, court, collected, stay)
+        else:
+            verdict = await _judge(task, sandbox, rules, court, fresh=court.fresh, stay=stay)
+    finally:
+        await asyncio.to_thread(remove_tree, folder)
+    logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
+    return replace(verdict, artifacts=[*patch, *artifacts, *logs])
+
+
+def check_fresh(task: Task) -> None:
+    """Raises :class:`ConfigError` for a task of which ``fresh`` would keep nothing, or all."""
+    if os.path.normpath(task.workdir or "/") == "/" and not task.metadata.get("harbor", {}).get("artifacts"):
+        raise ConfigError(
+            f"task {task.id}: verification 'fresh' keeps the work directory, and the task has none; set [environment] "
+            "workdir in its task.toml, or use 'shared'"
+        )
+
+
+async def _judge_elsewhere(
+    task: Task,
+    sandbox: ApptainerSandbox,
+    rules: Mapping[str, Any],
+    court: Court,
+    collected: Sequence[Collected],
+    stay: bool,
+) -> Verdict:
+    if court.start is None:
+        raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
+    if not stay:
+        await sandbox.stop()
+    other = await court.start(replace(Task.from_dict(rules["environment"]), id=task.id))
+    try:
+        await carry(collected, other)
+        there = replace(task, workdir=other.spec.workdir)
+        return await _judge(there, other, rules, court, fresh=False, stay=False)
+    finally:
+        await other.stop()
+
+
+async def _judge(
+    task: Task, sandbox: ApptainerSandbox, rules: Mapping[str, Any], court: Court, *, fresh: bool, stay: bool
+) -> Verdict:
+    home = Path(sandbox.directory, "verifier")
+    tests, logs, aside = home / "tests", home / "logs", Path(sandbox.directory, "layer", "agent")
+    sources = [] if rules.get("bundled") else [Path(path) for path in task.metadata["harbor"]["tests"]]
+    before = sandbox.spec
+    taken: list[str] = []
+    restored: list[str] = []
+
+    def enter(paths: LayerPaths) -> None:
+        if fresh:
+            taken.extend(upperdir.keep_only(paths.upper, aside, _kept(task)))
+        else:
+            restored.extend(upperdir.restore_programs(paths.upper, paths.rootfs))
+        for place in ("tests", "logs/verifier") if sources else ("logs/verifier",):
+            upperdir.make_way(paths.upper, place)
+
+    def leave(paths: LayerPaths) -> None:
+        if fresh:
+            upperdir.put_back(paths.upper, aside, taken)
+
+    if fresh:
+        check_fresh(task)
+    try:
+        await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
+        binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
+        await sandbox.restart(_spec(before, rules, court, binds), enter)
+        if not fresh:
+            restored += await _clear_path(sandbox, dict(rules.get("env", {})))
+        result = await sandbox.exec(
+            _command(sources),
+            cwd=task.workdir or None,
+            env=dict(rules.get("env", {})),
+            timeout_s=task.verifier_timeout_s,
+        )
+        output = result.stdout + (f"\n--- stderr ---\n{result.stderr}" if result.stderr else "")
+        if restored:
+            output += f"\n--- taken from the image again: {' '.join(restored[:50])} ---\n"
+        artifacts = await asyncio.to_thread(read_logs, logs)
+        if result.timed_out:
+            error = f"tests/test.sh ran longer than its {task.verifier_timeout_s:g} s"
+            return Verdict(output=output, error=error, artifacts=artifacts)
+        try:
+            rewards = await asyncio.to_thread(read_rewards, logs)
+        except ValueError as wrong:
+            error = f"{wrong} (tests/test.sh ended with {result.exit_code})"
+            return Verdict(output=output, error=error, artifacts=artifacts)
+        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+        return Verdict(reward=reward, rewards=rewards, output=output, artifacts=artifacts)
+    finally:
+        if stay:
+            await sandbox.restart(before, leave)
+            await asyncio.to_thread(remove_tree, home)
+
+
+async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list[str]:
+    """Takes false tools out of what an image's own ``PATH`` names beside the system's directories."""
+    shown = await sandbox.exec('echo "$PATH"', cwd="/", env=env, timeout_s=60)
+    path = shown.stdout.strip()
+    if all(word.strip("/") in upperdir.PROGRAM_DIRS for word in path.split(":") if word.startswith("/")):
+        return []
+    found: list[str] = []
+
+    def change(paths: LayerPaths) -> None:
+        found.extend(upperdir.false_programs(paths.upper, paths.rootfs, path))
+        for name in found:
+            upperdir.forget(paths.upper, name)
+
+    await sandbox.restart(change=change)
+    return found
+
+
+def _spec(before: SandboxSpec, rules: Mapping[str, Any], court: Court, binds: Sequence[str]) -> SandboxSpec:
+    network = before.network
+    if rules.get("network") is not None:
+        network = rules["network"] or court.network or network
+    return replace(before, binds=(*before.binds, *binds), network=network, user=rules.get("user") or before.user)
+
+
+def _kept(task: Task) -> list[str]:
+    return [task.workdir or "/", *(str(entry["source"]) for entry in entries_of(task))]
+
+
+def _command(sources: Sequence[Path]) -> list[str]:
+    """Scripts of a shell are run by the image's; others, and those in a verifier's own image, by their first line."""
+    script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
+    if script is not None:
+        with open(script, "rb") as file:
+            first = file.readline(256)
+        words = first[2:].split() if first.startswith(b"#!") else []
+        names = [os.path.basename(word) for word in words if not word.startswith(b"-")]
+        if names[:1] == [b"env"]:
+            names = names[1:]
+        if names and not re.fullmatch(rb"(ba|da|a)?sh", names[0]):
+            return ["/tests/test.sh"]
+    return ["/bin/sh", "-c", _SHELL]
+
+
+def _lay_out(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
+    """Fresh ``tests`` and ``logs`` below ``home``; of files with the same name the later source's is taken."""
+    remove_tree(home)
+    for directory in (home, home / "tests", home / "logs"):
+        directory.mkdir(mode=0o755, parents=True)
+        directory.chmod(0o755)  # whatever the umask: the verifier's user may be another
+    try:
+        for source in sources:
+            files.copy(source, home / "tests")
+    except (OSError, shutil.Error) as error:
+        raise SandboxError(f"{source}: the tests cannot be copied ({error})") from error
+    script = home / "tests" / "test.sh"
+    if script.is_file():
+        script.chmod(script.stat().st_mode | 0o755)

@@ -1,0 +1,322 @@
+"""Columns of an HDF5 file that grow at their end: chunks are compressed here, in threads, and written as they are.
+
+HDF5's own filters run under one lock, and on zlib. A column here takes arrays, cuts them into the dataset's chunks,
+has a thread apply shuffle and deflate (:mod:`~megaflow_hpc.trajectories.hdf5.deflate`) and writes the result with
+``write_direct_chunk``; what is in the file is what HDF5's filters would have made, and every HDF5 reads it.
+
+Chunks of another file that lie on the same grid are taken over as they are (:meth:`Column.extend`). Every column gets
+the attribute ``crc32``, the CRC-32 of its values as little-endian bytes; chunks taken over are inflated for it, in
+threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.trajectories.hdf5 import schema
+from megaflow_hpc.trajectories.hdf5.deflate import compress, crc32, decompress
+
+THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
+"""Threads that compress."""
+_BATCH_BYTES = 1 << 20
+"""Given to a thread at a time: enough to make the hand-over cheap."""
+_OUTSTANDING = 4 * THREADS
+"""Batches under way per column, which bounds memory."""
+_MIN_WIDTH = 16
+
+Array = NDArray[Any]
+Packed = tuple[bytes, Array]
+"""A chunk as it is stored, and its values."""
+
+
+def encode(values: Array, shuffle: bool, level: int = 1) -> bytes:
+    """A chunk as HDF5's shuffle and deflate leave it."""
+    size = values.dtype.itemsize
+    values = np.ascontiguousarray(values).view(np.uint8)
+    if shuffle and size > 1:
+        values = np.ascontiguousarray(values.reshape(-1, size).T)
+    return compress(values.data, level)
+
+
+def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
+    """Inverse of :func:`encode`."""
+    data = np.frombuffer(decompress(raw), np.uint8)
+    size = np.dtype(dtype).itemsize
+    if shuffle and size > 1:
+        planes = data.reshape(size, -1)
+        data = np.empty((planes.shape[1], size), np.uint8)
+        if size > 16:
+            data[:] = planes.T
+        else:  # two to four times as fast for numbers
+            for byte in range(size):
+                data[:, byte] = planes[byte]
+    return data.reshape(-1).view(dtype)
+
+
+def pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="deflate")
+
+
+class Appendable(Protocol):
+    """A column that is being written."""
+
+    def put(self, values: Array) -> None: ...
+    def finish(self) -> None: ...
+
+
+def create(file: h5py.File, path: str, dtype: Any, chunk: int, shuffle: bool, **options: Any) -> h5py.Dataset:
+    """An empty dataset of the schema: one dimension, growing, shuffle and deflate."""
+    return file.create_dataset(
+        path,
+        shape=(0,),
+        maxshape=(None,),
+        dtype=dtype,
+        chunks=(chunk,),
+        shuffle=shuffle,
+        compression="gzip",
+        compression_opts=1,
+        track_times=False,
+        **options,
+    )
+
+
+class Column:
+    """A numeric column, or one of fixed-width strings, which is written anew when a string does not fit.
+
+    Args:
+        file: open for writing.
+        path: name of the dataset, which must not exist.
+        dtype: of its entries; ``S`` for strings.
+        chunk: entries per chunk.
+        shuffle: whether bytes are shuffled before deflate.
+        threads: that compress.
+        fill: what pads the last chunk.
+        level: of :func:`~megaflow_hpc.trajectories.hdf5.deflate.compress`.
+    """
+
+    def __init__(
+        self,
+        file: h5py.File,
+        path: str,
+        dtype: Any,
+        chunk: int,
+        shuffle: bool,
+        threads: ThreadPoolExecutor,
+        fill: Any = None,
+        level: int = 1,
+    ) -> None:
+        self._file, self._path, self._chunk, self._shuffle, self._threads = file, path, chunk, shuffle, threads
+        self._level = level
+        self._text = np.dtype(dtype).kind == "S"
+        self.dtype = np.dtype(f"S{_MIN_WIDTH}") if self._text else np.dtype(dtype)
+        self._options = {} if fill is None else {"fillvalue": self.dtype.type(fill)}
+        self._fill = fill
+        self._dataset = self._create()
+        self._held: list[Array] = []
+        self._held_count = 0
+        self._cut = 0
+        """Entries before the held ones: always whole chunks."""
+        self._under_way: deque[tuple[int, Future[list[Packed]]]] = deque()
+        self._crc = 0
+
+    def __len__(self) -> int:
+        return self._cut + self._held_count
+
+    def put(self, values: Array) -> None:
+        """Appends; the array must not be changed afterwards."""
+        if not len(values):
+            return
+        if self._text:
+            values = self._fitted(values if values.dtype.kind == "S" else np.array(values.tolist(), "S"))
+        self._held.append(values)
+        self._held_count += len(values)
+        if self._held_count >= self._chunk and self._held_count * self.dtype.itemsize >= _BATCH_BYTES:
+            self._flush()
+
+    def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
+        """Appends entries ``[start, end)`` of a dataset; returns how many were taken over deflated."""
+        size = source.chunks[0] if source.chunks else 0
+        readable = size and source.dtype == self.dtype and source.compression == "gzip"
+        if not readable or source.fletcher32 or source.scaleoffset:
+            for first in range(start, end, 1 << 20):
+                self.put(source[first : min(end, first + (1 << 20))])
+            return 0
+        alike = size == self._chunk and source.shuffle == self._shuffle
+        if alike and start % size == len(self) % size:
+            return self._take_over(source, start, end)
+        waiting: deque[Future[Array]] = deque()
+        step = max(1, _BATCH_BYTES // (size * self.dtype.itemsize)) * size
+        for first in range(start - start % size, end, step):
+            numbers = range(first, min(first + step, end), size)
+            raw = [chunk for number in numbers if (chunk := self._raw(source, number)) is not None]
+            cut = slice(max(start - first, 0), min(end - first, step))
+            if len(raw) < len(numbers):  # some were never written: only HDF5 knows what is there
+                waiting.append(self._threads.submit(source.__getitem__, slice(first + cut.start, first + cut.stop)))
+            else:
+                waiting.append(self._threads.submit(_decode_all, raw, self.dtype, source.shuffle, cut))
+            if len(waiting) > 2 * THREADS:
+                self.put(waiting.popleft().result())
+        for values in waiting:
+            self.put(values.result())
+        return 0
+
+    def _take_over(self, source: h5py.Dataset, start: int, end: int) -> int:
+        """The same where both grids of chunks meet: whole chunks stay as they are."""
+        taken, size = 0, self._chunk
+        step = max(1, _BATCH_BYTES // (size * self.dtype.itemsize))
+        whole: list[bytes] = []
+
+        def hand_over() -> None:
+            if whole:
+                self._flush()
+                self._submit(self._threads.submit(_decode_each, list(whole), self.dtype, self._shuffle), len(whole))
+                whole.clear()
+
+        for first in range(start - start % size, end, size):
+            begin, stop = max(first, start), min(first + size, end)
+            raw = self._raw(source, first) if stop - begin == size else None
+            if raw is None:
+                hand_over()
+                self.put(source[begin:stop])
+                continue
+            whole.append(raw)
+            taken += size
+            if len(whole) == step:
+                hand_over()
+        hand_over()
+        return taken
+
+    def finish(self) -> None:
+        """Writes what is held; nothing can be appended afterwards."""
+        self._flush()
+        self._write(0)
+        if self._held_count:
+            last = np.zeros(self._chunk, self.dtype)
+            if self._fill is not None:
+                last[:] = self._fill
+            last[: self._held_count] = np.concatenate(self._held)
+            self._dataset.resize((len(self),))
+            self._dataset.id.write_direct_chunk((self._cut,), encode(last, self._shuffle, self._level))
+            self._crc = crc32(last[: self._held_count], self._crc)
+        self._dataset.attrs["crc32"] = np.uint32(self._crc)
+
+    @staticmethod
+    def _raw(source: h5py.Dataset, start: int) -> bytes | None:
+        try:
+            mask, raw = source.id.read_direct_chunk((start,))
+        except (OSError, RuntimeError):  # never written: all fill
+            return None
+        return raw if mask == 0 else None
+
+    def _create(self) -> h5py.Dataset:
+        dtype = h5py.string_dtype("utf-8", self.dtype.itemsize) if self._text else self.dtype
+        return create(self._file, self._path, dtype, self._chunk, self._shuffle, **self._options)
+
+    def _flush(self) -> None:
+        """Hands whole chunks to the threads."""
+        whole = self._held_count - self._held_count % self._chunk
+        if not whole:
+            return
+        values = np.concatenate(self._held) if len(self._held) > 1 else self._held[0]
+        rest = values[whole:]
+        self._held, self._held_count = ([rest] if len(rest) else []), len(rest)
+        step = max(1, _BATCH_BYTES // (self._chunk * self.dtype.itemsize)) * self._chunk
+        for first in range(0, whole, step):
+            part = values[first : min(first + step, whole)]
+            self._submit(
+                self._threads.submit(_encode_all, part, self._chunk, self._shuffle, self._level),
+                len(part) // self._chunk,
+            )
+
+    def _submit(self, future: Future[list[Packed]], chunks: int) -> None:
+        self._under_way.append((self._cut, future))
+        self._cut += chunks * self._chunk
+        self._write(_OUTSTANDING)
+
+    def _write(self, leave: int) -> None:
+        """Writes finished chunks; waits until at most ``leave`` batches are under way."""
+        while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
+            first, future = self._under_way.popleft()
+            packed = future.result()
+            end = first + len(packed) * self._chunk
+            if len(self._dataset) < end:
+                self._dataset.resize((end,))
+            for number, (raw, values) in enumerate(packed):
+                self._dataset.id.write_direct_chunk((first + number * self._chunk,), raw)
+                self._crc = crc32(values, self._crc)
+
+    def _fitted(self, values: Array) -> Array:
+        if values.dtype.itemsize > self.dtype.itemsize:
+            lengths = np.char.str_len(values)
+            if lengths.max() > self.dtype.itemsize:
+                self._widen(1 << int(lengths.max() - 1).bit_length())
+        return values.astype(self.dtype)
+
+    def _widen(self, width: int) -> None:
+        """Writes the column anew with wider strings: seldom, and strings are a small part of a file."""
+        self._write(0)
+        done = self._dataset[: self._cut]
+        held = [*([done] if len(done) else []), *self._held]
+        del self._file[self._path]
+        self.dtype = np.dtype(f"S{width}")
+        self._dataset = self._create()
+        self._held = [part.astype(self.dtype) for part in held]
+        self._cut, self._held_count, self._crc = 0, sum(len(part) for part in held), 0
+        self._flush()
+
+
+def _encode_all(values: Array, chunk: int, shuffle: bool, level: int) -> list[Packed]:
+    parts = (values[first : first + chunk] for first in range(0, len(values), chunk))
+    return [(encode(part, shuffle, level), np.ascontiguousarray(part)) for part in parts]
+
+
+def _decode_all(raw: list[bytes], dtype: Any, shuffle: bool, cut: slice) -> Array:
+    return np.concatenate([decode(chunk, dtype, shuffle) for chunk in raw])[cut]
+
+
+def _decode_each(raw: list[bytes], dtype: Any, shuffle: bool) -> list[Packed]:
+    return [(chunk, decode(chunk, dtype, shuffle)) for chunk in raw]
+
+
+def text_crc(values: Array, crc: int) -> int:
+    """CRC-32 of texts of variable length, each followed by a NUL."""
+    joined = b"".join((v if isinstance(v, bytes) else v.encode()) + b"\0" for v in values.tolist())
+    return crc32(joined, crc)
+
+
+class TextColumn:
+    """Strings of variable length; through HDF5, as their bytes lie in its heap."""
+
+    def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
+        self._dataset = create(file, path, h5py.string_dtype(), chunk, False)
+        self._crc = 0
+
+    def put(self, values: Array) -> None:
+        if not len(values):
+            return
+        self._crc = text_crc(values, self._crc)
+        start = len(self._dataset)
+        self._dataset.resize((start + len(values),))
+        self._dataset[start:] = values
+
+    def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
+        self.put(source[start:end])
+        return 0
+
+    def finish(self) -> None:
+        self._dataset.attrs["crc32"] = np.uint32(self._crc)
+
+
+def column(file: h5py.File, spec: schema.Column, threads: ThreadPoolExecutor) -> Column | TextColumn:
+    """The column of the schema, empty."""
+    if spec.dtype == schema.TEXT:
+        return TextColumn(file, spec.path, schema.chunk(spec))
+    dtype = "S" if spec.dtype == schema.STRING else spec.dtype
+    return Column(file, spec.path, dtype, schema.chunk(spec), schema.shuffled(spec), threads, level=schema.level(spec))

@@ -1,0 +1,84 @@
+"""Publishing a large file: written beside its place under a temporary name, made durable, renamed.
+
+The temporary name tells who writes it: ``.<name>.<host>~<boot>.<pid>-<start>.<4 hex>``. A file whose writer is known to
+be gone, a process of this host that is no more, is removed by :func:`clean_up`. What processes of other hosts left is
+removed once it has not grown for a day.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.rundir.layout import file_mode
+
+FOREIGN_AGE_S = 86400.0
+"""Seconds without a change behind which another host's leftover is taken for one."""
+
+
+@contextmanager
+def published(target: Path) -> Iterator[Path]:
+    """A temporary path to write to; renamed to ``target`` at the end, or removed after an error."""
+    clean_up(target)
+    identity = Identity.of(os.getpid())
+    temporary = target.with_name(f".{target.name}.{_host()}.{identity}.{secrets.token_hex(2)}")
+    try:
+        yield temporary
+        os.chmod(temporary, file_mode(target.parent))
+        fsync(temporary)
+        os.replace(temporary, target)
+        fsync(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def clean_up(target: Path) -> list[Path]:
+    """Removes what killed writers of ``target`` left; returns it. What a living process writes stays."""
+    removed = []
+    for path in target.parent.glob(f".{_escaped(target.name)}.*"):
+        if _abandoned(path, target.name):
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def _abandoned(path: Path, name: str) -> bool:
+    parts = path.name[len(name) + 2 :].split(".")
+    if len(parts) != 3:
+        return False  # not a name of ours
+    host, process, _ = parts
+    identity = Identity.parse(process)
+    if identity is None:
+        return False
+    if host == _host():
+        return not identity.alive()
+    try:
+        return time.time() - path.stat().st_mtime > FOREIGN_AGE_S
+    except OSError:
+        return False
+
+
+def _host() -> str:
+    """This boot of this host: a pid and its start mean something within it only."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip().replace("-", "")[:12]
+    return f"{os.uname().nodename.partition('.')[0]}~{boot}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("[", "[[]")
+
+
+def fsync(path: Path) -> None:
+    """Makes a file or directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,350 @@
+"""Writes trajectories into an HDF5 file of the schema: row by row, or runs of rows of another file; in bounded memory.
+
+Values are collected per column and handed to :mod:`~megaflow_hpc.trajectories.hdf5.column_writer` some hundred
+trajectories at a time. The file is meant to be written under a temporary name and published by its caller: it is whole
+only after ``close``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from megaflow_hpc.trajectories.hdf5 import column_writer
+from megaflow_hpc.trajectories.hdf5.guarded import GuardedFile
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
+from megaflow_hpc.trajectories.hdf5.texts import clean, message_json, reward_name
+from megaflow_hpc.types import Trajectory
+
+_FLUSH_ROWS = 256
+
+Mask = np.ndarray[Any, Any]
+"""Booleans, one per item."""
+
+_COPIED = (
+    *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
+    *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "started_at", "finished_at"),
+)
+_OR_NAN = ("reward", "setup_s", "agent_s", "verify_s")
+_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server")
+_ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
+
+
+_ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
+"""Items of a row: their extent and the offsets that say which."""
+
+_FLAT = {"k": "sequences/token_offset", "qb": "messages/offset", "fb": "artifacts/offset"}
+"""Extents of the large columns, and the offsets into them."""
+
+_NOT_SAMPLED = {"tokens/logprob": math.nan, "tokens/weight_version": -1}
+
+_PICKED = {"attempts": "a", "artifacts": "f"}
+"""Groups of which a part may be kept, and their extents."""
+
+_NUMBERED = {
+    "trajectories/sequence_offset": "m",
+    "trajectories/turn_offset": "t",
+    "trajectories/message_offset": "q",
+    "trajectories/attempt_offset": "a",
+    "sequences/trajectory": "n",
+    "sequences/token_offset": "k",
+    "turns/sequence": "m",
+    "turns/token_start": "k",
+    "turns/token_end": "k",
+    "messages/offset": "qb",
+    "artifacts/trajectory": "n",
+    "artifacts/offset": "fb",
+}
+"""Columns that number items of the file: they are rebased when rows move."""
+
+
+class TrajectoryWriter:
+    """A new HDF5 file at ``path``, which must not exist.
+
+    Args:
+        path: where.
+        campaign: name of the campaign.
+        software: name and version of what writes.
+        sources: what it is gathered from, for later readers to see whether it is still all there is.
+        attributes: further root attributes.
+        lead: entries before the first row's in the columns of an extent (``k``, ``qb`` or ``fb``), filled with nothing:
+            a shard's chunks then lie as they will in the file that it is gathered into.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        campaign: str,
+        software: str,
+        sources: Mapping[str, Any] | None = None,
+        attributes: Mapping[str, str] | None = None,
+        lead: Mapping[str, int] | None = None,
+    ) -> None:
+        self._below = GuardedFile(path)
+        self._file = h5py.File(self._below, "w", libver=("v110", "v110"))
+        self._file.attrs["format"] = FORMAT
+        self._file.attrs["format_version"] = np.int32(FORMAT_VERSION)
+        self._file.attrs["campaign"] = clean(campaign)
+        self._file.attrs["software"] = software
+        self._file.attrs["sources"] = json.dumps(sources or {}, sort_keys=True)
+        self.describe(**(attributes or {}))
+        self._threads = column_writer.pool()
+        self._columns = {path: column_writer.column(self._file, spec, self._threads) for path, spec in COLUMNS.items()}
+        self._held: dict[str, list[Any]] = {path: [] for path in COLUMNS}
+        self._rewards: dict[str, dict[int, float]] = {}
+        self._reward_columns: dict[str, column_writer.Column] = {}
+        self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0) | dict(lead or {})
+        self._flushed_rows = 0
+        self.copied = 0
+        """Entries taken over from other files in compressed form."""
+        for column in COLUMNS.values():
+            if column.is_offset:
+                self._held[column.path].append(self._counts[_NUMBERED[column.path]])
+            elif lead and column.extent in lead:
+                nothing = _NOT_SAMPLED.get(column.path, 0)
+                self._columns[column.path].put(np.full(lead[column.extent], nothing, column.dtype))
+        self._file.create_group("rewards")
+
+    def __len__(self) -> int:
+        return self._counts["n"]
+
+    def describe(self, **attributes: str) -> None:
+        """Sets root attributes."""
+        for name, value in attributes.items():
+            self._file.attrs[name] = clean(value)
+
+    def append(self, trajectory: Trajectory) -> None:
+        """Adds one row. The trajectory is :func:`~megaflow_hpc.trajectories.journal.winners.checked`."""
+        held, counts = self._held, self._counts
+        row = counts["n"]
+        for name in _COPIED:
+            held[f"trajectories/{name}"].append(getattr(trajectory, name))
+        for name in _OR_NAN:
+            value = getattr(trajectory, name)
+            held[f"trajectories/{name}"].append(math.nan if value is None else value)
+        held["trajectories/turns"].append(len(trajectory.turns))
+        for name, value in trajectory.rewards.items():
+            self._rewards.setdefault(reward_name(name), {})[row] = value
+        self._put_turns(trajectory)  # before the sequences: they are numbered from the first new one
+        self._put_sequences(trajectory, row)
+        texts = [message_json(message) for message in trajectory.messages]
+        self._put_bytes("messages/json", "messages/offset", "qb", texts)
+        counts["q"] += len(texts)
+        for name in _ATTEMPT:
+            held[f"attempts/{name}"] += [getattr(attempt, name) for attempt in trajectory.attempts]
+        counts["a"] += len(trajectory.attempts)
+        held["artifacts/name"] += [artifact.name for artifact in trajectory.artifacts]
+        held["artifacts/trajectory"] += [row] * len(trajectory.artifacts)
+        self._put_bytes("artifacts/bytes", "artifacts/offset", "fb", [a.data for a in trajectory.artifacts])
+        counts["f"] += len(trajectory.artifacts)
+        counts["n"] += 1
+        for extent, name in _ROWS.items():
+            held[f"trajectories/{name}"].append(counts[extent])
+        if counts["n"] - self._flushed_rows >= _FLUSH_ROWS:
+            self._flush()
+
+    def extend(self, source: h5py.File, start: int, end: int, keep: Mapping[str, Mask] | None = None) -> None:
+        """Adds rows ``[start, end)`` of another file of the schema, rebased. Flat columns are taken over chunk by chunk
+        without being inflated where the chunks of both files lie on one grid.
+
+        Args:
+            keep: for the extents ``a`` (attempts) and ``f`` (artifacts), which items of the source are kept; else all.
+        """
+        if start >= end:
+            return
+        self._flush()
+        keep = keep or {}
+        spans = _spans(source, start, end)
+        shift = {extent: self._counts[extent] - span[0] for extent, span in spans.items()}
+        for path, spec in COLUMNS.items():
+            extent = spec.extent.removesuffix("+1")
+            first, last = spans[extent]
+            column = self._columns[path]
+            if spec.group in _PICKED and _PICKED[spec.group] in keep:
+                continue
+            if path == "trajectories/attempt_offset" and "a" in keep:
+                kept = np.concatenate([[0], np.cumsum(keep["a"])])
+                column.put(kept[source[path][start + 1 : end + 1]] - kept[spans["a"][0]] + self._counts["a"])
+            elif path not in source:
+                column.put(np.full(last - first, OPTIONAL[path], spec.dtype))
+            elif path in _NUMBERED:
+                values = source[path][first + spec.is_offset : last + spec.is_offset]
+                column.put(_rebased(path, values, shift, source, (first, last)))
+            else:
+                self.copied += column.extend(source[path], first, last)
+        for name, dataset in source.get("rewards", {}).items():
+            self._reward_column(name).put(dataset[start:end])
+        for extent, (first, last) in spans.items():
+            if extent not in keep and not (extent == "fb" and "f" in keep):
+                self._counts[extent] += last - first
+        self._fill_rewards()
+        if "a" in keep:
+            self._pick_attempts(source, spans["a"], keep["a"])
+        if "f" in keep:
+            self._pick_artifacts(source, spans["f"], keep["f"], shift["n"])
+        self._below.check()
+
+    def _pick_attempts(self, source: h5py.File, span: tuple[int, int], keep: Mask) -> None:
+        mask = keep[span[0] : span[1]]
+        for name in _ATTEMPT:
+            self._columns[f"attempts/{name}"].put(source[f"attempts/{name}"][span[0] : span[1]][mask])
+        self._counts["a"] += int(mask.sum())
+
+    def _pick_artifacts(self, source: h5py.File, span: tuple[int, int], keep: Mask, shift: int) -> None:
+        offsets = source["artifacts/offset"]
+        for number in np.flatnonzero(keep[span[0] : span[1]]) + span[0]:
+            first, last = offsets[number : number + 2].tolist()
+            self._columns["artifacts/name"].put(source["artifacts/name"][number : number + 1])
+            self._held["artifacts/trajectory"].append(int(source["artifacts/trajectory"][number]) + shift)
+            self._put_bytes(
+                "artifacts/bytes", "artifacts/offset", "fb", [source["artifacts/bytes"][first:last].tobytes()]
+            )
+            self._counts["f"] += 1
+        self._flush()
+
+    def close(self) -> None:
+        """Writes the rest and closes; the caller makes it durable.
+
+        Raises:
+            OSError: not everything could be written.
+        """
+        try:
+            self._flush()
+            for column in [*self._columns.values(), *self._reward_columns.values()]:
+                column.finish()
+        finally:
+            self.abandon()
+        self._below.check()
+
+    def abandon(self) -> None:
+        """Closes without writing the rest."""
+        self._threads.shutdown(cancel_futures=True)
+        self._file.close()
+        self._below.close()
+
+    def _put_bytes(self, path: str, offset_path: str, count: str, items: list[bytes]) -> None:
+        if not items:
+            return
+        self._columns[path].put(np.frombuffer(b"".join(items), np.uint8))
+        ends = list(accumulate(map(len, items), initial=self._counts[count]))[1:]
+        self._held[offset_path] += ends
+        self._counts[count] = ends[-1]
+
+    def _put_sequences(self, trajectory: Trajectory, row: int) -> None:
+        held = self._held
+        for sequence in trajectory.sequences:
+            versions = _view(sequence.weight_versions, np.int32)
+            mask = _view(sequence.loss_mask, np.uint8)
+            sampled = versions[mask == 1]
+            held["sequences/trajectory"].append(row)
+            held["sequences/policy"].append(sequence.policy)
+            held["sequences/weight_version_min"].append(sampled.min() if len(sampled) else -1)
+            held["sequences/weight_version_max"].append(sampled.max() if len(sampled) else -1)
+            self._columns["tokens/id"].put(_view(sequence.tokens, np.int32))
+            self._columns["tokens/logprob"].put(_view(sequence.logprobs, np.float32))
+            self._columns["tokens/loss_mask"].put(mask)
+            self._columns["tokens/weight_version"].put(versions)
+            self._counts["k"] += len(sequence.tokens)
+            held["sequences/token_offset"].append(self._counts["k"])
+        self._counts["m"] += len(trajectory.sequences)
+
+    def _put_turns(self, trajectory: Trajectory) -> None:
+        starts = list(accumulate((len(s.tokens) for s in trajectory.sequences), initial=self._counts["k"]))
+        held, base = self._held, self._counts["m"]
+        for turn in trajectory.turns:
+            known = turn.sequence >= 0
+            held["turns/sequence"].append(base + turn.sequence if known else -1)
+            held["turns/token_start"].append(starts[turn.sequence] + turn.token_start if known else 0)
+            held["turns/token_end"].append(starts[turn.sequence] + turn.token_end if known else 0)
+        for name in _TURN:
+            held[f"turns/{name}"] += [getattr(turn, name) for turn in trajectory.turns]
+        self._counts["t"] += len(trajectory.turns)
+
+    def _flush(self) -> None:
+        for path, values in self._held.items():
+            if values:
+                self._columns[path].put(_array(COLUMNS[path].dtype, values))
+                self._held[path] = []
+        for name, given in self._rewards.items():
+            column = self._reward_column(name)
+            new = np.full(self._counts["n"] - self._flushed_rows, np.nan, np.float32)
+            for row, value in given.items():
+                new[row - self._flushed_rows] = value
+            column.put(new)
+            given.clear()
+        self._rewards = {name: {} for name in self._rewards}
+        self._flushed_rows = self._counts["n"]
+        self._below.check()
+
+    def _reward_column(self, name: str) -> column_writer.Column:
+        """The column of a reward, filled up to the last flush."""
+        if name not in self._reward_columns:
+            column = column_writer.Column(
+                self._file, f"rewards/{name}", np.float32, 4096, True, self._threads, fill=np.float32(np.nan)
+            )
+            self._reward_columns[name] = column
+            self._rewards.setdefault(name, {})
+        column = self._reward_columns[name]
+        if len(column) < self._flushed_rows:
+            column.put(np.full(self._flushed_rows - len(column), np.nan, np.float32))
+        return column
+
+    def _fill_rewards(self) -> None:
+        self._flushed_rows = self._counts["n"]
+        for name in self._reward_columns:
+            self._reward_column(name)
+
+
+def lead_behind(source: h5py.File) -> dict[str, int]:
+    """The ``lead`` of a file whose rows come right behind those of ``source``: how far its last chunks are filled."""
+    found = {}
+    for extent, path in _FLAT.items():
+        grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
+        found[extent] = int(source[path][-1]) % grid
+    return found
+
+
+def _spans(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:
+    """Items of each extent that rows ``[start, end)`` have."""
+
+    def bounds(path: str, first: int, last: int) -> tuple[int, int]:
+        return int(source[path][first]), int(source[path][last])
+
+    spans = {"n": (start, end)}
+    for extent, name in _ROWS.items():
+        spans[extent] = bounds(f"trajectories/{name}", start, end)
+    spans["k"] = bounds("sequences/token_offset", *spans["m"])
+    spans["qb"] = bounds("messages/offset", *spans["q"])
+    first, last = np.searchsorted(source["artifacts/trajectory"][:], [start, end]).tolist()
+    spans["f"] = (first, last)
+    spans["fb"] = bounds("artifacts/offset", first, last)
+    return spans
+
+
+def _rebased(path: str, values: Any, shift: Mapping[str, int], source: h5py.File, span: tuple[int, int]) -> Any:
+    moved = values + shift[_NUMBERED[path]]
+    if not path.startswith("turns/"):
+        return moved
+    known = source["turns/sequence"][span[0] : span[1]] >= 0
+    return np.where(known, moved, values)
+
+
+def _array(dtype: str, values: list[Any]) -> np.ndarray[Any, Any]:
+    if dtype == TEXT:
+        return np.array([clean(value) for value in values], dtype=object)
+    if dtype == STRING:
+        known = {value: clean(value).encode() for value in set(values)}
+        return np.array([known[value] for value in values], dtype="S")
+    return np.array(values, dtype=dtype)
+
+
+def _view(values: array[Any], dtype: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(values, dtype) if len(values) else np.empty(0, dtype)

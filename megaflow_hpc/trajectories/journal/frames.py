@@ -1,0 +1,241 @@
+"""The bytes of a journal: frames, what makes one valid, and reading them past torn tails and damage.
+
+All integers are little-endian::
+
+    header   8s magic "MFHPCJNL" | u32 version | 8s salt | u32 crc of the 20 bytes before
+    frame    4s marker | u32 length | u64 time, ns UTC | u32 crc of the 16 bytes before | u32 crc of the payload
+             payload: `length` bytes of msgpack, a map with the key "kind"
+
+Both CRCs of a frame (CRC-32 as in zlib) are seeded with the file's salt and the frame's own offset. So a frame is valid
+at one place of one file only: a stale disk block, or a journal kept as an artifact inside another, is never mistaken
+for a record. The marker serves to find the next frame behind damage.
+
+Reading ends at the *torn tail*: the first byte behind which no whole valid frame follows. Anything invalid before a
+valid frame is *damage*: an error that names file and offset or, for tolerant readers, a gap, logged and skipped.
+A file may be read while it is written; the reader sees what was whole when it came by.
+
+Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and
+``{"kind": "part", "number": int, "base": int}``. Readers skip the kinds they do not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import msgpack
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.files import passing
+from megaflow_hpc.trajectories.hdf5.deflate import crc32
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"MFHPCJNL"
+VERSION = 1
+MARKER = b"\xf5\xc1MJ"
+"""0xf5 is never part of UTF-8 and 0xc1 never of msgpack, so text and small integers do not look like it."""
+
+_HEADER = struct.Struct("<8sI8sI")
+_FRAME = struct.Struct("<4sIQII")
+_SEED = struct.Struct("<8sQ")
+HEADER_SIZE = _HEADER.size
+FRAME_SIZE = _FRAME.size
+
+MAX_RECORD = 1 << 30
+"""Bytes of one record: above this a length is damage, and a record is refused."""
+_SEARCH_WINDOW = 1 << 20
+
+
+class Frame(NamedTuple):
+    """One record as it lies in the file: ``[start, end)`` in bytes, ``time_ns`` UTC when it was appended."""
+
+    start: int
+    end: int
+    time_ns: int
+    payload: bytes
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, array | memoryview):
+        return value.tobytes()
+    if isinstance(value, set | frozenset):
+        return list(value)
+    return str(value)
+
+
+def pack_record(record: Mapping[str, Any]) -> bytes:
+    """msgpack of a record. Lone surrogates in strings pass unchanged; what msgpack has no type for becomes a string."""
+    packed: bytes = msgpack.packb(record, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
+    return packed
+
+
+def unpack_record(payload: bytes) -> dict[str, Any]:
+    """Inverse of :func:`pack_record`; also takes strings packed with ``surrogateescape``.
+
+    Raises:
+        ValueError: the bytes are not the msgpack of a map.
+    """
+    try:
+        record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+    except UnicodeDecodeError:
+        record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
+    except msgpack.exceptions.UnpackException as error:
+        raise ValueError(f"not msgpack ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, expected a map")
+    return record
+
+
+def seed_of(salt: bytes, offset: int) -> int:
+    """What the CRCs of the frame at ``offset`` start from."""
+    return crc32(_SEED.pack(salt, offset))
+
+
+def header(salt: bytes) -> bytes:
+    """The first bytes of a journal."""
+    head = struct.pack("<8sI8s", MAGIC, VERSION, salt)
+    return head + struct.pack("<I", crc32(head))
+
+
+def frame_head(payload: bytes, salt: bytes, offset: int, time_ns: int) -> bytes:
+    """What stands before ``payload`` at ``offset``."""
+    seed = seed_of(salt, offset)
+    head = struct.pack("<4sIQ", MARKER, len(payload), time_ns)
+    return head + struct.pack("<II", crc32(head, seed), crc32(payload, seed))
+
+
+def read_journal(
+    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields ``(offset behind the record, record)`` in the order of appending, up to the torn tail.
+
+    Args:
+        path: the journal; may be written meanwhile.
+        limit: bytes; records that end behind it are left out (a seal).
+        tolerant: log and skip damage instead of raising.
+
+    Raises:
+        ConfigError: not a journal, of a newer version, unreadable, or damaged in its middle.
+    """
+    for frame in read_frames(path, limit, tolerant=tolerant):
+        try:
+            yield frame.end, unpack_record(frame.payload)
+        except ValueError as error:
+            if not tolerant:
+                raise ConfigError(
+                    f"{path}: the record at byte {frame.start} is {error}; was it written by us?"
+                ) from None
+            logger.warning("%s: the record at byte %d is %s; skipped", path, frame.start, error)
+
+
+def read_frames(
+    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, start: int = 0
+) -> Iterator[Frame]:
+    """As :func:`read_journal`, without decoding the records; from ``start`` on, the end of a frame read before."""
+    with open_journal(path) as file:
+        salt = read_header(file, path)
+        if salt is None:
+            return
+        position = max(HEADER_SIZE, start)
+        while True:
+            size = os.fstat(file.fileno()).st_size  # afresh: the writer may be at work
+            size = size if limit is None else min(size, limit)
+            frame, torn = _frame_at(file, salt, position, size)
+            if frame is None and not torn:
+                frame = _next_frame(file, salt, position + 1, size)
+            if frame is None:
+                return
+            if frame.start > position:
+                gap = f"{path}: damaged at byte {position}: {frame.start - position} bytes before the next whole record"
+                if not tolerant:
+                    raise ConfigError(f"{gap}; restore the file, or gather, which skips what is lost")
+                logger.warning("%s; skipped", gap)
+            yield frame
+            position = frame.end
+
+
+def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
+    """The frame that starts at byte ``start``, as :func:`read_frames` once gave it.
+
+    Raises:
+        ConfigError: there is none any more.
+    """
+    with open_journal(path) as file:
+        salt = read_header(file, path)
+        size = os.fstat(file.fileno()).st_size
+        frame = _frame_at(file, salt, start, size)[0] if salt is not None else None
+    if frame is None:
+        raise ConfigError(f"{path}: no whole record at byte {start}; the file changed or is damaged")
+    return frame
+
+
+def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
+    """
+    Raises:
+        ConfigError: there is no such file, or it may not be read.
+        OSError: the run directory is away: it may be read later.
+    """
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        if passing(error):
+            raise
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a journal") from error
+
+
+def read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
+    """The file's salt; ``None`` when its creation never finished, so that it holds nothing."""
+    raw = file.read(HEADER_SIZE)
+    if len(raw) < HEADER_SIZE and MAGIC.startswith(raw[: len(MAGIC)]):
+        return None
+    if not raw.strip(b"\0"):
+        return None
+    if len(raw) < HEADER_SIZE or not raw.startswith(MAGIC):
+        raise ConfigError(f"{path}: not a megaflow-hpc journal (it begins with {raw[:8]!r}); remove it from the run")
+    _, version, salt, crc = _HEADER.unpack(raw)
+    if crc != crc32(raw[:-4]):
+        raise ConfigError(f"{path}: damaged at byte 0: the journal's header fails its checksum; restore the file")
+    if version != VERSION:
+        raise ConfigError(f"{path}: journal version {version}, expected {VERSION}; use a newer megaflow-hpc")
+    return bytes(salt)
+
+
+def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
+    """The valid frame at ``position`` within the first ``size`` bytes; else whether the bytes surely just end early."""
+    file.seek(position)
+    head = file.read(FRAME_SIZE)
+    if position + FRAME_SIZE > size or len(head) < FRAME_SIZE:
+        return None, True
+    seed = seed_of(salt, position)
+    marker, length, time_ns, head_crc, payload_crc = _FRAME.unpack(head)
+    if marker != MARKER or length > MAX_RECORD or crc32(head[:16], seed) != head_crc:
+        return None, False
+    end = position + FRAME_SIZE + length
+    if end > size:
+        return None, True
+    payload = file.read(length)
+    if len(payload) < length or crc32(payload, seed) != payload_crc:
+        return None, False
+    return Frame(position, end, time_ns, payload), False
+
+
+def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame | None:
+    """The first valid frame at or behind ``position``."""
+    while position + FRAME_SIZE <= size:
+        file.seek(position)
+        window = file.read(_SEARCH_WINDOW)
+        found = window.find(MARKER)
+        while found >= 0:
+            frame, _ = _frame_at(file, salt, position + found, size)
+            if frame is not None:
+                return frame
+            found = window.find(MARKER, found + 1)
+        if len(window) < len(MARKER):
+            return None
+        position += len(window) - len(MARKER) + 1
+    return None

@@ -1,0 +1,68 @@
+"""Rank 0's part in making shards: it starts a child process per finished part of its journal, and never waits for one.
+
+Nothing of HDF5 or numpy is loaded here; the work is done by ``python -m megaflow_hpc.trajectories.journal.shards RUN
+PART``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from megaflow_hpc.rundir.layout import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+class ShardMaker:
+    """Makes the shards of finished parts, one after another, in a child process of low priority.
+
+    For the loop of rank 0: :meth:`add` never waits. A child that has ended is followed by the next when another part is
+    finished. What is not made when the pod ends, ``gather`` does without.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._waiting: deque[Path] = deque()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def add(self, part: Path) -> None:
+        """Queues a journal part that is finished."""
+        self._waiting.append(part)
+        self.poll()
+
+    def poll(self) -> None:
+        """Starts the next child if none is running."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        self._child = None
+        if not self._waiting:
+            return
+        command = [
+            sys.executable,
+            "-m",
+            "megaflow_hpc.trajectories.journal.shards",
+            str(self._run),
+            str(self._waiting.popleft()),
+        ]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "HYDRA"))}
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=kept)
+        except OSError as error:
+            logger.warning("no shard is made: %s", error)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Gives a running child ``wait_s`` seconds, then ends it."""
+        self._waiting.clear()
+        if self._child is None:
+            return
+        try:
+            self._child.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child = None

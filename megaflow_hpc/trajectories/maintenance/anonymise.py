@@ -1,0 +1,151 @@
+"""A copy of a campaign file that names no user, host, job or home directory.
+
+Nodes, servers and jobs are numbered; in every text (errors, messages, artifacts, the configuration) the names
+that were found, and those that are given, are replaced, as are the owner in paths such as ``/home/NAME`` and mail
+addresses. Token ids cannot be rewritten without the tokenizer that made them: a rollout whose messages had to be
+changed loses its sequences, unless they are asked for.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.maintenance.compact import copy_of
+from megaflow_hpc.types import Attempt, Trajectory
+
+_OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
+"""A directory of people, and whose it is."""
+_MAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
+_COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
+_SHORTEST = 3
+"""Names shorter than this would be found inside ordinary words."""
+
+
+@dataclass
+class Scrubber:
+    """Replaces names in texts."""
+
+    users: set[str] = field(default_factory=set)
+    hosts: set[str] = field(default_factory=set)
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    _pattern: re.Pattern[str] | None = None
+
+    def learn(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
+        self.users |= {name for name in users if len(name) >= _SHORTEST and name not in _COMMON}
+        for name in hosts:
+            short = name.partition(".")[0]
+            self.hosts |= {n for n in (name, short) if len(n) >= _SHORTEST and n not in _COMMON}
+        self._pattern = None
+
+    def number(self, kind: str, name: str) -> str:
+        """``node-3`` for the fourth node met; empty stays empty."""
+        if not name:
+            return ""
+        return f"{kind}-{self.numbers.setdefault((kind, name), sum(k == kind for k, _ in self.numbers))}"
+
+    def text(self, text: str) -> str:
+        text = _OWNED.sub(r"\1user", text)
+        text = _MAIL.sub("user@example.org", text)
+        if self._pattern is None:
+            names = sorted(self.users | self.hosts, key=len, reverse=True)
+            self._pattern = re.compile(
+                "|".join(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names) or r"(?!)"
+            )
+        return self._pattern.sub(lambda found: "user" if found[0] in self.users else "host", text)
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with every text in it replaced."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.text(str(key)): self.value(item) for key, item in value.items()}
+        return [self.value(item) for item in value] if isinstance(value, list) else value
+
+
+def anonymise(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    names: Iterable[str] = (),
+    keep_tokens: bool = False,
+) -> dict[str, int]:
+    """Writes the copy.
+
+    Args:
+        path: the campaign file.
+        output: the copy, which must not be the file itself.
+        names: further words that must not appear: users, projects, machines.
+        keep_tokens: keep the sequences of rollouts whose messages were changed; their ids still spell the old text.
+
+    Returns:
+        ``trajectories``, ``changed`` (whose messages were) and ``without_tokens``.
+
+    Raises:
+        ConfigError: not a campaign file, or ``output`` is the same file.
+        OSError: no space left, or a read-only directory.
+    """
+    from megaflow_hpc.trajectories.reading.store import open_trajectories
+
+    path, output = Path(path), Path(output)
+    if output.exists() and path.exists() and os.path.samefile(path, output):
+        raise ConfigError(f"{output}: is the file itself; name another one, the original cannot be had back")
+    counts = {"trajectories": 0, "changed": 0, "without_tokens": 0}
+    with open_file(path) as source, open_trajectories(path) as store, published(output) as temporary:
+        scrub = Scrubber()
+        scrub.learn(users=[*names, getpass.getuser()], hosts=[os.uname().nodename])
+        for column in ("trajectories/node", "attempts/node"):
+            scrub.learn(hosts=set(source[column].asstr()[:]))
+        writer = copy_of(temporary, source)
+        try:
+            writer.describe(sources="{}", **_described(source.attrs, scrub))
+            for row in store:
+                trajectory = row.trajectory()
+                changed = _scrub(trajectory, scrub)
+                counts["trajectories"] += 1
+                counts["changed"] += changed
+                if changed and trajectory.sequences and not keep_tokens:
+                    counts["without_tokens"] += 1
+                    trajectory.sequences = []
+                    for turn in trajectory.turns:
+                        turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
+                writer.append(trajectory)
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.close()
+    return counts
+
+
+def _described(attributes: Any, scrub: Scrubber) -> dict[str, str]:
+    found = {"campaign": scrub.text(str(attributes["campaign"]))}
+    for name in ("config", "versions"):
+        if name in attributes:
+            found[name] = json.dumps(scrub.value(json.loads(attributes[name])), sort_keys=True)
+    return found
+
+
+def _scrub(trajectory: Trajectory, scrub: Scrubber) -> bool:
+    """Replaces in place; returns whether a message, and so what the tokens spell, was changed."""
+    parts: list[Trajectory | Attempt] = [trajectory, *trajectory.attempts]
+    for part in parts:
+        part.node = scrub.number("node", part.node)
+        part.job_id = scrub.number("job", part.job_id)
+        part.error = scrub.text(part.error)
+    for turn in trajectory.turns:
+        turn.server = scrub.number("server", turn.server)
+    for artifact in trajectory.artifacts:
+        artifact.name = scrub.text(artifact.name)
+        text = artifact.data.decode("utf-8", "surrogateescape")
+        artifact.data = scrub.text(text).encode("utf-8", "surrogateescape")
+    before = trajectory.messages
+    trajectory.messages = scrub.value(before)
+    return trajectory.messages != before

@@ -1,0 +1,128 @@
+"""Making campaigns smaller: superseded attempts, artifacts and, in the end, the journals of a finished run.
+
+A file is written anew beside itself and replaced by rename; token and message columns are taken over chunk by chunk as
+they are. Journals and shards go only when the campaign is finished, the file holds all that is in them, and every
+column of the file agrees with its checksum.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc import __version__
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5.file import open_file, recorded_sources
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
+from megaflow_hpc.trajectories.maintenance.checksums import verify
+
+_ROWS = 65536
+"""Copied at a time, which bounds memory."""
+
+
+def compact(
+    path: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, drop: Sequence[str] = ()
+) -> dict[str, int]:
+    """Writes a campaign file without its superseded attempts.
+
+    Args:
+        path: the file.
+        output: where to; by default in its place.
+        drop: names of artifacts to leave out, as shell patterns.
+
+    Returns:
+        ``bytes_before``, ``bytes_after``, ``attempts_dropped``, ``artifacts_dropped``.
+
+    Raises:
+        ConfigError: not a campaign file.
+        OSError: no space left, or a read-only directory; the file stays as it was.
+    """
+    path = Path(path)
+    target = Path(output) if output else path
+    before = path.stat().st_size if path.exists() else 0
+    with open_file(path) as source:
+        keep = {"a": _counting_attempts(source), "f": _kept_artifacts(source, drop)}
+        with published(target) as temporary:
+            writer = copy_of(temporary, source)
+            try:
+                rows = len(source["trajectories/id"])
+                for start in range(0, rows, _ROWS):
+                    writer.extend(source, start, min(start + _ROWS, rows), keep)
+            except BaseException:
+                writer.abandon()
+                raise
+            writer.close()
+    return {
+        "bytes_before": before,
+        "bytes_after": target.stat().st_size,
+        "attempts_dropped": int((~keep["a"]).sum()),
+        "artifacts_dropped": int((~keep["f"]).sum()),
+    }
+
+
+def copy_of(path: Path, source: h5py.File) -> TrajectoryWriter:
+    """A writer for an empty file that says of itself what ``source`` does."""
+    others = {name: str(source.attrs[name]) for name in ("config", "versions") if name in source.attrs}
+    return TrajectoryWriter(
+        path,
+        str(source.attrs["campaign"]),
+        f"megaflow-hpc {__version__}",
+        json.loads(source.attrs.get("sources", "{}")),
+        others,
+    )
+
+
+def _counting_attempts(source: h5py.File) -> NDArray[Any]:
+    """Of each trajectory the last of its attempts that has its number and status."""
+    offsets = source["trajectories/attempt_offset"][:]
+    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    keep = np.zeros(len(owner), bool)
+    if not len(owner):
+        return keep
+    same = source["attempts/attempt"][:] == source["trajectories/attempt"][:][owner]
+    same &= source["attempts/status"].asstr()[:] == source["trajectories/status"].asstr()[:][owner]
+    last: dict[int, int] = {}
+    for number in np.flatnonzero(same).tolist():
+        last[int(owner[number])] = number
+    keep[list(last.values())] = True
+    return keep
+
+
+def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> NDArray[Any]:
+    names = source["artifacts/name"].asstr()[:]
+    return np.array([not any(fnmatch.fnmatch(name, pattern) for pattern in drop) for name in names], bool)
+
+
+def drop_journals(run: RunDir) -> int:
+    """Removes the journals and shards of a finished run whose file holds all of them; returns the bytes freed.
+
+    Raises:
+        ConfigError: the campaign is not finished, the file does not hold everything, or it is damaged.
+    """
+    if not Ledger(run).finished:
+        raise ConfigError(f"{run}: the campaign is not finished; its journals are still needed")
+    if recorded_sources(run.trajectories) != fingerprint(run, seals_of(run)):
+        raise ConfigError(f"{run.trajectories}: does not hold all that the journals do; run: megaflow-hpc gather {run}")
+    bad = [check for check in verify(run.trajectories) if check.state != "ok" and not check.path.startswith("journal/")]
+    if bad:
+        raise ConfigError(
+            f"{run.trajectories}: /{bad[0].path} {bad[0].state}; "
+            f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
+        )
+    gone = [*run.shards.glob("*.h5"), *journals(run)]
+    freed = sum(path.stat().st_size for path in gone)
+    for path in gone:
+        path.unlink()
+    return freed

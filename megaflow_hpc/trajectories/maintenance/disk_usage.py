@@ -1,0 +1,56 @@
+"""Where the bytes of a run, or of a campaign file, are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+
+from megaflow_hpc.trajectories.hdf5.file import open_file
+
+
+@dataclass(frozen=True)
+class Share:
+    """``stored`` bytes on disk of something; ``raw`` bytes of its values, 0 where that is not known."""
+
+    name: str
+    files: int
+    stored: int
+    raw: int = 0
+
+
+def of_run(path: Path) -> list[Share]:
+    """The rooms of a run directory, largest first."""
+    found: dict[str, list[int]] = {}
+    for directory, _, names in os.walk(path):
+        for name in names:
+            place = Path(directory, name)
+            relative = place.relative_to(path)
+            try:
+                size = place.lstat().st_size
+            except FileNotFoundError:
+                continue  # replaced meanwhile
+            found.setdefault(f"{relative.parts[0]}/" if len(relative.parts) > 1 else name, []).append(size)
+    shares = [Share(name, len(sizes), sum(sizes)) for name, sizes in found.items()]
+    return sorted(shares, key=lambda share: -share.stored)
+
+
+def of_file(path: Path) -> list[Share]:
+    """The columns of a campaign file, largest first, and last what is none: strings of variable length, indices.
+
+    Raises:
+        ConfigError: not a campaign file.
+    """
+    shares: list[Share] = []
+    with open_file(path, complete=False) as file:
+
+        def collect(name: str, item: object) -> None:
+            if isinstance(item, h5py.Dataset):
+                shares.append(Share(name, 1, item.id.get_storage_size(), item.size * item.dtype.itemsize))
+
+        file.visititems(collect)
+    shares.sort(key=lambda share: -share.stored)
+    rest = path.stat().st_size - sum(share.stored for share in shares)
+    return [*shares, Share("(structure)", 1, rest)]

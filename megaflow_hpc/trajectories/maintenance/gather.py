@@ -1,0 +1,159 @@
+"""Gather: one self-contained ``RUN/trajectories.h5`` from the journals and shards of a run.
+
+The winners are decided first, then copied in commit order: runs of rows that lie side by side in a shard as columns,
+single rows and what no shard holds from the journals. The file is published by rename, so a reader sees the old file or
+the new one, and a gather that was killed is simply run again. It may run while the campaign does.
+
+With ``rebuild`` the shards are not looked at. Either way makes the same file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from megaflow_hpc import __version__
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5 import deflate
+from megaflow_hpc.trajectories.hdf5.file import recorded_sources
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.journal.shards import open_shard
+from megaflow_hpc.trajectories.journal.winners import Entry, Index, Seals, fingerprint, index, seals_of
+
+_RUN_ROWS = 16
+"""Rows side by side in a shard from which on copying columns is quicker than decoding records."""
+
+
+def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, rebuild: bool = False) -> Path:
+    """Writes ``RUN/trajectories.h5`` unless it already holds everything the journals do.
+
+    Args:
+        run: the run directory.
+        seals: (block, epoch) → (``<pod>.<start>``, bytes that count); by default what the ledger says.
+        rebuild: write it anew in any case, from the journals alone.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: a journal is foreign or newer, or journals that the present file was made from are gone.
+        OSError: no space left, or a read-only directory; the present file stays as it was.
+    """
+    run = run if isinstance(run, RunDir) else RunDir(run)
+    seals = seals_of(run) if seals is None else seals
+    now = fingerprint(run, seals)  # before the journals are read: what is appended meanwhile makes the file stale
+    before = recorded_sources(run.trajectories)
+    if before is not None:
+        gone = sorted(set(before.get("journals", {})) - set(now["journals"]))
+        kept = {name: size for name, size in before.get("journals", {}).items() if name not in gone}
+        if gone and (rebuild or kept != now["journals"]):
+            raise ConfigError(
+                f"{run.trajectories}: was made from journals that are gone ({', '.join(gone)}) and cannot be made anew "
+                f"without loss; restore them to {run.journal}, or move the file away to gather what is left"
+            )
+        if gone or (before == now and not rebuild):
+            return run.trajectories
+    _write(run, seals, now, rebuild)
+    return run.trajectories
+
+
+def _write(run: RunDir, seals: Seals, sources: dict[str, Any], rebuild: bool) -> None:
+    found = index(run, seals, shards=not rebuild)
+    with published(run.trajectories) as temporary:
+        writer = TrajectoryWriter(temporary, campaign_name(run), f"megaflow-hpc {__version__}", sources, described(run))
+        try:
+            _copy(run, found, writer)
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.close()
+
+
+def _copy(run: RunDir, found: Index, writer: TrajectoryWriter) -> None:
+    with ExitStack() as opened:
+        shard: tuple[str, h5py.File | None] = ("", None)
+        for first, last in _runs(found):
+            entry = found.winners[first]
+            if last - first < _RUN_ROWS or entry.shard_row < 0:
+                for other in found.winners[first:last]:
+                    writer.append(found.load(other))
+                continue
+            if shard[0] != entry.journal:
+                opened.close()
+                shard = (entry.journal, open_shard(run, run.journal / entry.journal))
+                if shard[1] is not None:
+                    opened.enter_context(shard[1])
+            if shard[1] is None:  # removed meanwhile
+                for other in found.winners[first:last]:
+                    writer.append(found.load(other))
+            else:
+                writer.extend(shard[1], entry.shard_row, entry.shard_row + last - first)
+
+
+def _runs(found: Index) -> Iterator[tuple[int, int]]:
+    """Winners ``[first, last)`` that lie side by side in one shard, or one that must be decoded."""
+    first = 0
+    winners = found.winners
+    while first < len(winners):
+        last = first + 1
+        if winners[first].shard_row >= 0 and winners[first].id not in found.losers:
+            while last < len(winners) and _follows(winners[last - 1], winners[last], found):
+                last += 1
+        yield first, last
+        first = last
+
+
+def _follows(one: Entry, other: Entry, found: Index) -> bool:
+    side_by_side = other.journal == one.journal and other.shard_row == one.shard_row + 1
+    return side_by_side and other.id not in found.losers
+
+
+def described(run: RunDir) -> dict[str, str]:
+    """The campaign as resolved and the versions of what ran, so that a file says by itself how it came about."""
+    content = run.read_run() if run.run_json.exists() else {}
+    campaign = content.get("campaign")
+    planned = content.get("versions")
+    versions: dict[str, Any] = dict(planned) if isinstance(planned, dict) else {}
+    versions |= {
+        "megaflow-hpc": __version__,
+        "python": platform.python_version(),
+        "hdf5": h5py.version.hdf5_version,
+    }
+    versions |= {name: importlib.metadata.version(name) for name in ("h5py", "numpy")}
+    versions["deflate"] = deflate.NAME
+    if content.get("version"):
+        versions["planned by megaflow-hpc"] = str(content["version"])
+    policies = content.get("policies")
+    if "models" not in versions and isinstance(policies, dict):
+        versions["models"] = {name: _model(policy) for name, policy in policies.items()}
+    if content.get("images"):
+        versions["images"] = content["images"]
+    return {
+        "config": json.dumps(campaign if isinstance(campaign, dict) else {}, sort_keys=True, default=str),
+        "versions": json.dumps(versions, sort_keys=True, default=str),
+    }
+
+
+def _model(policy: Any) -> Any:
+    model = policy.get("model") if isinstance(policy, dict) else None
+    return {key: model[key] for key in ("engine", "path") if key in model} if isinstance(model, dict) else None
+
+
+def campaign_name(run: RunDir) -> str:
+    """The name in the resolved campaign of ``run.json``; the directory's name where there is none."""
+    if not run.run_json.exists():
+        return run.path.name
+    content = run.read_run()
+    campaign = content.get("campaign")
+    name = campaign.get("name") if isinstance(campaign, dict) else campaign or content.get("name")
+    return str(name or run.path.name)

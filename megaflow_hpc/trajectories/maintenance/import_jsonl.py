@@ -1,0 +1,62 @@
+"""A campaign file from JSON lines: what ``export --format jsonl`` wrote comes back with equal columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megaflow_hpc import __version__
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories.exports.files import reading
+from megaflow_hpc.trajectories.exports.jsonl import parse
+from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.journal.winners import checked
+
+
+def import_jsonl(
+    source: Path, target: Path, campaign: str | None = None, progress: Callable[[int], None] | None = None
+) -> int:
+    """Writes a ``trajectories.h5`` from lines of JSON, plain or packed by gzip or Zstandard.
+
+    Args:
+        source: the file of lines.
+        target: the new file; one of the same name is replaced when all is written.
+        campaign: its name; by default the source's.
+        progress: is told how many trajectories are done.
+
+    Returns:
+        The number of trajectories.
+
+    Raises:
+        ConfigError: a line is no trajectory, or its id was there before; names the line. Nothing is written then.
+    """
+    if not source.is_file():
+        raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
+    seen: set[str] = set()
+    with published(target) as temporary:
+        writer = TrajectoryWriter(temporary, campaign or source.name.split(".")[0], f"megaflow-hpc {__version__}")
+        try:
+            with reading(source) as lines:
+                for number, line in enumerate(lines, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        trajectory = checked(parse(json.loads(line)))
+                    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+                        raise ConfigError(f"{source}:{number}: no trajectory of ours ({error!r})") from None
+                    if trajectory.id in seen:
+                        raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
+                    seen.add(trajectory.id)
+                    writer.append(trajectory)
+                    if progress is not None:
+                        progress(len(seen))
+        except EOFError as error:
+            writer.abandon()
+            raise ConfigError(f"{source}: ends early ({error}); copy it again") from None
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.close()
+    return len(seen)

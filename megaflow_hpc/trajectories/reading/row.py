@@ -1,0 +1,97 @@
+"""One trajectory of a store, read as it is looked at."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
+from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, SequenceView, Source
+from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+
+_SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
+
+
+class Row:
+    """One trajectory; every attribute is read when it is used. Holds while its store is open."""
+
+    __slots__ = ("_source", "index")
+
+    id: str
+    task_id: str
+    group_id: str
+    policy: str
+    agent: str
+    status: str
+    error_kind: str
+    error: str
+    node: str
+    job_id: str
+    sample_index: int
+    attempt: int
+    epoch: int
+    reward: float
+    """NaN unless verified."""
+    started_at: float
+    """Seconds UTC."""
+    finished_at: float
+
+    def __init__(self, source: Source, index: int) -> None:
+        self._source = source
+        self.index = index
+        """Row number in the store."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SCALARS:
+            return self._source.scalar(name, self.index)
+        raise AttributeError(f"a trajectory has no attribute {name!r}")
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By name, those that the rollout has."""
+        return self._source.rewards(self.index)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """OpenAI message form."""
+        return self._source.messages(self.index)
+
+    @property
+    def sequences(self) -> list[SequenceView]:
+        return self._source.sequences(self.index)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Sequence numbers and token spans count within this trajectory, unlike in the file."""
+        return self._source.turns(self.index)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return self._source.attempts(self.index)
+
+    @property
+    def artifacts(self) -> list[Artifact]:
+        return self._source.artifacts(self.index)
+
+    def trajectory(self) -> Trajectory:
+        """All of it, independent of the store."""
+        scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
+        for name in UNKNOWN_AS_NAN:
+            scalars[name] = None if np.isnan(scalars[name]) else scalars[name]
+        sequences = [
+            TokenSequence(
+                s.policy,
+                array("i", s.tokens.tobytes()),
+                array("f", s.logprobs.tobytes()),
+                array("B", s.loss_mask.tobytes()),
+                array("i", s.weight_versions.tobytes()),
+            )
+            for s in self.sequences
+        ]
+        ragged = {name: getattr(self, name) for name in ("rewards", "messages", "turns", "attempts", "artifacts")}
+        return Trajectory(**scalars, sequences=sequences, **ragged)
+
+    def __repr__(self) -> str:
+        return f"<trajectory {self.id} {self.status} reward={self.reward:g}>"

@@ -1,0 +1,266 @@
+"""Trajectories as columns: what every source of rows offers, and a ``trajectories.h5`` as one.
+
+A source knows rows by number only. Columns are read whole and kept, on first use; everything ragged is read row by
+row, or for many rows at once by :meth:`Source.flat`. Opening reads nothing, so a campaign of a million opens as fast as
+one of ten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.trajectories.hdf5 import chunks
+from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL
+from megaflow_hpc.types import Artifact, Attempt, Turn
+
+TOKEN_COLUMNS = ("id", "logprob", "loss_mask", "weight_version")
+
+UNKNOWN_AS_NAN = ("reward", "setup_s", "agent_s", "verify_s")
+"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.types.Trajectory`."""
+
+_WHOLE = 1 << 16
+"""Columns up to this many entries are read whole for the sake of one of them; of longer ones a window of it."""
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """A token sequence as numpy; one entry per token."""
+
+    policy: str
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """NaN where not sampled."""
+    loss_mask: NDArray[np.uint8]
+    weight_versions: NDArray[np.int32]
+    """-1 where not sampled."""
+
+
+class Flat(NamedTuple):
+    """The token sequences of several rows, end to end, in the order asked for. S sequences, T tokens."""
+
+    row: NDArray[np.int64]
+    """(S)"""
+    policy: NDArray[Any]
+    """(S), text"""
+    offsets: NDArray[np.int64]
+    """(S+1), into the token columns"""
+    tokens: NDArray[np.int32]
+    """(T), as the three that follow"""
+    logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]
+    weight_versions: NDArray[np.int32]
+
+
+class Source(Protocol):
+    """Rows by number, 0 to ``len - 1``, in commit order."""
+
+    def __len__(self) -> int: ...
+    def column(self, path: str) -> NDArray[Any]:
+        """A column of rows, sequences, turns, … by its path in the schema; text as ``S`` bytes or objects."""
+
+    def reward_names(self) -> list[str]: ...
+    def reward_column(self, name: str) -> NDArray[np.float32]: ...
+    def flat(self, rows: NDArray[np.int64]) -> Flat: ...
+    def ids(self) -> list[str]: ...
+    def scalar(self, name: str, row: int) -> Any: ...
+    def rewards(self, row: int) -> dict[str, float]: ...
+    def messages(self, row: int) -> list[dict[str, Any]]: ...
+    def sequences(self, row: int) -> list[SequenceView]: ...
+    def turns(self, row: int) -> list[Turn]: ...
+    def attempts(self, row: int) -> list[Attempt]: ...
+    def artifacts(self, row: int) -> list[Artifact]: ...
+    def close(self) -> None: ...
+
+
+def text(values: NDArray[Any]) -> NDArray[Any]:
+    """A column of text as an object array of ``str``."""
+    if values.dtype.kind != "S":
+        return values.astype(object, copy=False)
+    known: dict[bytes, str] = {}  # equal texts share one object
+    found = np.empty(len(values), object)
+    for row, value in enumerate(values.tolist()):
+        if value not in known:
+            known[value] = value.decode("utf-8", "replace")
+        found[row] = known[value]
+    return found
+
+
+class Hdf5Source:
+    """A ``trajectories.h5``, or a file of its schema that is open. It must not change, as published files never do."""
+
+    def __init__(self, path: Path, file: h5py.File | None = None) -> None:
+        self.file = open_file(path) if file is None else file
+        self.path = path
+        self._columns: dict[str, NDArray[Any]] = {}
+        self._windows: dict[str, tuple[int, NDArray[Any]]] = {}
+        self._cache = chunks.ChunkCache()
+        self._tokens: list[chunks.ChunkedColumn] | None = None
+        # HDF5's own descriptor: the path may name a newer file by now.
+        self._descriptor = os.dup(self.file.id.get_vfd_handle())
+        self._length: int | None = None
+
+    def close(self) -> None:
+        self.file.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        self._cache.clear()
+
+    def __len__(self) -> int:
+        if self._length is None:  # asked for with every row, and a look-up takes some hundred microseconds
+            self._length = len(self.file["trajectories/id"])
+        return self._length
+
+    # --- columns ---
+
+    def column(self, path: str) -> NDArray[Any]:
+        if path not in self._columns:
+            self._columns[path] = self._read(path, 0, None)
+        return self._columns[path]
+
+    def reward_names(self) -> list[str]:
+        return sorted(self.file.get("rewards", ()))
+
+    def reward_column(self, name: str) -> NDArray[np.float32]:
+        return self.column(f"rewards/{name}")
+
+    def ids(self) -> list[str]:
+        return list(text(self.column("trajectories/id")))
+
+    def scalar(self, name: str, row: int) -> Any:
+        return self._one(f"trajectories/{name}", row)
+
+    def rewards(self, row: int) -> dict[str, float]:
+        found = {name: float(self._one(f"rewards/{name}", row)) for name in self.reward_names()}
+        return {name: value for name, value in found.items() if value == value}
+
+    def _read(self, path: str, start: int, end: int | None) -> NDArray[Any]:
+        if path not in self.file and path in OPTIONAL:
+            size = self._length_of(path)
+            return np.full(len(range(*slice(start, end).indices(size))), OPTIONAL[path], COLUMNS[path].dtype)
+        dataset = self.file[path]
+        kind = h5py.check_string_dtype(dataset.dtype)
+        values: NDArray[Any] = (dataset.asstr() if kind is not None and kind.length is None else dataset)[start:end]
+        return values
+
+    def _length_of(self, path: str) -> int:
+        """Entries that a column would have which the file lacks."""
+        extent = COLUMNS[path].extent
+        like = next(c.path for c in COLUMNS.values() if c.extent == extent and c.path in self.file)
+        return len(self.file[like])
+
+    def _one(self, path: str, index: int) -> Any:
+        """One entry of a column, without reading a million others."""
+        if path in self._columns or len(self) <= _WHOLE:
+            value = self.column(path)[index]
+        else:
+            value = self._slice(path, index, index + 1)[0]
+        if isinstance(value, bytes):
+            return value.decode("utf-8", "replace")
+        return value if isinstance(value, str) else value.item()
+
+    def _slice(self, path: str, start: int, end: int) -> NDArray[Any]:
+        """Some entries, by way of a window that is kept: rows are mostly read in order, and chunks inflated whole."""
+        if path in self._columns:
+            return self._columns[path][start:end]
+        first, window = self._windows.get(path, (0, np.empty(0)))
+        if not first <= start <= end <= first + len(window):
+            first = start - start % 1024
+            window = self._read(path, first, max(end, first + 4096))
+            self._windows[path] = first, window
+        return window[start - first : end - first]
+
+    def _span(self, path: str, item: int) -> tuple[int, int]:
+        if path not in self._columns and len(self.file[path]) > _WHOLE:
+            start, end = self.file[path][item : item + 2].tolist()
+            return start, end
+        column = self.column(path)
+        return int(column[item]), int(column[item + 1])
+
+    # --- ragged ---
+
+    def flat(self, rows: NDArray[np.int64]) -> Flat:
+        first = self.column("trajectories/sequence_offset")[rows]
+        count = self.column("trajectories/sequence_offset")[rows + 1] - first
+        sequence = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        bounds = self.column("sequences/token_offset")
+        starts, ends = bounds[sequence], bounds[sequence + 1]
+        columns = chunks.gather(self._token_columns(), starts, ends)
+        offsets = np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int64)
+        policy = text(self.column("sequences/policy")[sequence])
+        return Flat(np.repeat(rows, count), policy, offsets, *columns)
+
+    def _token_columns(self) -> list[chunks.ChunkedColumn]:
+        if self._tokens is None:
+            datasets = [self.file[f"tokens/{name}"] for name in TOKEN_COLUMNS]
+            self._tokens = [chunks.ChunkedColumn(dataset, self._descriptor, self._cache) for dataset in datasets]
+        return self._tokens
+
+    def sequences(self, row: int) -> list[SequenceView]:
+        start, end = self._span("trajectories/sequence_offset", row)
+        if start == end:
+            return []
+        offsets = self._read("sequences/token_offset", start, end + 1)
+        policies = text(self._read("sequences/policy", start, end))
+        flat = chunks.gather(self._token_columns(), offsets[:1], offsets[-1:])
+        parts = pairwise((offsets - offsets[0]).tolist())
+        return [
+            SequenceView(policy, *(column[a:b] for column in flat))
+            for policy, (a, b) in zip(policies, parts, strict=True)
+        ]
+
+    def messages(self, row: int) -> list[dict[str, Any]]:
+        start, end = self._span("trajectories/message_offset", row)
+        if end == start:
+            return []
+        offsets = self.file["messages/offset"][start : end + 1].tolist()
+        data = self.file["messages/json"][offsets[0] : offsets[-1]].tobytes()
+        return [json.loads(data[a - offsets[0] : b - offsets[0]]) for a, b in pairwise(offsets)]
+
+    def turns(self, row: int) -> list[Turn]:
+        start, end = self._span("trajectories/turn_offset", row)
+        first, last = self._span("trajectories/sequence_offset", row)
+        bases = self._read("sequences/token_offset", first, last).tolist() if last > first else []
+        turns = [Turn(**values) for values in self._records("turns", Turn, start, end)]
+        for turn in turns:
+            if turn.sequence >= 0:
+                turn.sequence -= first
+                turn.token_start -= bases[turn.sequence]
+                turn.token_end -= bases[turn.sequence]
+        return turns
+
+    def attempts(self, row: int) -> list[Attempt]:
+        start, end = self._span("trajectories/attempt_offset", row)
+        return [Attempt(**values) for values in self._records("attempts", Attempt, start, end)]
+
+    def artifacts(self, row: int) -> list[Artifact]:
+        start, end = np.searchsorted(self.column("artifacts/trajectory"), [row, row + 1]).tolist()
+        if start == end:
+            return []
+        offsets = self.file["artifacts/offset"][start : end + 1].tolist()
+        names = text(self._read("artifacts/name", start, end))
+        data = self.file["artifacts/bytes"]
+        return [Artifact(name, data[a:b].tobytes()) for name, (a, b) in zip(names, pairwise(offsets), strict=True)]
+
+    def _records(self, group: str, made: Any, start: int, end: int) -> list[dict[str, Any]]:
+        """Rows ``[start, end)`` of a group as dicts of Python values, of the fields that ``made`` has."""
+        if start == end:
+            return []
+        known = made.__dataclass_fields__
+        names = [column.name for column in COLUMNS.values() if column.group == group and column.name in known]
+        slices: list[Sequence[Any]] = []
+        for name in names:
+            values = self._slice(f"{group}/{name}", start, end)
+            slices.append((text(values) if values.dtype.kind in "SO" else values).tolist())
+        return [dict(zip(names, values, strict=True)) for values in zip(*slices, strict=True)]

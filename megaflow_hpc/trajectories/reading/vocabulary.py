@@ -1,0 +1,107 @@
+"""What a token id says: the pieces of a vocabulary, read from a model's ``tokenizer.json``.
+
+Enough to show single tokens, which a tokenizer's own ``decode`` is not made for: it joins tokens, drops blanks at their
+beginning and cannot show half a character. Two ways of writing bytes as pieces are known, and between them cover the
+models of today: byte-level (GPT-2's alphabet of 256 printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece's
+(``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2, Gemma, Mistral).
+
+A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory; for a file that was taken
+elsewhere the model's directory is looked at, if it is still where the campaign had it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+
+FILE = "tokenizer.json"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Vocabulary:
+    """Pieces by token id.
+
+    Args:
+        tokenizer: the content of a ``tokenizer.json``.
+
+    Raises:
+        ValueError: it has no vocabulary of a known form.
+    """
+
+    def __init__(self, tokenizer: Mapping[str, Any]) -> None:
+        try:
+            vocabulary = tokenizer["model"]["vocab"]
+            if isinstance(vocabulary, list):  # Unigram: [piece, score], by id
+                vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+            by_id = {int(number): str(piece) for piece, number in vocabulary.items()}
+            self._special = {int(t["id"]): str(t["content"]) for t in tokenizer.get("added_tokens") or ()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no vocabulary of a known form ({error!r})") from error
+        steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
+        self._byte_level = '"ByteLevel"' in steps
+        self._pieces = by_id
+
+    def piece(self, token: int) -> str:
+        """The text of a token; bytes that are no whole character as ``surrogateescape``. Empty for an unknown id."""
+        if token in self._special:
+            return self._special[token]
+        piece = self._pieces.get(token, "")
+        if self._byte_level:
+            data = b"".join(_ALPHABET.get(c) or c.encode("utf-8", "surrogatepass") for c in piece)
+            return data.decode("utf-8", "surrogateescape")
+        if byte := _BYTE.fullmatch(piece):
+            return bytes([int(byte[1], 16)]).decode("utf-8", "surrogateescape")
+        return piece.replace("▁", " ")
+
+
+def load(path: Path) -> Vocabulary:
+    """From a ``tokenizer.json``, also a gzipped one, or the directory of a model.
+
+    Raises:
+        ConfigError: missing, or of no known form.
+    """
+    path = path / FILE if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+        return Vocabulary(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path}: no {FILE} to read token ids with ({error})") from error
+
+
+def kept(run: RunDir, policy: str) -> Path:
+    """Where a run directory keeps the tokenizer of a policy."""
+    return run.path / "tokenizers" / f"{policy}.json.gz"
+
+
+def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
+    """The tokenizer of a policy, where there is one at hand.
+
+    Args:
+        source: the run directory or file that is read.
+        models: of the file's attribute ``versions``: what each policy's model was, its directory as ``path``.
+        policy: a key of it.
+    """
+    run = RunDir(source if source.is_dir() else source.parent)
+    model = models.get(policy)
+    path = model.get("path") if isinstance(model, Mapping) else None
+    candidates = [kept(run, policy), *([Path(path) / FILE] if path and os.path.isabs(str(path)) else [])]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _alphabet() -> dict[str, bytes]:
+    """Characters of byte-level pieces → bytes: printable ones stand for themselves, the others from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    found = {chr(byte): bytes([byte]) for byte in plain}
+    return found | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()

@@ -1,0 +1,273 @@
+"""Campaigns without Slurm: one process, mpiexec, what goes wrong in a rollout, and what is refused before anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import pytest
+
+from megaflow_hpc import Campaign, open_trajectories
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import Rollout
+
+Make = Callable[..., Path]
+
+
+def cli(*arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.CompletedProcess[str]]:
+    done = cli("run", campaign, "--launcher", "local", "--json", *arguments)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done
+
+
+def rows(run: str | Path) -> dict[str, tuple[str, float]]:
+    """Read by plain h5py, as anyone would."""
+    with h5py.File(Path(run) / "trajectories.h5") as file:
+        table = file["trajectories"]
+        ids = [i.decode() for i in table["id"][:]]
+        statuses = [s.decode() for s in table["status"][:]]
+        assert len(ids) == len(set(ids))
+        return {i: (s, float(r)) for i, s, r in zip(ids, statuses, table["reward"][:], strict=True)}
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_a_campaign_runs_in_one_process_and_under_mpiexec(make_campaign: Make, ranks: str) -> None:
+    result, done = run_local(make_campaign(3), "--ranks", ranks)
+    assert done.returncode == 0, done.stderr
+    assert result["state"] == "finished"
+    assert result["rollouts"]["completed"] == result["rollouts"]["total"] == 6
+    expected = {
+        f"task{n}/{agent}/0": ("completed", reward) for n in range(3) for agent, reward in [("oracle", 1), ("nop", 0)]
+    }
+    assert rows(result["run"]) == expected
+
+
+def test_python_submits_waits_and_streams(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(2)).submit(launcher="local")
+    seen = [trajectory.id for trajectory in run.stream()]
+    summary = run.wait(timeout_s=120)
+    assert sorted(seen) == sorted(rows(run.path))
+    assert summary["policies"]["oracle"]["solved"] == 2
+    with open_trajectories(run.path) as store:
+        assert len(store) == 4
+
+
+def test_a_failing_agent_is_verified_and_a_hanging_test_costs_one_rollout(
+    tmp_path: Path, make_campaign: Make, make_task: Make
+) -> None:
+    campaign = make_campaign(1, agent="oracle")
+    make_task(tmp_path / "tasks", "fails", solution="echo 42 > answer; exit 3")
+    make_task(tmp_path / "tasks", "loud", solution="head -c 1000000000 /dev/zero; echo 42 > answer")
+    make_task(tmp_path / "tasks", "slow", solution="sleep 600", agent_s=3)
+    hang = make_task(tmp_path / "tasks", "hangs", test="sleep 600")
+    toml = hang / "task.toml"
+    toml.write_text(toml.read_text().replace("timeout_sec = 600.0", "timeout_sec = 2.0"))
+    result, done = run_local(campaign)
+    assert done.returncode == 1
+    found = rows(result["run"])
+    assert found["task0/oracle/0"] == ("completed", 1)
+    assert found["fails/oracle/0"] == ("completed", 1)
+    assert found["loud/oracle/0"] == ("completed", 1)
+    assert found["slow/oracle/0"] == ("truncated", 0)
+    assert found["hangs/oracle/0"][0] == "failed"
+    assert result["failures"] == {"verifier": 1}
+    with open_trajectories(result["run"]) as store:
+        attempts = store["hangs/oracle/0"].attempts
+        assert [attempt.error_kind for attempt in attempts] == ["verifier", "verifier"]
+
+
+def test_failed_rollouts_run_again_on_request_and_replace_the_failure(tmp_path: Path, make_campaign: Make) -> None:
+    campaign = make_campaign(2, agent="oracle")
+    script = tmp_path / "tasks" / "task0" / "tests" / "test.sh"
+    good = script.read_text()
+    script.write_text("#!/bin/bash\nexit 0\n")  # no reward is a verifier's failure
+    result, done = run_local(campaign)
+    assert done.returncode == 1
+    assert result["failures"] == {"verifier": 1}
+    script.write_text(good)
+    again = cli("resume", result["run"], "--launcher", "local", "--failed", "--json")
+    assert again.returncode == 0, again.stderr
+    assert rows(result["run"]) == {f"task{n}/oracle/0": ("completed", 1) for n in range(2)}
+
+
+def test_resume_of_a_finished_run_does_nothing(make_campaign: Make) -> None:
+    result, _ = run_local(make_campaign(1))
+    before = rows(result["run"])
+    again = cli("resume", result["run"], "--launcher", "local")
+    assert again.returncode == 0
+    assert "nothing to do" in again.stderr
+    assert rows(result["run"]) == before
+
+
+@pytest.mark.parametrize("victim", ["pod", "runner"])
+def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, victim: str) -> None:
+    run = Campaign.from_yaml(make_campaign(4, solution="sleep 1; echo 42 > answer")).submit(launcher="local")
+    assert run.local is not None
+    deadline = time.monotonic() + 60
+    while not sum(run.status()["rollouts"][s] for s in ("completed", "failed")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    pid = run.local.pod.pid
+    if victim == "runner":
+        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+    run.local.pod.wait(60)
+    run.local.stop()
+    assert not run.ledger.finished
+    again = Run(run.path)
+    assert again.resume(launcher="local")
+    again.wait(timeout_s=120)
+    assert rows(run.path) == {
+        f"task{n}/{agent}/0": ("completed", reward) for n in range(4) for agent, reward in [("oracle", 1), ("nop", 0)]
+    }
+
+
+def running(campaign: Path) -> tuple[subprocess.Popen[str], str]:
+    """``run`` of a campaign on this host, once one of its rollouts runs; and the run directory."""
+    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    run = process.stderr.readline().removeprefix("run directory: ").strip()
+    while not list(Path(run, "events").glob("*.jsonl")) or Run(run).status()["rollouts"]["running"] == 0:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    return process, run
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) -> None:
+    process, run = running(make_campaign(3, agent="oracle", solution="sleep 4; echo 42 > answer"))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert f"megaflow-hpc resume {run}" in said
+    assert Path(run, "trajectories.h5").exists()
+    assert cli("resume", run, "--launcher", "local").returncode == 0
+    assert len(rows(run)) == 3
+
+
+def test_an_image_without_a_shell_fails_its_rollouts_and_no_other(
+    tmp_path: Path, make_campaign: Make, make_task: Make
+) -> None:
+    bare = tmp_path / "bare"
+    (bare / "etc").mkdir(parents=True)
+    campaign = make_campaign(1, agent="nop")
+    task = make_task(tmp_path / "tasks", "shellless")
+    (task / "task.toml").write_text((task / "task.toml").read_text().replace('"base"', '"bare"'))
+    campaign.write_text(campaign.read_text().replace("images: {", f"images: {{bare: {bare}, "))
+    result, done = run_local(campaign)
+    assert done.returncode == 1
+    assert result["failures"] == {"sandbox": 1}
+    assert rows(result["run"])["task0/nop/0"] == ("completed", 0)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
+    tmp_path: Path, make_campaign: Make
+) -> None:
+    (tmp_path / "answers.yaml").write_text("nonsense: 1\n")
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    result, done = run_local(make_campaign(1, model, agent="mini-swe-agent"))
+    assert done.returncode == 1
+    assert result["failures"] == {"model": 1}
+    assert "answers.yaml" in result["servers"][0]["cause"]
+    with open_trajectories(result["run"]) as store:
+        assert "answers.yaml" in store[0].error
+
+
+CALL = """\
+import json, os, socket, urllib.request
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "What is the answer?"}]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, body, key)) as response:
+    open("answer", "w").write(json.load(response)["choices"][0]["message"]["content"])
+"""
+
+
+def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: Path, make_campaign: Make) -> None:
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    with socket.create_server(("127.0.0.1", 0)) as outside:  # the gateway's host, out of reach from inside
+        other = f"socket.create_connection(('127.0.0.1', {outside.getsockname()[1]}))"
+        leak = f"try:\n    {other}\n    open('answer', 'w').write('leak')\nexcept OSError:\n    pass\n"
+        command = json.dumps("python3 -c '" + (CALL + leak).replace("'", "'\\''") + "'")
+        agent = f"{{name: command, args: {{command: {command}}}}}"
+        campaign = make_campaign(2, model, agent=agent)
+        campaign.write_text(campaign.read_text().replace("network: none", "network: gateway") + "seed: 7\n")
+        result, done = run_local(campaign)
+    assert done.returncode == 0, done.stderr
+    assert set(rows(result["run"]).values()) == {("completed", 1)}
+    with open_trajectories(result["run"]) as store:
+        for trajectory in store:
+            assert [len(s.tokens) > 0 for s in trajectory.sequences] == [True]
+            assert trajectory.messages[-1]["content"] == "42"
+        named = [Rollout(*t.id.rsplit("/", 2)[:2], t.sample_index, "") for t in store]
+        assert [t.seed for t in store] == [rollout.seed(7, 0) for rollout in named]
+
+
+def test_an_agent_in_a_sandbox_without_any_network_is_refused_with_the_remedy(
+    tmp_path: Path, make_campaign: Make
+) -> None:
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    campaign = make_campaign(1, model, agent="{name: command, args: {command: 'true'}}")
+    with pytest.raises(ConfigError, match=r"campaign\.yaml:3: .*use gateway"):
+        Campaign.from_yaml(campaign).plan(launcher="local")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("tasks/*", "nowhere/*", "nowhere"),
+        ("[oracle, nop]", "orakel", "orakel"),
+        ("base: ", "other: ", "base"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_made(
+    tmp_path: Path, make_campaign: Make, old: str, new: str, expected: str
+) -> None:
+    campaign = make_campaign(1)
+    campaign.write_text(campaign.read_text().replace(old, new))
+    done = cli("run", campaign, "--launcher", "local")
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_duplicate_task_ids_and_missing_tests_are_refused(tmp_path: Path, make_campaign: Make, make_task: Make) -> None:
+    campaign = make_campaign(1)
+    make_task(tmp_path / "more", "task0")
+    text = campaign.read_text()
+    campaign.write_text(text.replace("tasks/*", "[tasks/*, more/*]"))
+    with pytest.raises(ConfigError, match="task0"):
+        Campaign.from_yaml(campaign).plan(launcher="local")
+    campaign.write_text(text)
+    (tmp_path / "tasks" / "task0" / "tests" / "test.sh").unlink()
+    with pytest.raises(ConfigError, match=r"test\.sh"):
+        Campaign.from_yaml(campaign).plan(launcher="local")
+
+
+def test_a_run_directory_of_another_minor_version_is_refused(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(1)).plan(launcher="local")
+    text = run.dir.run_json.read_text()
+    run.dir.run_json.write_text(text.replace('"version": "0.', '"version": "9.'))
+    command = [sys.executable, "-m", "megaflow_hpc.pod", str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "install 9." in done.stderr

@@ -1,0 +1,72 @@
+"""Looking at a campaign: silent pods, what was retried, watch, what was idle; and ending it at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.bench.faults import processes
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.monitor.status import STALE_S, Monitor
+from megaflow_hpc.monitor.usage import Held, totals
+from tests.campaign.test_campaign import cli, running
+
+Make = Callable[..., Path]
+
+
+def event(run: Run, name: str, age_s: float, **fields: object) -> None:
+    with open(run.dir.event_file("7_0", "0"), "a") as file:
+        file.write(json.dumps({"t": time.time() - age_s, "event": name, **fields}) + "\n")
+
+
+def test_a_pod_without_signs_of_life_is_silent_and_a_clock_that_is_off_does_not_matter(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(1)).plan(launcher="local")
+    event(run, "pod", 2 * STALE_S, state="started", node="n1")
+    event(run, "attempt", 2 * STALE_S, id="task0/oracle/0", attempt=0, kind="sandbox", error="x")
+    done = cli("status", run.path)
+    assert re.search(r"pod 7_0.0 on n1 is silent for \d{3} s", done.stdout)
+    assert "retried by cause: sandbox 1" in done.stdout
+    monitor = Monitor(run.dir)
+    assert monitor.status()["pods"][0]["state"] == "silent"
+    event(run, "progress", 2 * STALE_S, running=1, stored=0)  # it writes: only its clock is behind
+    assert monitor.status()["pods"][0]["state"] == "started"
+
+
+def test_watch_follows_to_the_end_and_leaves(make_campaign: Make) -> None:
+    run = Campaign.from_yaml(make_campaign(1)).submit(launcher="local")
+    done = cli("watch", run.path, "--every", "0.2", "--json")
+    assert done.returncode == 0, done.stderr
+    pages = [json.loads(line) for line in done.stdout.splitlines()]
+    assert pages[-1]["state"] == "finished"
+    assert pages[-1]["rollouts"]["completed"] == 2
+    run.wait(timeout_s=60)
+
+
+def test_a_second_ctrl_c_ends_a_local_campaign_at_once(make_campaign: Make) -> None:
+    process, path = running(make_campaign(1, agent="oracle", solution="sleep 300; echo 42 > answer"))
+    process.send_signal(signal.SIGINT)
+    while Run(path).status()["pods"][0]["state"] == "started":
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"megaflow-hpc resume {path}" in said
+    [pod] = Run(path).status()["pods"]
+    assert pod["state"] == "draining", "it was not waited for"
+    assert not [words for _, words in processes() if path in words]
+
+
+def test_idle_seconds_are_those_in_which_no_rollout_ran() -> None:
+    engine, early, late = Held((0, 100), 1, 2), Held((10, 100), 4, 0), Held((60, 80), 4, 0)
+    found = totals([engine, early, late], [(30, 50), (40, 60), (70, 90)])
+    assert found["gpu_seconds"] == 200
+    assert found["idle_gpu_seconds"] == 2 * (30 + 10 + 10)
+    assert found["core_seconds"] == 100 + 4 * 90 + 4 * 20
+    assert found["idle_core_seconds"] == 50 + 4 * (20 + 10 + 10) + 4 * 10
+    assert found["gpus_outlived_last_rollout_s"] == 10
+    assert totals([], [])["idle_gpu_seconds"] == 0

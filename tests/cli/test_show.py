@@ -1,0 +1,213 @@
+"""The verbs ``show`` and ``validate`` through the real command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from array import array
+
+import h5py
+import pytest
+
+from megaflow_hpc.cli.tokens import view
+from megaflow_hpc.trajectories import gather, open_trajectories
+from megaflow_hpc.types import TokenSequence
+from tests.support.samples import commit, run_dir, trajectory
+
+
+def megaflow(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", timeout=60, env=os.environ | environment
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = run_dir(tmp_path / "run")
+    call = {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "repair [bold]it[/bold]"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "\x1b]0;evil\x07 \udcff\n" + "\n".join(f"line {n}" for n in range(200))},
+    ]
+    commit(run, "a", (0, 0, trajectory(5, messages=talk)), (0, 0, trajectory(0, status="failed", error="node lost")))
+    return run
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_show_prints_a_trajectory_for_a_person(run, gathered):
+    if gathered:
+        gather(run)
+    result = megaflow("show", run, "task/default/5")
+    assert (result.returncode, result.stderr) == (0, "")
+    for words in (
+        "status    completed",
+        "reward    1  (tests 0.5)",
+        "node node-1, job 17_3",
+        "2023-11-14 22:13:25 UTC, 0.2 s",
+        "repair [bold]it[/bold]",
+        '→ bash({"command": "ls"})',
+        "\\x1b]0;evil\\x07 \\udcff",
+        "… 171 lines folded (--full)",
+        "model calls",
+        "server-0",
+    ):
+        assert words in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "line 100\n" not in result.stdout
+    assert "line 100\n" in megaflow("show", run, "task/default/5", "--full").stdout
+    assert "node lost" in megaflow("show", run, "1").stdout
+
+
+def test_show_tokens_prints_every_id_with_its_logprob(run):
+    result = megaflow("show", run, "task/default/5", "--tokens")
+    for sequence in trajectory(5).sequences:
+        for token, logprob, mask in zip(sequence.tokens, sequence.logprobs, sequence.loss_mask, strict=True):
+            assert f" {token}:{logprob:.4f}" in result.stdout if mask else f" {token}" in result.stdout
+
+
+def tokenizer(path, byte_level=True):
+    """A tokenizer.json in which the ids of ``sampled_and_prompt`` mean something."""
+    pieces = ["Ġthe", "Ċ", "Ã", "¼"] if byte_level else ["▁the", "<0x0A>", "<0xC3>", "<0xBC>"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    decoder = {"type": "ByteLevel"} if byte_level else {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
+    added = [{"id": 9, "content": "<|im_end|>", "special": True}]
+    model = {"type": "BPE", "vocab": {piece: number for number, piece in enumerate(pieces)}}
+    path.write_text(json.dumps({"model": model, "decoder": decoder, "added_tokens": added}))
+    return path
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(tmp_path, byte_level):
+    run = run_dir(tmp_path / "run")
+    ids = [0, 1, *[0] * 200, 2, 3, 9, 77]
+    mask = [0] * 202 + [1] * 4
+    logprobs = [math.nan] * 202 + [-0.01, -1.5, -3.0, -9.0]
+    columns = array("i", ids), array("f", logprobs), array("B", mask), array("i", [4 if m else -1 for m in mask])
+    commit(run, "a", (0, 0, trajectory(5, sequences=[TokenSequence("default", *columns)], turns=[])))
+    gather(run)
+    alone = megaflow("show", run, "0", "--tokens")
+    assert "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH" in alone.stdout
+    assert " 3:-1.5000 9:-3.0000 77:-9.0000\n" in alone.stdout
+    assert "‹" not in alone.stdout
+    given = megaflow("show", run, "0", "--tokens", "--tokenizer", tokenizer(tmp_path / "tokenizer.json", byte_level))
+    model = tokenizer(tmp_path / "model" / "tokenizer.json", byte_level).parent
+    content = run.read_run() | {"versions": {"models": {"default": {"engine": "vllm", "path": str(model)}}}}
+    run.write_run(content)
+    gather(run, rebuild=True)
+    for shown in (given, megaflow("show", run, "0", "--tokens"), megaflow("show", run.trajectories, "0", "--tokens")):
+        assert "[202, 206) sampled, loss mask 1, weights 4\n" in shown.stdout
+        assert " 2:-0.0100 ‹\\udcc3›  3:-1.5000 ‹\\udcbc›  9:-3.0000 ‹<|im_end|>›  77:-9.0000 ‹?›" in shown.stdout
+        assert " 0 ‹ the›  1 ‹\\n›  0 ‹ the›" in shown.stdout
+        assert "… 74 tokens folded (--full)" in shown.stdout
+    assert megaflow("show", run, "0", "--tokens", "--full").stdout.count("0 ‹ the›") == 201
+    bad = megaflow("show", run, "0", "--tokens", "--tokenizer", tmp_path / "nowhere")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "nowhere: no tokenizer.json to read token ids with" in bad.stderr
+
+
+def test_sampled_tokens_are_coloured_by_their_probability(tmp_path):
+    run = run_dir(tmp_path / "run")
+    logprobs = [math.nan, math.log(0.6), math.log(0.2), math.log(0.02), math.log(0.002)]
+    columns = array("i", range(5)), array("f", logprobs), array("B", [0, 1, 1, 1, 1]), array("i", [-1, 3, 3, 3, 3])
+    commit(run, "a", (0, 0, trajectory(5, sequences=[TokenSequence("default", *columns)], turns=[])))
+    with open_trajectories(run.path) as store:
+        lines = [line for line in view(store, store[0], False, None) if line.plain.startswith("    ")]
+    styles = [(line.plain[s.start : s.end].strip(), str(s.style)) for line in lines for s in line.spans]
+    assert [(cell.partition(":")[0], style) for cell, style in styles] == [
+        ("0", "dim"),
+        ("1", "green"),
+        ("2", "yellow"),
+        ("3", "dark_orange"),
+        ("4", "red"),
+    ]
+
+
+def test_show_json_is_strict_and_whole(run):
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    result = megaflow("show", run, "task/default/5", "--tokens", "--json")
+    shown = json.loads(result.stdout, parse_constant=refuse)
+    expected = trajectory(5)
+    assert shown["id"] == "task/default/5"
+    assert shown["messages"][2]["content"].startswith("\x1b]0;evil\x07 \udcff")
+    assert [s["tokens"] for s in shown["sequences"]] == [list(s.tokens) for s in expected.sequences]
+    assert shown["artifacts"] == [{"name": "patch.diff", "bytes": 5}]
+    assert len(shown["turns"]) == len(expected.turns)
+    failed = json.loads(megaflow("show", run, "1", "--json").stdout, parse_constant=refuse)
+    assert (failed["status"], failed["reward"], "tokens" in failed) == ("failed", None, False)
+
+
+def test_show_works_on_a_terminal_without_utf8(run):
+    result = megaflow("show", run, "task/default/5", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0
+    assert "\\u2192 bash" in result.stdout
+
+
+def test_an_unknown_id_is_answered_with_those_there_are(run, tmp_path):
+    result = megaflow("show", run, "task/default/55")
+    assert result.returncode == 2
+    assert "no trajectory 'task/default/55' among 2; there are: task/default/5" in result.stderr
+    result = megaflow("show", tmp_path / "nowhere", "x")
+    assert result.returncode == 2
+    assert "cannot be read" in result.stderr
+
+
+def test_validate_says_what_is_wrong(run):
+    path = gather(run)
+    good = megaflow("validate", path)
+    assert (good.returncode, good.stdout) == (0, f"{path}: valid\n")
+    with h5py.File(path, "r+") as file:
+        file["tokens/loss_mask"][0] = 2
+    bad = megaflow("validate", path)
+    assert bad.returncode == 1
+    assert f"{path}: /tokens/loss_mask: row 0: neither 0 nor 1" in bad.stdout
+    shown = json.loads(megaflow("validate", path, "--json").stdout)
+    assert (shown["valid"], len(shown["problems"])) == (False, 1)
+    path.write_text("no HDF5")
+    foreign = megaflow("validate", path)
+    assert (foreign.returncode, foreign.stdout) == (2, "")
+    assert "not an HDF5 file" in foreign.stderr
+
+
+def test_diff_says_where_two_rollouts_part(tmp_path):
+    run = run_dir(tmp_path / "run")
+    same = [{"role": "user", "content": "mend it"}]
+    one = trajectory(5, messages=[*same, {"role": "assistant", "content": "a\nb\nc"}])
+    other = trajectory(5, id="task/default/6", sample_index=6, reward=0.0, node="node-2")
+    other.messages = [*same, {"role": "assistant", "content": "a\nx \x1b[2J\nc"}, {"role": "user", "content": "go on"}]
+    other.sequences[0].tokens[3] += 1
+    commit(run, "a", (0, 0, one), (0, 0, other))
+    result = megaflow("diff", run, "task/default/5", "task/default/6")
+    assert (result.returncode, result.stderr) == (0, "")
+    for words in (
+        "- task/default/5",
+        "+ task/default/6",
+        "reward        1  →  0",
+        "node          node-1  →  node-2",
+        "messages      2  →  3",
+        "they part at  sequence 0, token 3: ",
+        "the first 1 messages are the same",
+        "[1] assistant",
+        "  -b",
+        "  +x \\x1b[2J",
+        "[2] - → user",
+        "  +go on",
+    ):
+        assert words in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "task_id" not in result.stdout
+    shown = json.loads(megaflow("diff", run, "0", "1", "--json").stdout)
+    assert shown["fields"]["reward"] == [1.0, 0.0]
+    assert (shown["tokens"]["sequence"], shown["tokens"]["token"]) == (0, 3)
+    assert shown["tokens"]["ids"][1] == shown["tokens"]["ids"][0] + 1
+    assert [entry["message"] for entry in shown["messages"]["different"]] == [1, 2]
+    equal = megaflow("diff", run, "0", "0").stdout
+    assert "tokens        the same" in equal
+    assert "the same conversation" in equal
+    assert megaflow("diff", run, "0", "nobody").returncode == 2

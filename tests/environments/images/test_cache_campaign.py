@@ -1,0 +1,92 @@
+"""Staging in a real campaign: what comes next is on the node before anybody asks for it, in order, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.bench.small_images import SmallImages
+from megaflow_hpc.environments.images.cache.copy_log import CopyLog
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.ledger.blocks import split
+from megaflow_hpc.pod.master.loop import AHEAD_BLOCKS
+from megaflow_hpc.types import Rollout
+
+COUNT = 16
+WORKERS = 2
+TASKS = """
+import pathlib, time
+
+class Number:
+    # Its image has its number; the first to run wait until what comes next is staged.
+    workdir = "/w"
+    instruction = "Write the image's number into answer."
+
+    def __init__(self, number):
+        self.number, self.image = number, f"small{number}"
+
+    @classmethod
+    def instances(cls):
+        return {f"n{number:02}": {"number": number} for number in range(COUNT)}
+
+    def solve(self, sandbox):
+        deadline = time.monotonic() + 300
+        while pathlib.Path(LOG).read_text().count("\\n") < KNOWN and time.monotonic() < deadline:
+            time.sleep(0.05)
+        sandbox.exec("cat /etc/number > answer")
+
+    def score(self, sandbox):
+        return float(sandbox.exec("cat answer").stdout.strip() == str(self.number))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
+    small_rootfs: str, tmp_path: Path
+) -> None:
+    made = SmallImages(tmp_path, 4096, base=small_rootfs)
+    paths = made.fill(ImageStore(tmp_path / "store"), COUNT)
+    cache = tmp_path / f"megaflow-{os.getuid()}" / "cache"
+    # What the pod knows of when its first rollouts run: the block it has claimed.
+    known = len(split([Rollout(f"n{number:02}", "oracle", 0, "oracle") for number in range(COUNT)], pods=1)[0])
+    # And some blocks that it has not claimed: the rest is so little that it looks into them.
+    foreseen = known + AHEAD_BLOCKS
+    settings = f"COUNT, KNOWN, LOG = {COUNT}, {foreseen}, {str(cache / 'made.jsonl')!r}\n"
+    (tmp_path / "image_numbers.py").write_text(settings + TASKS)
+    images = ", ".join(f"small{number}: {path}" for number, path in enumerate(paths))
+    campaign = tmp_path / "campaign.yaml"
+    campaign.write_text(
+        f"name: staged\ntasks: image_numbers:Number\nagent: oracle\n"
+        f"environment: {{network: none, images: {{{images}}}}}\n"
+        "slurm: {pods: {slots_per_rank: 1}}\n"
+    )
+    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local", "--json"]
+    command += ["--ranks", str(1 + WORKERS)]
+    env = {**os.environ, "MEGAFLOW_SCRATCH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=580, check=False)
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(json.loads(done.stdout)["run"]) as store:
+        rows = sorted(((row.started_at, row.task_id, row.rank, row.reward) for row in store), key=lambda row: row[1])
+    assert [(task, reward) for _, task, _, reward in rows] == [(f"n{number:02}", 1.0) for number in range(COUNT)]
+    assert len({rank for _, _, rank, _ in rows}) == WORKERS
+
+    log = CopyLog(cache).lines()
+    remove_tree(cache.parent)
+    assert sorted(line["image"] for line in log) == sorted(paths)  # each once, whichever rank asked
+    numbers = {path: number for number, path in enumerate(paths)}
+    ahead = {numbers[line["image"]]: line for line in log if line["ahead"]}
+    began = sorted((line["began"], number) for number, line in ahead.items() if number < known)
+    assert [number for _, number in began] == sorted(number for _, number in began)
+    # The first to run could not be known of before; what came next nobody had to wait for.
+    assert known > WORKERS
+    assert set(ahead) >= set(range(WORKERS, known))
+    assert len(set(ahead) - set(range(known))) >= AHEAD_BLOCKS
+    started = {int(task[1:]): at for at, task, _, _ in rows}
+    assert all(ahead[number]["t"] <= started[number] for number in range(WORKERS, known))

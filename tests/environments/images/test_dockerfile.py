@@ -1,0 +1,412 @@
+"""Dockerfiles: how their lines are read, what is refused, and what the images built from them hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.dockerfile.context import Context, patterns
+from megaflow_hpc.environments.images.dockerfile.definition import write_definition
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, Run
+from megaflow_hpc.environments.images.dockerfile.words import (
+    Reference,
+    expand,
+    literal,
+    shell_word,
+    take_heredocs,
+    words,
+)
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.files import remove_tree
+
+
+def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
+    path = tmp_path / "Dockerfile"
+    path.write_text(textwrap.dedent(text))
+    return Dockerfile.read(path, build_args=build_args)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b", ["a", "b"]),
+        ("$A", ["x y"]),
+        ("pre${A}post '$A' \"$A\"", ["prex ypost", "$A", "x y"]),
+        (r"a\ b \$A \"", ["a b", "$A", '"']),
+        ("${EMPTY:-d$A} ${EMPTY-d} ${A:+set} ${NONE:+set} ${NONE:-}", ["dx y", "", "set", "", ""]),
+        ('K="a \\"b\\" c"', ['K=a "b" c']),
+    ],
+)
+def test_words_are_split_and_variables_replaced_as_docker_does(text: str, expected: list[str]) -> None:
+    assert [literal(word) for word in words(text, {"A": ["x y"], "EMPTY": []})] == expected
+
+
+def test_a_variable_that_only_the_image_knows_stays_one_for_the_shell() -> None:
+    found = expand("/opt/bin:$PATH", {})
+    assert found == ["/opt/bin:", Reference("PATH")]
+    assert shell_word(found) == '/opt/bin:"${PATH-}"'
+
+
+def test_heredocs_are_taken_out_and_lines_keep_their_numbers() -> None:
+    text = "FROM a\nRUN cat <<A <<-'B' && \\\n\n  echo '<<C'\none\nA\n\ttwo $X\n\tB\n"
+    text += 'RUN echo $((1<<2)) "<<D"\nCOPY <<E /e\nE\n'
+    kept, found = take_heredocs(text.splitlines(keepends=True))
+    assert len(kept) == len(text.splitlines())
+    assert [(each.name, each.body, each.expand) for each in found[1]] == [
+        ("A", "one\n", True),
+        ("B", "two $X\n", False),
+    ]
+    assert set(found) == {1, 9}
+    assert [line for line in kept if not line.startswith("#")][-2:] == ['RUN echo $((1<<2)) "<<D"\n', "COPY <<E /e\n"]
+
+
+# --- what holds at a line ---------------------------------------------------------------------------------------------
+
+
+def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    found = parse(
+        tmp_path,
+        """\
+        # syntax=docker/dockerfile:1
+        ARG TAG=12
+        FROM debian:${TAG} AS base
+        ARG TAG
+        ARG V=1
+        ENV PATH=/opt/bin:$PATH NAME="x y"
+        RUN echo first && \\
+            # in between
+            echo "$V"
+        WORKDIR /srv
+        COPY a.txt sub/
+        RUN ["echo", "it's"]
+        WORKDIR app
+        SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+        USER agent
+        RUN false | true
+        FROM base
+        CMD ["sh"]
+        """,
+    )
+    runs = [step for step in found.last.steps if isinstance(step, Run)]
+    assert [(run.workdir, run.user, run.argv[0]) for run in runs] == [
+        ("/", None, "/bin/sh"),
+        ("/srv", None, "echo"),
+        ("/srv/app", "agent", "/bin/bash"),
+    ]
+    assert runs[0].exports == {"TAG": "12", "V": "1"}
+    assert (found.base, found.workdir, found.user) == ("debian:12", "/srv/app", "agent")
+    assert found.environment == {"NAME": "x y"}  # what PATH is, only the image knows
+    copy = next(step for step in found.last.steps if isinstance(step, Copy))
+    assert (copy.sources, copy.target, copy.into) == (["a.txt"], "/srv/sub/", True)
+    assert [(line, name) for line, name, _ in found.ignored] == [(18, "CMD")]
+
+
+def test_build_arguments_stand_in_for_defaults_and_env_beats_arg(tmp_path: Path) -> None:
+    text = "ARG TAG=1\nFROM a:$TAG\nARG MODE=slow\nENV MODE=fixed\nARG WHO=me\nRUN true\n"
+    text += "ARG TARGETARCH\nWORKDIR /$TARGETARCH\n"
+    found = parse(tmp_path, text, TAG="2", WHO="you", MODE="fast")
+    run = next(step for step in found.last.steps if isinstance(step, Run))
+    assert (found.base, run.exports, found.environment) == ("a:2", {"WHO": "you"}, {"MODE": "fixed"})
+    assert found.workdir in ("/amd64", "/arm64")
+    assert context_digest(found) != context_digest(parse(tmp_path, text))
+
+
+def test_stages_that_nothing_is_copied_from_are_not_built(tmp_path: Path) -> None:
+    found = parse(
+        tmp_path,
+        """\
+        FROM one AS unused
+        RUN true
+        FROM two AS tools
+        FROM three
+        COPY --from=tools /bin/x /bin/
+        COPY --from=org/image:4 /y /y
+        """,
+    )
+    assert [stage.base for stage in found.needed] == ["two", "three"]
+    assert found.bases == ["three", "two", "org/image:4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "FROM a\nADD https://x.example/y /y\n",
+            r"Dockerfile:2: ADD https://x\.example/y: addresses are not supported",
+        ),
+        ("FROM a\nRUN <<EOF\necho\n", r"Dockerfile:\d: the here-document <<EOF has no end"),
+        ("FROM a\n\nSHELL bash\n", r"Dockerfile:3: SHELL bash; write SHELL \["),
+        ("FROM a\nCOPY gone /x\n", r"Dockerfile:2: gone: no such file"),
+        ("FROM a\nCOPY ../up /x\n", r"Dockerfile:2: \.\./up: outside of the build context"),
+        (
+            "FROM a\nCOPY Dockerfile Dockerfile /x\n",
+            r"Dockerfile:2: COPY .*several sources need a target that ends with /",
+        ),
+        ("FROM a\nCOPY --chwon=x Dockerfile /x\n", r"Dockerfile:2: COPY --chwon is not supported"),
+        ("FROM a\nRUN --mount=type=secret,id=k,required=true x\n", r"Dockerfile:2: RUN --mount=type=secret,required"),
+        ("FROM a\nRUN --network=none x\n", r"Dockerfile:2: RUN --network=none is not supported"),
+        ("FROM a\nWORKDIR $WHERE\n", r"Dockerfile:2: \$WHERE is set neither by ARG nor by ENV"),
+        ("FROM a\nENV A=${PATH:-x}\n", r"Dockerfile:2: .*only the base image knows PATH"),
+        ("FROM a\nENV A=${B%x}\n", r"Dockerfile:2: '\$\{B%x\}' is not supported"),
+        ("FROM a\nENV A='x\n", r"Dockerfile:2: .*a ' is not closed"),
+        ("FROM a\nONBUILD RUN x\n", r"Dockerfile:2: ONBUILD is not supported"),
+        ("FROM scratch\nCOPY Dockerfile /x\n", r"Dockerfile:1: FROM scratch: an image without a shell"),
+        ("# escape=`\nFROM a\n", r"Dockerfile:1: escape=` is not supported"),
+        ("RUN x\n", r"Dockerfile:1: RUN before FROM"),
+        ("# nothing\n", r"Dockerfile: no FROM"),
+    ],
+)
+def test_what_cannot_be_built_faithfully_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(tmp_path, text)
+
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "path", "ignored"),
+    [
+        (["*.log"], "a.log", True),
+        (["*.log"], "sub/a.log", False),
+        (["**/*.log"], "sub/deep/a.log", True),
+        (["**/*.log"], "a.log", True),
+        (["build"], "build/x/y", True),
+        (["/build/"], "build/x", True),
+        (["*", "!keep.txt"], "keep.txt", False),
+        (["*", "!keep.txt"], "other.txt", True),
+        (["docs", "!docs/*.md", "docs/secret.md"], "docs/a.md", False),
+        (["docs", "!docs/*.md", "docs/secret.md"], "docs/secret.md", True),
+        (["# comment", "", "a?c", "[xy].txt"], "abc", True),
+        (["[!xy].txt"], "x.txt", False),
+    ],
+)
+def test_dockerignore_lines_mean_what_they_mean_to_docker(lines: list[str], path: str, ignored: bool) -> None:
+    assert patterns(lines)(path) is ignored
+
+
+def test_a_link_out_of_the_context_is_refused(tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    (tmp_path / "secret").write_text("s")
+    (context / "link").symlink_to("../secret")
+    found = parse(context, "FROM a\nCOPY link /x\n")
+    work = tmp_path / "work"
+    work.mkdir()
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: link: a link out of the build context"):
+        write_definition(found, {"a": "/a.sif"}, work)
+
+
+def test_an_images_key_follows_what_is_copied_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("1")
+    text = "FROM a\nCOPY f /f\n"
+    first = context_digest(parse(tmp_path, text))
+    (tmp_path / "other").write_text("not copied")
+    assert context_digest(parse(tmp_path, text)) == first
+    assert context_digest(parse(tmp_path, text), base="another") != first
+    (tmp_path / "f").chmod(0o755)
+    executable = context_digest(parse(tmp_path, text))
+    (tmp_path / "f").write_text("2")
+    assert len({first, executable, context_digest(parse(tmp_path, text))}) == 3
+
+
+def test_wildcards_stay_in_their_directory(tmp_path: Path) -> None:
+    for name in ("a.py", "b.txt", "sub/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert Context(tmp_path).find("*.py") == ["a.py"]
+    assert Context(tmp_path).find("*/*.py") == ["sub/c.py"]
+    assert Context(tmp_path).find(".") == ["."]
+
+
+# --- a built image ----------------------------------------------------------------------------------------------------
+
+RICH = r"""
+# syntax=docker/dockerfile:1
+ARG BASE=base
+FROM ${BASE} AS tools
+WORKDIR /out
+RUN mkdir -p bin && printf '#!/bin/sh\necho tool\n' > bin/tool && chmod 750 bin/tool && ln -s tool bin/alias
+RUN echo unwanted > /tmp/of-the-other-stage
+
+FROM $BASE
+ARG WHO=nobody
+ARG GREETING="hello $WHO"
+ENV LAYERED=/opt/bin:$PATH PLAIN="two  words" \
+    QUOTED='$PLAIN'
+ENV OLD style value
+LABEL ignored=yes
+RUN echo "1 $GREETING|$PLAIN|$QUOTED|$OLD" > /log && pwd >> /log
+WORKDIR /srv
+WORKDIR app
+COPY one.txt sub ./
+RUN cat one.txt >> /log; ls -A >> /log
+# the order of COPY and RUN is the file's
+COPY --chmod=600 two.txt renamed.txt
+RUN stat -c '%n %a %U' renamed.txt >> /log && rm one.txt
+COPY --chown=www-data:www-data ["with blank.txt", "sub", "/data/"]
+RUN stat -c '%n %U:%G' /data "/data/with blank.txt" /data/nested/kept.secret >> /log
+COPY *.cfg conf/
+ADD archive.tar.gz /unpacked/
+ADD --chmod=0755 script.sh /usr/local/bin/
+COPY . /all/
+COPY --parents sub/nested /parents/
+COPY --exclude=*.cfg --exclude=sub . /part/
+COPY --from=tools /out /from/
+COPY --from=0 /out/bin/tool /tmp/kept
+RUN ["/bin/sh", "-c", "echo \"json $0 $PWD\" >> /log", "it's"]
+RUN <<EOF
+echo "heredoc $PLAIN" >> /log
+for i in 1 2; do
+    echo "  line $i" >> /log
+done
+EOF
+RUN cat <<'EOF' >> /log && echo "after $((1 << 2))" >> /log
+literal $PLAIN
+EOF
+COPY <<ONE <<"TWO" /texts/
+for $WHO
+ONE
+for $WHO
+TWO
+SHELL ["/bin/bash", "-c"]
+RUN [[ -n "$BASH_VERSION" ]] && echo bash >> /log
+
+RUN --mount=type=cache,target=/var/cache/pip --mount=type=bind,source=sub,target=/bound \
+    ls /bound >> /log && echo x > /var/cache/pip/x
+RUN ls -A /var/cache/pip /bound >> /log
+RUN chmod 666 /log && useradd --create-home --uid 1234 agent
+USER agent
+WORKDIR /home/agent
+RUN echo "$(id -un) $(id -gn) $HOME $PWD" >> /log; ! touch /root/x 2>/dev/null && script.sh >> /log
+USER 33:33
+RUN id -u >> /log
+ENTRYPOINT ["tool"]
+"""
+
+LOG = """\
+1 hello me|two  words|$PLAIN|style value
+/
+1
+nested
+one.txt
+three
+renamed.txt 600 root
+/data www-data:www-data
+/data/with blank.txt www-data:www-data
+/data/nested/kept.secret www-data:www-data
+json it's /srv/app
+heredoc two  words
+  line 1
+  line 2
+literal $PLAIN
+after 4
+bash
+nested
+three
+/bound:
+
+/var/cache/pip:
+agent agent /home/agent /home/agent
+script
+33
+"""
+
+
+@pytest.fixture(scope="module")
+def built(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The files of the image that the Dockerfile above makes, by a real build."""
+    root = tmp_path_factory.mktemp("rich")
+    context = root / "context"
+    (context / "sub" / "nested").mkdir(parents=True)
+    texts = {
+        "Dockerfile": RICH,
+        ".dockerignore": "*.log\n**/*.secret\n!sub/nested/kept.secret\n",
+        "one.txt": "1\n",
+        "two.txt": "2\n",
+        "with blank.txt": "blank\n",
+        "a.cfg": "a",
+        "b.cfg": "b",
+        "noise.log": "n",
+        "script.sh": "#!/bin/sh\necho script\n",
+        "sub/three": "3\n",
+        "sub/nested/lost.secret": "s",
+        "sub/nested/kept.secret": "k",
+    }
+    for name, text in texts.items():
+        (context / name).write_text(text)
+    with tarfile.open(context / "archive.tar.gz", "w:gz") as archive:
+        archive.add(context / "sub" / "three", "in/archive")
+    images = Images(ImageStore(root / "store"))
+    dockerfile = Dockerfile.read(context / "Dockerfile", build_args={"WHO": "me"})
+    before = set(os.listdir("/tmp"))
+    path = images.resolve_dockerfile(dockerfile, {"base": str(base_sif)}, root)
+    assert images.resolve_dockerfile(dockerfile, {"base": str(base_sif)}, root) == path
+    assert not {"kept", "of-the-other-stage"} & (set(os.listdir("/tmp")) - before)
+    tree = root / "tree"
+    assert sif.unpack(path, tree, sif.system_partition(path))
+    yield tree
+    remove_tree(tree)
+
+
+def test_a_built_image_ran_every_step_in_its_order_directory_shell_and_user(built: Path) -> None:
+    assert (built / "log").read_text() == LOG
+
+
+def test_a_built_image_holds_what_was_copied_where_and_as_it_was_asked(built: Path) -> None:
+    def text(path: str) -> str:
+        return (built / path).read_text()
+
+    assert not (built / "srv/app/one.txt").exists()
+    assert text("srv/app/three") == "3\n"
+    assert text("srv/app/renamed.txt") == "2\n"
+    assert sorted(os.listdir(built / "data")) == ["nested", "three", "with blank.txt"]
+    assert sorted(os.listdir(built / "srv/app/conf")) == ["a.cfg", "b.cfg"]
+    assert text("unpacked/in/archive") == "3\n"
+    assert os.access(built / "usr/local/bin/script.sh", os.X_OK)
+    assert text("texts/ONE") == "for me\n"
+    assert text("texts/TWO") == "for $WHO\n"
+    assert not (built / "all/noise.log").exists()
+    assert (built / "parents/sub/nested/kept.secret").exists()
+    assert sorted(os.listdir(built / "part")) == sorted(set(os.listdir(built / "all")) - {"a.cfg", "b.cfg", "sub"})
+    assert os.listdir(built / "all/sub/nested") == ["kept.secret"]
+    assert (built / "from/bin/tool").stat().st_mode & 0o777 == 0o750
+    assert os.readlink(built / "from/bin/alias") == "tool"
+    assert text("tmp/kept").endswith("echo tool\n")
+    assert not (built / "tmp/of-the-other-stage").exists()
+    for left in (".megaflow-from", ".megaflow-build/steps", "root/x", "bound/three"):
+        assert not (built / left).exists(), left
+
+
+def test_a_built_image_sets_its_variables_over_those_of_its_base(built: Path) -> None:
+    environment = built / ".singularity.d" / "env" / "90-environment.sh"
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'. {environment}; echo "$LAYERED|$PLAIN|$QUOTED|$OLD|$LC_ALL"'],
+        env={"PATH": "/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "/opt/bin:/bin|two  words|$PLAIN|style value|C.UTF-8\n"
+
+
+def test_a_step_that_fails_names_its_line(small_rootfs: str, tmp_path: Path) -> None:
+    dockerfile = parse(tmp_path, "FROM base\nRUN true\n\nRUN echo trying && \\\n  exit 7\nRUN true\n")
+    said = r"Dockerfile: .*apptainer build failed(.|\n)*trying(.|\n)*Dockerfile:4: exit status 7"
+    with pytest.raises(SiteError, match=said):
+        Images(ImageStore(tmp_path / "store")).resolve_dockerfile(dockerfile, {"base": small_rootfs}, tmp_path)
+    assert list((tmp_path / "store" / "work").glob("*/")) == []

@@ -1,0 +1,302 @@
+"""Sandboxes where there is no overlay: each writes to a copy of its image (busybox here, which is copied fast)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox import probe
+from megaflow_hpc.environments.sandbox.rootfs import copies
+from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.tasks.loading import prepare
+from megaflow_hpc.tasks.verifier import Court, verify
+from megaflow_hpc.types import ExecResult
+from tests.environments.sandbox.test_modes import restricted
+from tests.support.sandboxes import runs
+from tests.tasks.test_loading import write_task
+
+InSandbox = Callable[..., Any]
+
+
+@pytest.fixture
+def copied(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> InSandbox:
+    """Runs ``use(sandbox)`` in a sandbox that is a copy."""
+    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    return runs(busybox_rootfs, scratch)
+
+
+# --- taking apart and laying out ------------------------------------------------------------------------------------
+
+
+def image_of(root: Path) -> Path:
+    (root / "bin").mkdir(parents=True)
+    (root / "etc" / "deep").mkdir(parents=True)
+    for name in ("bin/sh", "bin/grep", "etc/one", "etc/two", "etc/deep/three"):
+        (root / name).write_text(f"{name} as it was")
+    (root / "bin" / "link").symlink_to("sh")
+    os.link(root / "etc" / "one", root / "etc" / "same")
+    return root
+
+
+def listing(root: Path) -> dict[str, Any]:
+    found = {}
+    for path in sorted(root.rglob("*")):
+        what: Any = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "directory"
+        found[str(path.relative_to(root))] = (oct(path.lstat().st_mode), what)
+    return found
+
+
+def changed(root: Path) -> None:
+    """What an agent may do, a change that hides behind size and time included."""
+    before = (root / "bin" / "sh").stat()
+    (root / "bin" / "sh").write_text("bin/sh as it wa!")
+    os.utime(root / "bin" / "sh", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (root / "bin" / "grep").unlink()
+    remove_tree(root / "etc" / "deep")
+    (root / "etc" / "deep").write_text("a file now")
+    (root / "bin" / "link").unlink()
+    (root / "bin" / "link").mkdir()
+    (root / "etc" / "two").chmod(0o600)
+    (root / "new" / "er").mkdir(parents=True)
+    (root / "new" / "er" / "file").write_text("new")
+
+
+def test_what_is_taken_from_a_copy_and_laid_over_a_new_one_is_the_same(tmp_path: Path) -> None:
+    image, layer = image_of(tmp_path / "image"), tmp_path / "layer"
+    layer.mkdir()
+    assert copies.lay_out(str(image), str(layer)) > 0
+    assert listing(layer / "root") == listing(image)
+    assert (layer / "root/etc/one").stat().st_ino != (image / "etc/one").stat().st_ino
+    changed(layer / "root")
+    after, original = listing(layer / "root"), listing(image)
+    copies.gather(str(image), str(layer))
+    assert sorted(name for name in listing(layer / "upper") if name.count("/") == 1) == [
+        *("bin/.wh.grep", "bin/link", "bin/sh", "etc/deep", "etc/two", "new/er"),
+    ]
+    copies.lay_out(str(image), str(layer))
+    assert listing(layer / "root") == after
+    assert not (layer / "upper").exists()
+    assert listing(image) == original
+
+
+def test_a_copy_in_which_nothing_changed_leaves_nothing(tmp_path: Path) -> None:
+    image, layer = image_of(tmp_path / "image"), tmp_path / "layer"
+    layer.mkdir()
+    copies.lay_out(str(image), str(layer))
+    copies.gather(str(image), str(layer))
+    assert listing(layer / "upper") == {}
+
+
+def test_an_overlays_layer_is_understood(tmp_path: Path) -> None:
+    """Whiteouts are devices 0/0 there; a directory made anew has an attribute."""
+    image, layer = image_of(tmp_path / "image"), tmp_path / "layer"
+    (layer / "upper" / "bin").mkdir(parents=True)
+    (layer / "upper" / "etc").mkdir()
+    os.mknod(layer / "upper" / "bin" / "grep", 0o020000, 0)
+    (layer / "upper" / "etc" / "mine").write_text("mine")
+    (layer / "upper" / "etc" / copies.OPAQUE_MARK).touch()
+    copies.lay_out(str(image), str(layer))
+    assert sorted(listing(layer / "root")) == ["bin", "bin/link", "bin/sh", "etc", "etc/mine"]
+
+
+def test_a_copy_that_does_not_fit_says_so_and_what_to_look_at(tmp_path: Path) -> None:
+    image = image_of(tmp_path / "image")
+    layer = WritableLayer(str(tmp_path / "layer"), Access("tree", str(image), lambda: None, copies=True))
+    layer.make()
+    (image / "large").write_bytes(b"x" * 2_000_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(SandboxError, match=r"image: cannot be copied for a sandbox at .*as much room on scratch"):
+            asyncio.run(layer.ready())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "layer" / "root").exists()
+
+
+# --- sandboxes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_a_sandbox_writes_to_a_copy_that_a_reset_renews(
+    copied: InSandbox, busybox_rootfs: str, user: str | None
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        said = [(await sandbox.exec("echo x > /etc/mine; rm /etc/profile; rm -r /opt; ls /etc; id -u")).stdout]
+        await sandbox.kill_processes()
+        said.append((await sandbox.exec("ls /etc; ls -d /opt; ls /sys/class/net | wc -l")).stdout)
+        await sandbox.reset()
+        return [*said, (await sandbox.exec("ls /etc; ls -d /opt")).stdout]
+
+    first, kept, renewed = copied(use, user=user)
+    uid = os.getuid() if user else 0
+    assert first.split()[-3:] == ["mine", "passwd", str(uid)]
+    assert kept.split()[:-1] == first.split()[:-1]
+    assert renewed.split()[-3:] == ["passwd", "profile", "/opt"]
+    assert sorted(os.listdir(Path(busybox_rootfs, "etc"))) == ["passwd", "profile"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["directory", "packed"])
+def test_snapshots_pass_between_copies_and_overlays(
+    busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    change = "echo one > /new; mkdir /opt/d; rm /etc/profile; rm -r /root; mkdir /locked; "
+    change += "echo in > /locked/f; chmod 0 /locked"
+    look = "cat /new; ls -d /opt/d /etc/profile /root 2>/dev/null; stat -c %a /locked; ls -A /etc"
+
+    async def through(writes: tuple[str, str, str]) -> list[str]:
+        said: list[str] = []
+        kept: Snapshot | None = None
+        for number, kind in enumerate(writes):
+            monkeypatch.setenv("MEGAFLOW_LAYER", kind)
+            async with ApptainerProvider(scratch) as provider:
+                async with await provider.start(SandboxSpec(busybox_rootfs), kept) as sandbox:
+                    if kept is None:
+                        await sandbox.exec(change)
+                    said.append((await sandbox.exec(look)).stdout)
+                    kept = await sandbox.snapshot(tmp_path / "-".join((*writes, str(number))))
+                    if packed:
+                        with open(f"{kept.path}.tar", "wb") as file:
+                            pack(kept, file.write, 1 << 20)
+                        kept = replace(kept, path=file.name, offset=0)
+        return said
+
+    for writes in (("copy", "overlay", "copy"), ("overlay", "copy", "overlay")):
+        first, second, third = asyncio.run(through(writes))
+        assert first.splitlines()[:3] == ["one", "/opt/d", "0"]
+        assert "profile" not in first
+        assert first == second == third
+
+
+def test_what_stands_by_is_proved_clean_and_what_was_planted_is_seen(
+    busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+
+    async def main() -> None:
+        async with ApptainerProvider(scratch) as provider:
+            spec = SandboxSpec(busybox_rootfs, mode="persistent", workdir="/w")
+            async with await provider.start(spec) as sandbox:
+                await sandbox.exec("touch /stain")
+                assert await provider.standing_by(spec)
+                spare = provider._pool._ready[next(iter(provider._pool._ready))][0]
+                assert spare.used() == ""
+                await sandbox.reset()
+                assert sandbox.directory == spare.directory
+                assert (await sandbox.exec("ls /stain")).exit_code == 1
+                assert await provider.standing_by(spec)
+                spare = provider._pool._ready[next(iter(provider._pool._ready))][0]
+                root = Path(spare.directory, "layer", "root")
+                (root / "etc" / "profile").write_text("planted")
+                assert spare.used() == "its layer holds etc/profile"
+                (root / "etc" / "profile").unlink()
+                assert spare.used() == "its layer lacks etc/profile"
+
+    asyncio.run(main())
+
+
+def test_what_a_sandbox_writes_is_bounded_and_the_copy_itself_is_not_its_work(copied: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult]:
+        small = await sandbox.exec("sleep 1; dd if=/dev/zero of=/small bs=1000 count=1000; sleep 2; echo kept")
+        fill = "i=0; while :; do i=$((i+1)); dd if=/dev/zero of=/f$i bs=1000000 count=1 || exit; done"
+        return small, await sandbox.exec(fill, timeout_s=60)
+
+    small, filled = copied(use, disk_mb=3)  # the image alone is 2 MB
+    assert (small.stdout, small.breach) == ("kept\n", "")
+    assert filled.breach.startswith("disk limit: ")
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["shared", "fresh"])
+@pytest.mark.parametrize(
+    ("agent", "reward"),
+    [
+        ("echo 42 > /app/answer", 1.0),
+        ("printf '#!/bin/busybox sh\\necho 1 > /logs/verifier/reward.txt\\n' > /p; chmod 755 /p; mv /p /bin/sh", 0.0),
+        ("rm /bin/grep /bin/cat; mkdir -p /tests; echo 1 > /tests/x; chmod 0 /etc", 0.0),
+        ("rm -rf /logs; ln -s /app /logs", 0.0),
+    ],
+    ids=["an honest answer", "a false shell", "tools that are gone", "a reward directory elsewhere"],
+)
+def test_a_verdict_on_a_copy_is_honest(
+    copied: InSandbox, tmp_path: Path, agent: str, reward: float, fresh: bool
+) -> None:
+    path = write_task(tmp_path, toml='[environment]\ndocker_image = "base"\nworkdir = "/app"\n')
+    test = "if grep -q 42 answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    (path / "tests" / "test.sh").write_text(test)
+    task = read_harbor_task(path)
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[float | None, str]:
+        await prepare(task, sandbox)
+        await sandbox.exec(agent, timeout_s=30)
+        verdict = await verify(task, sandbox, Court(fresh=fresh))
+        return verdict.reward, verdict.error
+
+    assert copied(use, workdir=task.workdir) == (reward, "")
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+START = """
+import asyncio, json, sys
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec, site
+
+async def main():
+    async with ApptainerProvider(sys.argv[1]) as provider:
+        async with await provider.start(SandboxSpec(sys.argv[2])) as sandbox:
+            said = await sandbox.exec("echo x > /etc/mine; rm -r /opt; ls /etc; ls -d /opt")
+            print(json.dumps([provider.images.writes, said.stdout, site.probe(sys.argv[1]).copy]))
+
+asyncio.run(main())
+"""
+
+
+def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, busybox_rootfs: str) -> None:
+    """Really: scratch is an overlay itself, on which none can lie; with FUSE open its overlay is used instead."""
+    for name in ("l", "u", "w", "m"):
+        (tmp_path / name).mkdir()
+    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
+    before = f"mount -t overlay overlay -o {options} {tmp_path}/m"
+    done = restricted(before, "-c", START, str(tmp_path / "m"), busybox_rootfs)
+    remove_tree(tmp_path / "w")
+    assert done.returncode == 0, done.stderr
+    writes, said, why_no_copy = json.loads(done.stdout)
+    assert writes == ("overlay" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "copy")
+    assert said == "mine\npasswd\nprofile\n"
+    assert why_no_copy == ""
+
+
+def test_scratch_on_a_network_file_system_alone_is_used_with_a_warning(tmp_path: Path) -> None:
+    mounts = "1 0 1:1 / / rw - nfs4 root:/ rw\n"
+    base, warning = probe.scratch_base({"MEGAFLOW_SCRATCH": str(tmp_path)}, mounts)
+    assert base == str(tmp_path)
+    assert f"MEGAFLOW_SCRATCH={tmp_path} is on nfs4" in warning
+    assert "copies" in warning
+
+
+def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
+    for name in ("l", "u", "w", "m"):
+        (tmp_path / name).mkdir()
+    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
+    before = f"mount -t overlay overlay -o {options} {tmp_path}/m"
+    done = restricted(before, "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m"))
+    remove_tree(tmp_path / "w")
+    findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    if os.access("/dev/fuse", os.R_OK | os.W_OK):
+        assert findings["overlay"]["found"] == "writable layers by fuse-overlayfs"
+    else:
+        assert findings["overlay"]["level"] == "warn"
+        assert "every sandbox is a copy of its image" in findings["overlay"]["found"]

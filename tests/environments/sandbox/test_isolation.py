@@ -1,0 +1,290 @@
+"""What a sandbox must not see, reach, or leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.proctree import descendants
+
+InSandbox = Callable[..., Any]
+CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"
+
+
+def test_neither_home_nor_host_environment_is_inside(
+    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    for name in ("APPTAINER_BINDPATH", "SINGULARITY_BINDPATH", "APPTAINER_BIND"):
+        monkeypatch.setenv(name, f"{secret}:/mnt/secret")
+    monkeypatch.setenv("APPTAINERENV_LEAK_A", "leaked")
+    monkeypatch.setenv("SINGULARITYENV_LEAK_B", "leaked")
+    names = (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_NODELIST",
+        "PMI_FD",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "SINGULARITY_CONTAIN",
+        "APPTAINER_PWD",
+    )
+    for name in ("LEAK_C", "OPENAI_API_KEY", "LD_PRELOAD_NOT", *names):
+        monkeypatch.setenv(name, "leaked")
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
+        # PID 1's environment as well: a command can read it.
+        env = await sandbox.exec("env; echo; echo COMMAND; tr '\\0' '\\n' < /proc/1/environ")
+        files = await sandbox.exec(
+            ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
+        )
+        return env.stdout, files.stdout
+
+    env, files = in_sandbox(use)
+    assert "leaked" not in env
+    assert str(Path.home()) not in env
+    assert files == ""
+    names = {line.partition("=")[0] for line in env.splitlines() if "=" in line}
+    assert not {name for name in names if name.startswith(("SLURM", "PMI"))}
+    command = {line.partition("=")[0] for line in env.partition("\nCOMMAND\n")[0].splitlines()}
+    assert not {name for name in command if name.startswith(("APPTAINER", "SINGULARITY"))}
+
+
+def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        code = "import os; print(sorted(os.listdir('/proc/self/fd'))[:-1])"  # the last is listdir's own
+        return (await sandbox.exec(["python3", "-c", code])).stdout.strip()
+
+    try:
+        assert in_sandbox(use) == "['0', '1', '2']"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(rootfs: str, scratch: Path) -> None:
+    """Seen from the host: files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
+
+    async def main() -> set[str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                await sandbox.settled()
+                assert sandbox.pid is not None
+                running = asyncio.create_task(sandbox.exec("sleep 30"))
+                await asyncio.sleep(0.3)
+                held = set()
+                for pid in (sandbox.pid, *descendants(sandbox.pid)):
+                    for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                        held.add(os.readlink(descriptor.path).partition(":")[0])
+                running.cancel()
+                return held
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.set_inheritable(server.fileno(), True)
+        held = asyncio.run(main())
+    # Console and tty are the terminal that the runner's standard error is, and nothing but.
+    allowed = ("pipe", "/dev/null", "/dev/pts/", "/.megaflow/", "/dev/console", "/dev/tty")
+    assert {name for name in held if not name.startswith(allowed) and "/control-" not in name} == set()
+
+
+def test_namespaces_are_the_sandboxes_own_and_the_network_may_be(in_sandbox: InSandbox) -> None:
+    kinds = ("pid", "ipc", "mnt", "user", "net")
+    own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds}
+
+    async def use(sandbox: ApptainerSandbox) -> dict[str, str]:
+        return {kind: (await sandbox.exec(["readlink", f"/proc/self/ns/{kind}"])).stdout.strip() for kind in kinds}
+
+    private = in_sandbox(use)
+    assert all(private[kind] and private[kind] != own[kind] for kind in kinds)
+    assert in_sandbox(use, network="host")["net"] == own["net"]
+
+
+def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(in_sandbox: InSandbox) -> None:
+    marker = Path("/tmp") / f"megaflow-test-{os.getpid()}"
+    marker.write_text("host")
+
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        commands = (
+            f"cat {marker}",
+            "ls /proc | grep -c '^[0-9]'",
+            "ls /dev/shm | wc -l",
+            "grep NoNewPrivs /proc/self/status",
+            "grep CapEff /proc/self/status",
+            "touch /.megaflow/x /sys/x; mount -t tmpfs x /mnt; echo $?",
+        )
+        return [(await sandbox.exec(command)).stdout.strip() for command in commands]
+
+    try:
+        tmp, processes, shm, privileges, capabilities, written = in_sandbox(use)
+    finally:
+        marker.unlink()
+    assert tmp == ""
+    assert int(processes) < 10
+    assert shm == "0"
+    assert privileges.split() == ["NoNewPrivs:", "1"]
+    # As Docker's: no CAP_SYS_ADMIN, CAP_NET_ADMIN or CAP_SYS_PTRACE, and only in the sandbox's own namespaces.
+    assert int(capabilities.split()[1], 16) & (1 << 21 | 1 << 12 | 1 << 19) == 0
+    assert written != "0"
+
+
+def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(rootfs: str, scratch: Path) -> None:
+    async def main() -> list[int]:
+        async with ApptainerProvider(scratch) as provider:
+            first, second = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(2)))
+            await first.exec("echo x > /etc/mine; rm -rf /usr/bin/git")
+            return [(await s.exec("test -e /etc/mine || test ! -e /usr/bin/git")).exit_code for s in (first, second)]
+
+    assert asyncio.run(main()) == [0, 1]
+    assert not Path(rootfs, "etc", "mine").exists()
+
+
+def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[bytes, int, int]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            received.set_result(await reader.readexactly(1))
+            writer.close()
+
+        received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(serve, sock=await sandbox.listen(8123))
+        async with server:
+            good = await sandbox.exec(["python3", "-c", CONNECT, "8123"])
+            other = await sandbox.exec(["python3", "-c", CONNECT, "8124"])
+            return await received, good.exit_code, other.exit_code
+
+    assert in_sandbox(use, network="gateway") == (b"x", 0, 1)
+
+
+def test_an_unprivileged_user_is_not_uid_0(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        return [
+            (await sandbox.exec("id -u")).stdout.strip(),
+            (await sandbox.exec("touch /x && echo ok")).stdout.strip(),
+        ]
+
+    assert in_sandbox(use) == ["0", "ok"]
+    assert in_sandbox(use, user="agent")[0] != "0"
+
+
+OWNER = """
+import asyncio, json, os, sys
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+
+async def main():
+    provider = ApptainerProvider(sys.argv[1])
+    sandboxes = [await provider.start(SandboxSpec(sys.argv[2])) for _ in range(3)]
+    for sandbox in sandboxes:
+        await sandbox.exec("for i in 1 2 3; do setsid sleep 3000 & done")
+    busy = asyncio.create_task(sandboxes[0].exec("sleep 3000"))
+    await asyncio.sleep(0.2)
+    print(json.dumps([sandbox.pid for sandbox in sandboxes]), flush=True)
+    await asyncio.sleep(3000)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("setpriv", [True, False], ids=["parent-death signal", "end of the command pipe alone"])
+def test_a_killed_owner_leaves_no_process_and_the_janitor_removes_the_rest(
+    rootfs: str, tmp_path: Path, setpriv: bool
+) -> None:
+    scratch = tmp_path / "scratch"
+    hide = (
+        ""
+        if setpriv
+        else "import megaflow_hpc.environments.sandbox.commands.container as c; c.dies_with_parent = lambda: []\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", hide + OWNER, str(scratch), rootfs], stdout=subprocess.PIPE)
+    assert owner.stdout
+    inits = json.loads(owner.stdout.readline())
+    everyone = [Identity.of(pid) for init in inits for pid in (init, *descendants(init))]
+    everyone += [Identity.of(pid) for pid in descendants(owner.pid)]
+    assert len([identity for identity in everyone if identity]) > 12
+    assert sweep(scratch)["owners"] == 0  # it lives
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 10
+    while any(identity and identity.alive() for identity in everyone) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [identity for identity in everyone if identity and identity.alive()] == []
+    assert len(list((scratch / "owners").iterdir())) == 1
+    counts = sweep(scratch)
+    assert (counts["owners"], counts["sandboxes"], counts["left"]) == (1, 3, 0)
+    assert list((scratch / "owners").iterdir()) == []
+
+
+def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) -> None:
+    left = subprocess.Popen(["sleep", "3000"], start_new_session=True)
+    identity = Identity.of(left.pid)
+    sandbox = tmp_path / "owners" / "1-1" / "s1"
+    sandbox.mkdir(parents=True)
+    (sandbox / "owner").write_text(f"{identity}\n")
+    other = tmp_path / "owners" / "1-1" / "s2"
+    other.mkdir()
+    (other / "owner").write_text(f"{os.getpid()}-1\n")  # our pid, another start time: must live
+    assert sweep(tmp_path)["processes"] == 1
+    assert left.wait(10) == -signal.SIGKILL
+
+
+def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path) -> None:
+    for owner in range(20):
+        for sandbox in range(3):
+            work = tmp_path / "owners" / f"{owner + 1}-1" / f"s{sandbox}" / "work"
+            work.mkdir(parents=True)
+            for name in range(10):
+                (work / str(name)).mkdir()
+            work.chmod(0)
+    sweeping = (
+        "import sys; from megaflow_hpc.environments.sandbox.janitor import sweep; print(sweep(sys.argv[1])['left'])"
+    )
+    command = [sys.executable, "-c", sweeping, str(tmp_path)]
+    janitors = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    said = [janitor.communicate(timeout=60)[0] for janitor in janitors]
+    assert [janitor.returncode for janitor in janitors] == [0] * 6
+    assert said == ["0\n"] * 6
+    assert list((tmp_path / "owners").iterdir()) == []
+
+
+def test_an_image_without_a_shell_is_named_as_the_cause(scratch: Path, tmp_path: Path) -> None:
+    image = tmp_path / "empty-image"
+    for name in ("etc", "proc", "sys", "dev", "tmp", "bin"):
+        (image / name).mkdir(parents=True)
+
+    async def main() -> None:
+        async with ApptainerProvider(scratch) as provider:
+            await provider.start(SandboxSpec(str(image)))
+
+    with pytest.raises(SandboxError, match=r"empty-image: .*no /bin/sh"):
+        asyncio.run(main())
+
+
+def test_an_image_that_is_none_is_refused_with_its_path(scratch: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.sif"
+    broken.write_text(textwrap.dedent("not an image"))
+
+    async def start(image: str) -> None:
+        async with ApptainerProvider(scratch) as provider:
+            await provider.start(SandboxSpec(image))
+
+    with pytest.raises(SandboxError, match=r"broken\.sif: cannot be read as an image"):
+        asyncio.run(start(str(broken)))
+    with pytest.raises(SandboxError, match=r"missing\.sif: no such image"):
+        asyncio.run(start(str(tmp_path / "missing.sif")))

@@ -1,0 +1,255 @@
+"""What reaches out of a sandbox, by network: proved against listeners of the host that are alive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox import helper_python, probe
+from megaflow_hpc.environments.sandbox.network import _receive, how_to_listen
+from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
+from megaflow_hpc.types import Network
+
+InSandbox = Callable[..., Any]
+
+REACH = """
+import json, socket, sys
+reached = {}
+for name, family, address in json.loads(sys.argv[1]):
+    out = socket.socket(getattr(socket, family))
+    out.settimeout(3)
+    try:
+        out.connect(chr(0) + address if name == "abstract" else tuple(address))
+        reached[name] = True
+    except OSError:
+        reached[name] = False
+print(json.dumps(reached))
+"""
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[list[Any]]]:
+    """One live listener of the host per way out: (name, family, address as Python's socket takes it)."""
+    name = f"megaflow-test-{os.getpid()}"
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as four,
+        closing(socket.create_server(("::1", 0), family=socket.AF_INET6)) as six,
+        closing(socket.create_server(("0.0.0.0", 0))) as everywhere,
+        closing(socket.socket(socket.AF_UNIX)) as abstract,
+    ):
+        abstract.bind(f"\0{name}")
+        abstract.listen()
+        out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with closing(out):
+            try:
+                out.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent, a route is looked up
+                own = out.getsockname()[0]
+            except OSError:
+                own = "127.0.0.1"
+        yield [
+            ["loopback", "AF_INET", ["127.0.0.1", four.getsockname()[1]]],
+            ["loopback 6", "AF_INET6", ["::1", six.getsockname()[1]]],
+            ["own address", "AF_INET", [own, everywhere.getsockname()[1]]],
+            ["abstract", "AF_UNIX", name],
+        ]
+
+
+def reached(in_sandbox: InSandbox, network: Network, listeners: list[list[Any]], **spec: Any) -> dict[str, bool]:
+    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
+        done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
+        found: dict[str, bool] = json.loads(done.stdout)
+        return found
+
+    result: dict[str, bool] = in_sandbox(use, network=network, **spec)
+    return result
+
+
+def test_network_host_reaches_every_listener_of_the_host(in_sandbox: InSandbox, listeners: list[list[Any]]) -> None:
+    """Without this, that the others reach none would prove nothing."""
+    assert reached(in_sandbox, "host", listeners) == {name: True for name, *_ in listeners}
+
+
+@pytest.mark.parametrize("network", ["none", "gateway"])
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_without_the_hosts_network_no_listener_of_the_host_is_reached(
+    in_sandbox: InSandbox, listeners: list[list[Any]], network: Network, user: str | None
+) -> None:
+    assert reached(in_sandbox, network, listeners, user=user) == {name: False for name, *_ in listeners}
+
+
+@pytest.mark.parametrize("network", ["none", "gateway"])
+def test_there_is_no_device_but_loopback_and_none_can_be_made(in_sandbox: InSandbox, network: Network) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[str, str, int]:
+        devices = await sandbox.exec("tail -n +3 /proc/net/dev | cut -d: -f1")
+        routes = await sandbox.exec("tail -n +2 /proc/net/route; grep -v ' lo$' /proc/net/ipv6_route")
+        # A raw socket would see packets; a new namespace would bring rights over devices.
+        raw = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"
+        return devices.stdout, routes.stdout, (await sandbox.exec(["python3", "-c", raw])).exit_code
+
+    devices, routes, raw = in_sandbox(use, network=network)
+    assert devices.split() == ["lo"]
+    assert routes == ""
+    assert raw != 0
+
+
+def test_the_network_stays_closed_after_the_processes_were_replaced(
+    in_sandbox: InSandbox, listeners: list[list[Any]]
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
+        await sandbox.kill_processes()
+        done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
+        found: dict[str, bool] = json.loads(done.stdout)
+        return found
+
+    assert not any(in_sandbox(use, network="gateway").values())
+
+
+def test_two_gateway_sandboxes_on_one_port_do_not_meet(rootfs: str, scratch: Path) -> None:
+    ask = "import socket, sys; print(socket.create_connection(('127.0.0.1', 8000), 5).recv(8).decode())"
+
+    async def serve(sandbox: ApptainerSandbox, word: bytes) -> asyncio.Server:
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(word)
+            writer.close()
+
+        return await asyncio.start_server(answer, sock=await sandbox.listen(8000))
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            sandboxes = [await provider.start(SandboxSpec(rootfs, network="gateway")) for _ in range(2)]
+            servers = [
+                await serve(sandbox, word) for sandbox, word in zip(sandboxes, (b"first", b"second"), strict=True)
+            ]
+            said = [(await sandbox.exec(["python3", "-c", ask])).stdout.strip() for sandbox in sandboxes]
+            for server in servers:
+                server.close()
+            return said
+
+    assert asyncio.run(main()) == ["first", "second"]
+
+
+def test_only_a_gateway_sandbox_has_a_listener(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await sandbox.listen()
+
+    with pytest.raises(SandboxError, match="only 'gateway' has"):
+        in_sandbox(use, network="none")
+
+
+# --- a listener without entering from outside ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only root's rights start containers, so that nobody may enter their namespaces."""
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+
+
+async def echo(sandbox: ApptainerSandbox, port: int = 0) -> tuple[asyncio.Server, int]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.readline()).upper())
+        writer.close()
+
+    listener = await sandbox.listen(port)
+    return await asyncio.start_server(answer, sock=listener), listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_a_helper_inside_any_image_listens_where_namespaces_cannot_be_entered(
+    busybox_rootfs: str, scratch: Path, by_helper: None, user: str | None
+) -> None:
+    """In an image of nothing but busybox; again after the processes were replaced; and twice at once."""
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(busybox_rootfs, network="gateway", user=user)) as sandbox:
+                said = []
+                for _ in range(2):
+                    server, port = await echo(sandbox)
+                    other, _ = await echo(sandbox, 8123)
+                    async with server, other:
+                        for number in (port, 8123, 8124):
+                            asked = await sandbox.exec(f"echo hello | nc -w 3 127.0.0.1 {number}; echo $?")
+                            said.append(asked.stdout)
+                    await sandbox.kill_processes()
+                # Nothing of it runs on, and what it brought cannot be changed.
+                server, _ = await echo(sandbox)
+                server.close()
+                said.append((await sandbox.exec("cat /proc/[0-9]*/cmdline | grep -c python/[l]oader")).stdout)
+                return [*said, (await sandbox.exec("echo x > /.megaflow/python/loader || echo refused")).stdout]
+
+    answered = ["HELLO\n0\n", "HELLO\n0\n", "1\n"]
+    assert asyncio.run(main()) == [*answered, *answered, "0\n", "refused\n"]
+
+
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_with_a_helper_too_no_listener_of_the_host_is_reached(
+    in_sandbox: InSandbox, listeners: list[list[Any]], by_helper: None, user: str | None
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
+        server, _ = await echo(sandbox)
+        async with server:
+            done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
+            found: dict[str, bool] = json.loads(done.stdout)
+            return found
+
+    assert in_sandbox(use, network="gateway", user=user) == {name: False for name, *_ in listeners}
+
+
+def test_a_port_that_is_taken_is_said(in_sandbox: InSandbox, by_helper: None) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        first = await sandbox.listen(8123)
+        with first, pytest.raises(SandboxError, match=r"no listener on port 8123 in the sandbox: .*in use"):
+            await sandbox.listen(8123)
+
+    in_sandbox(use, network="gateway")
+
+
+def test_what_is_passed_out_instead_of_a_listener_is_refused() -> None:
+    """What passes descriptors out shares its sandbox with an agent."""
+    for passed in ("a file", "two", "nothing"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs, open(os.devnull) as file, socket.create_server(("127.0.0.1", 0)) as server:
+            descriptors = {"a file": [file.fileno()], "two": [file.fileno(), server.fileno()], "nothing": []}[passed]
+            before = len(os.listdir("/proc/self/fd"))
+            socket.send_fds(theirs, [b"x"], descriptors)
+            found = _receive(ours)
+            assert (found is not None) == (passed == "two")
+            if found is not None:
+                assert found.getsockname() == server.getsockname()
+                found.close()
+            assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_way_of_a_listener_is_chosen_by_what_the_node_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert how_to_listen("") == ("nsenter", "")
+    assert how_to_listen("no user namespaces") == ("helper", "")
+    monkeypatch.setattr(helper_python, "why_not", lambda: "this Python cannot be taken along")
+    assert how_to_listen("") == ("nsenter", "")
+    assert how_to_listen("no user namespaces") == ("", "no user namespaces; and this Python cannot be taken along")
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+    assert how_to_listen("") == ("", "this Python cannot be taken along")
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "other")
+    with pytest.raises(ConfigError, match="MEGAFLOW_GATEWAY=other"):
+        how_to_listen("")
+
+
+def test_a_campaign_that_demands_a_gateway_where_no_way_leads_to_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+    monkeypatch.setattr(helper_python, "why_not", lambda: "this Python cannot be taken along")
+    with pytest.raises(SiteError, match=r"network 'gateway' .* cannot be had on .*: this Python cannot be taken along"):
+        probe.require(["gateway"], tmp_path)
+    probe.require(["none", "host"], tmp_path)

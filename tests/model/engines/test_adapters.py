@@ -1,0 +1,86 @@
+"""Engines that are not vLLM, run for real: Transformers' own server, and an endpoint that exists already."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.types import Recording
+from tests.support.places import TINY_MODEL
+from tests.support.serving import Servers, conversation, listeners
+
+
+def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str, Recording]:
+    """One call of a rollout: what it said, and what was recorded."""
+
+    async def scenario() -> tuple[str, Recording]:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints(records)
+            model = await gateway.open("t/p/0", policy)
+            headers = {"Authorization": f"Bearer {model.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as session:
+                body = {"messages": conversation("hello"), "max_tokens": 32}
+                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                    said = (await answer.json())["choices"][0]["message"]["content"]
+            return said, await gateway.close("t/p/0")
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_transformers_own_server_answers_behind_the_proxy(servers: Servers, tmp_path: Path) -> None:
+    venv = os.environ.get("MEGAFLOW_ENGINE_VENV") or pytest.fail("MEGAFLOW_ENGINE_VENV is not set; use launchers/test")
+    subprocess.run([Path(venv) / "bin" / "python", TINY_MODEL, tmp_path / "tiny"], check=True, timeout=300)
+    section = {"engine": "transformers", "path": str(tmp_path / "tiny"), "gpus": 0, "python": venv}
+    servers.start({**section, "args": {"device": "cpu"}})
+    record = servers.record(0, timeout_s=600)
+    assert record["protocol"] == "text"
+    said, recording = rollout([record])
+    assert recording.messages[-1] == {"role": "assistant", "content": said}
+    assert not recording.sequences  # it tells nothing of tokens
+    assert len(listeners(servers.processes[0].pid)[0]) == 2  # the proxy's port, and its own on the loopback
+
+
+def external(servers: Servers, tmp_path: Path, key: str, **env: str) -> int:
+    """A server whose engine is the first server, as an endpoint with a key."""
+    (tmp_path / "key").write_text(key + "\n")
+    (tmp_path / "key").chmod(0o600)
+    base_url = servers.record(0)["url"] + "/v1"
+    section = {"engine": "external", "base_url": base_url, "api_key_file": str(tmp_path / "key")}
+    return servers.start({**section, "args": {"model": "there", "protocol": "plain"}}, "outside", **env)
+
+
+@pytest.fixture
+def endpoint(servers: Servers, tmp_path: Path) -> dict[str, Any]:
+    """An OpenAI endpoint that wants a key, without TLS."""
+    (tmp_path / "script.yaml").write_text(yaml.safe_dump({"default": ["from outside"]}))
+    servers.start({"engine": "scripted", "script": str(tmp_path / "script.yaml")}, "there", MEGAFLOW_TLS="0")
+    return servers.record(0)
+
+
+def test_an_external_endpoint_is_asked_with_its_key(servers: Servers, endpoint: dict[str, Any], tmp_path: Path) -> None:
+    number = external(servers, tmp_path, endpoint["key"])
+    said, recording = rollout([servers.record(number)], "outside")
+    assert said == "from outside"
+    assert bytes(t for t in recording.sequences[0].tokens if t < 256).endswith(b"from outside")
+
+
+def test_an_external_endpoint_that_refuses_the_key_is_one_line_of_cause(
+    servers: Servers, endpoint: dict[str, Any], tmp_path: Path
+) -> None:
+    number = external(servers, tmp_path, "wrong")
+    assert servers.processes[number].wait(60) == 2
+    cause = json.loads((servers.run.endpoints / "outside.1.failed.json").read_text())["cause"]
+    assert "refuses the key of model.api_key_file: HTTP 401" in cause
+    assert "wrong" not in cause.replace("or a wrong one", "")

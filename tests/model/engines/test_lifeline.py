@@ -1,0 +1,66 @@
+"""What is left of an engine whose processes were killed: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+ENGINE = """\
+import mmap, os, sys, time
+for path in sys.argv[1:]:
+    with open(path, "w+b") as file:
+        file.truncate(4096)
+        kept = mmap.mmap(file.fileno(), 4096)
+        globals()[path] = kept
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def naps(pid: int) -> int:
+    """How often a process has gone to sleep: one more, and it has done what it was woken for."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+@pytest.mark.parametrize("how", ["the server ends", "SIGTERM to the lifeline", "SIGKILL to the engine"])
+def test_shared_memory_of_a_killed_engine_is_given_back(how: str, tmp_path: Path) -> None:
+    names = [Path(f"/dev/shm/{kind}{uuid.uuid4().hex[:12]}") for kind in ("psm_", "sem.mp-", "other_")]
+    stranger = Path(f"/dev/shm/psm_{uuid.uuid4().hex[:12]}")
+    stranger.touch()
+    command = [sys.executable, "-c", ENGINE, *map(str, names)]
+    lifeline = subprocess.Popen(
+        [sys.executable, "-m", "megaflow_hpc.model.engines.lifeline", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert lifeline.stdin is not None
+    assert lifeline.stdout is not None
+    try:
+        engine = int(lifeline.stdout.readline())
+        assert all(name.exists() for name in names)
+        if how == "SIGKILL to the engine":  # it cannot be asked any more what it had: the lifeline has looked before
+            before = naps(lifeline.pid)
+            lifeline.send_signal(signal.SIGCHLD)
+            while naps(lifeline.pid) == before:
+                time.sleep(0.01)
+            os.kill(engine, signal.SIGKILL)
+        elif how == "the server ends":
+            lifeline.stdin.close()
+        else:
+            lifeline.terminate()
+        lifeline.wait(30)
+        assert [name.exists() for name in (*names, stranger)] == [False, False, True, True]
+    finally:
+        lifeline.kill()
+        lifeline.wait()
+        for name in (*names, stranger):
+            name.unlink(missing_ok=True)

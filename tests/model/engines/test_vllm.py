@@ -1,0 +1,312 @@
+"""The same path with a real vLLM (CPU build, virtual environment ``MEGAFLOW_ENGINE_VENV``) and random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.rundir import weights
+from megaflow_hpc.types import ModelEndpoint, Recording, TokenSequence
+from tests.support.places import TINY_MODEL
+from tests.support.serving import Servers, listeners
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+CONTEXT = 4096
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> str:
+    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
+    if not venv:
+        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
+    return str(Path(venv) / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def vllm(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("vllm")
+    model = folder / "tiny"
+    subprocess.run([interpreter, TINY_MODEL, str(model)], check=True, timeout=120)
+    with Servers(folder) as servers:
+        section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
+        section |= {"args": {"max-model-len": CONTEXT, "dtype": "float32"}, "weights": {"running": "continue"}}
+        servers.start(section, "default", "--poll-s", "0.3")
+        servers.record(0, timeout_s=600)
+        yield servers
+
+
+@asynccontextmanager
+async def rollout(vllm: Servers, protocol: str = "split") -> AsyncIterator[tuple[ModelGateway, ModelEndpoint]]:
+    async with ModelGateway(wait_s=60) as gateway:
+        gateway.update_endpoints([{**vllm.record(0), "protocol": protocol}])
+        yield gateway, await gateway.open("t/default/0", "default")
+
+
+async def post(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions") -> Any:
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(model.base_url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+
+async def talk(model: ModelEndpoint, turns: int, **options: Any) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": "Täglich."}, {"role": "user", "content": "Begin."}]
+    for number in range(turns):
+        reply = await post(model, {"messages": messages, **options})
+        answer = reply["choices"][0]["message"]
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": f"Go {number}."}]
+    return messages[:-1]
+
+
+def check(recording: Recording) -> None:
+    for turn, raw in zip(recording.turns, recording.raw, strict=True):
+        sequence, part = recording.sequences[turn.sequence], slice(turn.token_start, turn.token_end)
+        assert list(sequence.tokens[part]) == raw["token_ids"]
+        assert list(sequence.logprobs[part]) == pytest.approx(raw["logprobs"], abs=1e-6)
+        assert turn.token_start == raw["prompt_tokens"]
+        text = bytes(t for t in raw["token_ids"] if t < 256).decode("utf-8", "replace")
+        held_back = "\ufffd"  # vLLM's detokenizer waits for the rest of a character that the answer ends in
+        assert text.rstrip(held_back) == raw["text"].rstrip(held_back)
+
+
+async def prompt_logprobs(vllm: Servers, tokens: list[int]) -> list[float]:
+    """What the engine says of these very ids, given as a prompt."""
+    record = vllm.record(0)
+    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+    body = {"model": record["model_name"], "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
+        async with session.post(record["url"] + "/v1/completions", json=body, ssl=pin) as response:
+            entries = json.loads(await response.text())["choices"][0]["prompt_logprobs"]
+    return [float("nan")] + [e[str(t)]["logprob"] for e, t in zip(entries[1:], tokens[1:], strict=True)]
+
+
+async def agrees(vllm: Servers, sequence: TokenSequence) -> None:
+    again = await prompt_logprobs(vllm, list(sequence.tokens))
+    pairs = [(a, b) for a, b, m in zip(sequence.logprobs, again, sequence.loss_mask, strict=True) if m]
+    assert pairs
+    assert max(abs(a - b) for a, b in pairs) < 1e-2
+
+
+def test_other_hosts_reach_the_proxy_alone_and_other_users_no_socket(vllm: Servers) -> None:
+    """The ports that torch.distributed opens for the engine's own processes are on the loopback."""
+    ports, rooms = listeners(vllm.processes[0].pid, loopback=False)
+    assert ports == [int(vllm.record(0)["url"].rpartition(":")[2])]
+    assert len(rooms) > 1
+    assert {Path(room).parent.stat().st_mode & 0o077 for room in rooms} == {0}
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 24}, {"max_tokens": 400, "logit_bias": {"256": 3.5}}])
+def test_a_conversation_of_random_bytes_is_one_sequence_of_the_ids_that_were_sampled(
+    vllm: Servers, options: dict[str, Any]
+) -> None:
+    """Cut off by the limit, and ended by the model itself: random bytes are no UTF-8: their text loses them."""
+
+    async def scenario() -> None:
+        async with rollout(vllm) as (gateway, model):
+            messages = await talk(model, 4, **options)
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        assert len(recording.turns) == 4
+        assert "\ufffd" in "".join(m["content"] for m in messages)
+        assert [m["content"] for m in recording.messages] == [m["content"] for m in messages]
+        assert len(recording.sequences) == 1
+        if options["max_tokens"] > 100:
+            assert "stop" in {t.finish_reason for t in recording.turns}
+        else:
+            assert {t.finish_reason for t in recording.turns} == {"length"}
+            await agrees(vllm, recording.sequences[0])  # (a bias changes what is sampled, not what a prompt scores)
+        text = bytes(t for t in recording.sequences[0].tokens if t < 256)
+        assert text.count(b"assistant\n") == 4
+        assert text.count("Täglich.".encode()) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: str) -> None:
+    """In the split protocol one sequence each, though an answer of random bytes is not what its text encodes to."""
+
+    async def scenario() -> None:
+        async with rollout(vllm, protocol) as (gateway, model):
+            history: list[Any] = [{"role": "user", "content": "Begin."}]
+            for _ in range(3):
+                reply = await post(model, {"system": "S", "messages": history, "max_tokens": 16}, "/messages")
+                assert reply["type"] == "message"
+                assert reply["stop_reason"] == "end_turn" or reply["usage"]["output_tokens"] == 16
+                history += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go."}]
+            counted = await post(model, {"system": "S", "messages": history}, "/messages/count_tokens")
+            items: list[Any] = [{"role": "user", "content": "Begin."}]
+            for _ in range(3):
+                body = {"instructions": "T", "input": items, "max_output_tokens": 16}
+                reply = await post(model, body, "/responses")
+                assert reply["status"] == "completed" or reply["usage"]["output_tokens"] == 16
+                items += [*reply["output"], {"role": "user", "content": "Go."}]
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        assert len(recording.turns) == 6
+        assert counted["input_tokens"] > len("SBegin.Go.Go.Go.")
+        if protocol == "split":
+            assert [turn.sequence for turn in recording.turns] == [0, 0, 0, 1, 1, 1]
+            for sequence in recording.sequences:
+                await agrees(vllm, sequence)
+
+    asyncio.run(scenario())
+
+
+def test_the_plain_endpoint_is_recorded_as_exactly(vllm: Servers) -> None:
+    async def scenario() -> None:
+        async with rollout(vllm, "plain") as (gateway, model):
+            await talk(model, 2, max_tokens=16)
+            await post(model, {"prompt": "abc", "max_tokens": 5}, "/completions")
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        assert len(recording.turns) == 3
+        for sequence in recording.sequences:
+            await agrees(vllm, sequence)
+
+    asyncio.run(scenario())
+
+
+def test_stop_strings_and_alternatives_take_the_plain_way(vllm: Servers) -> None:
+    async def scenario() -> None:
+        async with rollout(vllm) as (gateway, model):
+            body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6}
+            await post(model, {**body, "stop": ["\x00\x00\x00"]})
+            reply = await post(model, {**body, "n": 2})
+            assert len(reply["choices"]) == 2
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        assert len(recording.turns) == 3
+
+    asyncio.run(scenario())
+
+
+def test_editing_the_history_starts_a_new_sequence(vllm: Servers) -> None:
+    async def scenario() -> None:
+        async with rollout(vllm) as (gateway, model):
+            messages = await talk(model, 2, max_tokens=8)
+            messages[2]["content"] = "something else"
+            await post(model, {"messages": [*messages, {"role": "user", "content": "?"}], "max_tokens": 8})
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        assert [t.sequence for t in recording.turns] == [0, 0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_beyond_the_context_is_the_engines_400(vllm: Servers) -> None:
+    async def scenario() -> None:
+        async with rollout(vllm) as (_, model):
+            body = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
+                async with session.post(model.base_url + "/chat/completions", json=body) as response:
+                    assert response.status == 400
+                    assert "context length" in (await response.json())["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_without_max_tokens_the_whole_context_may_be_used(vllm: Servers) -> None:
+    async def scenario() -> None:
+        async with rollout(vllm) as (gateway, model):
+            messages = [{"role": "user", "content": "x" * (CONTEXT - 400)}]
+            first = await post(model, {"messages": messages, "max_tokens": 60})
+            answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+            last = {"messages": [*messages, answer, {"role": "user", "content": "go"}], "logit_bias": {"256": -100}}
+            await post(model, last)
+            recording = await gateway.close("t/default/0")
+        check(recording)
+        (sequence,) = recording.sequences
+        assert recording.turns[1].finish_reason == "length"
+        assert len(sequence.tokens) == CONTEXT
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+def test_one_seed_samples_the_same_tokens_again_and_another_seed_others(vllm: Servers, protocol: str) -> None:
+    async def sampled(seed: int) -> list[int]:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints([{**vllm.record(0), "protocol": protocol}])
+            model = await gateway.open("t/default/0", "default", seed=seed)
+            await talk(model, 2, max_tokens=16, temperature=1.0)
+            recording = await gateway.close("t/default/0")
+        return [t for s in recording.sequences for t, m in zip(s.tokens, s.loss_mask, strict=True) if m]
+
+    first, again, other = (asyncio.run(sampled(seed)) for seed in (11, 11, 12))
+    assert first == again
+    assert first != other
+
+
+async def serves(vllm: Servers, version: int) -> None:
+    """Waits until the server has loaded it, and the gateways' tokens can only be its."""
+    for _ in range(600):
+        if vllm.record(0)["weight_version"] == version:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"weights {version} were not loaded: {vllm.record(0)}")
+
+
+@pytest.fixture(scope="module")
+def other_weights(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tmp_path_factory.mktemp("other") / "tiny"
+    subprocess.run([interpreter, TINY_MODEL, str(model), "--seed", "1"], check=True, timeout=120)
+    return model
+
+
+def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: Servers, other_weights: Path) -> None:
+    """Requests by generate go on over the change, plain ones finish before it; none is lost or mislabelled."""
+    original = Path(vllm.entries[0]["model"]["path"])
+
+    async def keep_asking(model: ModelEndpoint, tokens: int, until: asyncio.Event) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]
+        while not until.is_set():
+            await post(model, {"messages": messages, "max_tokens": tokens, "logit_bias": {"256": -100}})
+
+    async def scenario() -> None:
+        async with ModelGateway(wait_s=60) as split, ModelGateway(wait_s=60) as plain:
+            split.update_endpoints([{**vllm.record(0), "protocol": "split"}])
+            plain.update_endpoints([{**vllm.record(0), "protocol": "plain"}])
+            gateways, changed = [split, split, split, plain, plain], asyncio.Event()
+            models = [await gateway.open(f"t/default/{n}", "default") for n, gateway in enumerate(gateways)]
+            lengths = [1200, 1200, 1200, 40, 40]
+            asking = [asyncio.create_task(keep_asking(m, n, changed)) for m, n in zip(models, lengths, strict=True)]
+            await asyncio.sleep(1.0)
+            first = await asyncio.to_thread(weights.publish, vllm.run, other_weights)
+            await serves(vllm, first.version)
+            await asyncio.sleep(0.5)
+            changed.set()
+            await asyncio.gather(*asking)
+            recordings = [await gateway.close(f"t/default/{n}") for n, gateway in enumerate(gateways)]
+        sequences = [s for recording in recordings for s in recording.sequences]
+        used = [{v for v, m in zip(s.weight_versions, s.loss_mask, strict=True) if m} for s in sequences]
+        assert {0, first.version} in used[: sum(len(r.sequences) for r in recordings[:3])]  # went on over the change
+        assert all(len(u) == 1 for u in used[sum(len(r.sequences) for r in recordings[:3]) :])  # plain ones did not
+        for version in (first.version, 0):
+            if version == 0:
+                again = await asyncio.to_thread(weights.publish, vllm.run, original)
+                await serves(vllm, again.version)
+            own = other = 0.0
+            for sequence in sequences:
+                scores = await prompt_logprobs(vllm, list(sequence.tokens))
+                columns = zip(sequence.logprobs, scores, sequence.loss_mask, sequence.weight_versions, strict=True)
+                for recorded, score, mask, sampled_by in columns:
+                    if mask and sampled_by == version:
+                        own = max(own, abs(recorded - score))
+                    elif mask:
+                        other = max(other, abs(recorded - score))
+            assert own < 1e-2
+            assert other > 0.1  # the two versions do differ
+
+    asyncio.run(scenario())

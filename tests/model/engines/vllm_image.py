@@ -1,0 +1,58 @@
+"""A real vLLM out of an Apptainer image: answers by generate, recorded exactly, and other weights in place.
+
+Not of the suite: it starts a vLLM for this alone. ``launchers/test tests/model/engines/vllm_image.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.rundir import weights
+from tests.support.places import TINY_MODEL
+from tests.support.serving import Servers, conversation
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+def test_vllm_in_an_image_is_recorded_exactly_and_loads_weights(
+    servers: Servers, tmp_path: Path, base_sif: Path
+) -> None:
+    """The image has Python and no compiler: the engine's virtual environment is bound into it, and compiles nothing."""
+    venv = os.environ["MEGAFLOW_ENGINE_VENV"]
+    models = [tmp_path / "tiny", tmp_path / "other"]
+    for seed, model in enumerate(models):
+        subprocess.run([f"{venv}/bin/python", TINY_MODEL, str(model), "--seed", str(seed)], check=True, timeout=120)
+    section = {"engine": "vllm", "path": str(models[0]), "gpus": 0, "python": venv, "image": str(base_sif)}
+    (numa,) = Path("/usr/lib").glob("*/libnuma.so.1")  # of the machine's packages, which the image lacks
+    binds = [f"{path}:{path}:ro" for path in (venv, numa)]
+    args = {"max-model-len": 2048, "dtype": "float32", "enforce-eager": True}
+    servers.start({**section, "binds": binds, "args": args}, "default", "--poll-s", "0.3", TORCH_COMPILE_DISABLE="1")
+    servers.record(0, timeout_s=600)
+
+    async def turn(number: int) -> set[int]:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints(servers.records())
+            model = await gateway.open("t/default/0", "default")
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
+                body = {"messages": conversation("hello"), "max_tokens": 20, "logit_bias": {"256": -100}}
+                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+            (sequence,) = (await gateway.close("t/default/0")).sequences
+        assert sum(sequence.loss_mask) == 20
+        return {v for v, m in zip(sequence.weight_versions, sequence.loss_mask, strict=True) if m}
+
+    assert asyncio.run(turn(0)) == {0}
+    weights.publish(servers.run, models[1])
+    deadline = time.monotonic() + 60
+    while servers.record(0)["weight_version"] != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert asyncio.run(turn(1)) == {1}

@@ -1,0 +1,292 @@
+"""The gateway before real servers: attribution, errors in the API's shape, streams, failover."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.engines.scripted import engine
+from megaflow_hpc.types import Budget, ModelEndpoint, Recording
+from tests.support.serving import Servers, conversation, descendants, in_loop
+
+ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
+
+
+async def call(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions", key: str | None = None):
+    headers = {"Authorization": f"Bearer {model.api_key if key is None else key}"}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(model.base_url + path, json=body, headers=headers) as response:
+            text = await response.text()
+            return response.status, text if response.content_type == "text/event-stream" else json.loads(text)
+
+
+def check_against_raw(recording: Recording) -> None:
+    """Ids and scores of every turn are those of the engine's raw answer."""
+    assert len(recording.raw) == len(recording.turns)
+    for turn, raw in zip(recording.turns, recording.raw, strict=True):
+        sequence = recording.sequences[turn.sequence]
+        part = slice(turn.token_start, turn.token_end)
+        assert list(sequence.tokens[part]) == raw["token_ids"]
+        assert list(sequence.logprobs[part]) == pytest.approx(raw["logprobs"])
+        assert set(sequence.loss_mask[part]) <= {1}
+        assert turn.token_start == raw["prompt_tokens"]
+
+
+@in_loop
+async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        texts = ["hello"]
+        for _ in range(3):
+            status, reply = await call(model, {"model": model.model_name, "messages": conversation(*texts)})
+            assert status == 200
+            assert reply["model"] == model.model_name
+            assert "token_ids" not in reply["choices"][0]
+            assert reply["choices"][0]["logprobs"] is None
+            texts += [reply["choices"][0]["message"]["content"], "go on"]
+        recording = await gateway.close("t/default/0")
+    check_against_raw(recording)
+    (sequence,) = recording.sequences
+    assert [m["content"] for m in recording.messages if m["role"] == "assistant"] == ["héllo", "again", "and again"]
+    assert bytes(t for t, m in zip(sequence.tokens, sequence.loss_mask, strict=True) if m and t < 256).decode() == (
+        "hélloagainand again"
+    )
+    assert list(sequence.tokens) == [*engine.render(recording.messages[:-1]), *b"and again", engine.END]
+    assert all(t.agent_s >= 0 and t.model_s > 0 and t.server == "default.0" for t in recording.turns)
+
+
+@in_loop
+async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
+    servers.script({"tasks": [{"when": f"<{n}>", "answers": [f"answer {n}"]} for n in range(20)]})
+    async with servers.gateway() as gateway:
+        models = [await gateway.open(f"t{n}/default/0", "default") for n in range(20)]
+        assert len({m.base_url for m in models}) == len({m.api_key for m in models}) == 20
+        await asyncio.gather(
+            *(call(m, {"messages": conversation(f"<{n}>")}) for n, m in enumerate(models) for _ in range(5))
+        )
+        for n in range(20):
+            recording = await gateway.close(f"t{n}/default/0")
+            assert [r["text"] for r in recording.raw] == [f"answer {n}"] * 5
+            check_against_raw(recording)
+
+
+@in_loop
+async def test_a_stream_carries_the_same_answer(servers: Servers) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        body = {"messages": conversation("hello"), "stream": True, "stream_options": {"include_usage": True}}
+        status, text = await call(model, body)
+        chunks = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert status == 200
+        assert chunks.pop() == "[DONE]"
+        parsed = [json.loads(c) for c in chunks]
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in parsed if c["choices"]) == "héllo"
+        assert parsed[-1]["usage"]["completion_tokens"] == 7
+        check_against_raw(await gateway.close("t/default/0"))
+
+
+@in_loop
+async def test_plain_completions_are_recorded(servers: Servers) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        status, reply = await call(model, {"prompt": "hello", "max_tokens": 3}, "/completions")
+        assert (status, reply["choices"][0]["finish_reason"]) == (200, "length")
+        recording = await gateway.close("t/default/0")
+    assert list(recording.sequences[0].tokens) == [*b"hello", *"héllo".encode()[:3]]
+    assert recording.turns[0].finish_reason == "length"
+
+
+@in_loop
+async def test_wrong_keys_and_closed_rollouts_are_refused(servers: Servers) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        other = await gateway.open("u/default/0", "default")
+        body = {"messages": conversation("hello")}
+        for key in ("", "x", other.api_key):
+            status, reply = await call(model, body, key=key)
+            assert (status, reply["error"]["type"]) == (401, "authentication_error")
+        elsewhere = ModelEndpoint(model.base_url.replace("/r/", "/r/0"), model.api_key, "")
+        assert (await call(elsewhere, body))[0] == 401
+        assert not (await gateway.close("t/default/0")).turns
+        assert (await call(model, body))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "status"),
+    [
+        ("/chat/completions", b"{", 400),
+        ("/chat/completions", b"[]", 400),
+        ("/chat/completions", b'{"messages": 3}', 400),
+        ("/nothing", b"{}", 404),
+        ("/messages", b"{}", 400),
+        ("/messages/count_tokens", b"{}", 400),
+        ("/responses", b"{}", 400),
+        ("/chat/completions", b'{"messages": [3]}', 400),
+    ],
+)
+@in_loop
+async def test_malformed_requests_get_the_apis_error_shape(
+    servers: Servers, path: str, data: bytes, status: int
+) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        async with aiohttp.ClientSession(headers={"x-api-key": model.api_key}) as session:
+            async with session.post(model.base_url + path, data=data) as response:
+                assert response.status == status
+                assert (await response.json())["error"]["message"]
+        assert not (await gateway.close("t/default/0")).turns
+
+
+@in_loop
+async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers) -> None:
+    servers.script(ECHO, **{"max-model-len": 50})
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        status, reply = await call(model, {"messages": conversation("hello" * 20)})
+        assert status == 400
+        assert "maximum context length is 50" in reply["error"]["message"]
+
+
+@in_loop
+async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        budgets = [(Budget(calls=2), "2 model calls"), (Budget(tokens=8), "8 tokens")]  # an answer has 7
+        for budget, named in budgets:
+            model = await gateway.open("t/default/0", "default", budget=budget)
+            answers = [await call(model, {"messages": conversation("hello")}) for _ in range(3)]
+            assert [status for status, _ in answers] == [200, 200, 429]
+            assert answers[2][1]["error"]["type"] == "rollout_budget_exceeded"
+            recording = await gateway.close("t/default/0")
+            assert len(recording.turns) == 2
+            assert named in recording.over_budget
+        model = await gateway.open("t/default/0", "default", budget=Budget(calls=2))
+        at_once = await asyncio.gather(*(call(model, {"messages": conversation("hello")}) for _ in range(5)))
+        assert sorted(status for status, _ in at_once) == [200, 200, 429, 429, 429]
+
+
+@in_loop
+async def test_without_a_server_calls_wait_and_then_fail_with_the_cause() -> None:
+    async with ModelGateway(wait_s=0.5) as gateway:
+        gateway.update_endpoints([{"server": "p.0", "policy": "p", "cause": "out of GPU memory: …"}])
+        model = await gateway.open("t/p/0", "p")
+        began = time.monotonic()
+        status, reply = await call(model, {"messages": conversation("hello")})
+        assert 0.4 < time.monotonic() - began < 5
+        assert (status, reply["error"]["type"]) == (503, "model_service_error")
+        assert "out of GPU memory" in reply["error"]["message"]
+        assert gateway.trouble("t/p/0")
+
+
+@in_loop
+async def test_a_rollout_cut_off_while_it_waits_for_a_server_knows_why() -> None:
+    async with ModelGateway(wait_s=60) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        assert not gateway.trouble("t/p/0")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call(model, {"messages": conversation("hello")}), 0.5)
+        assert "no server is registered" in gateway.trouble("t/p/0")
+
+
+@in_loop
+async def test_a_call_that_waits_goes_on_when_a_server_appears(servers: Servers) -> None:
+    async with ModelGateway(wait_s=30) as gateway:
+        model = await gateway.open("t/default/0", "default")
+        waiting = asyncio.create_task(call(model, {"messages": conversation("hello")}))
+        servers.script(ECHO)
+        await asyncio.to_thread(servers.record, 0)
+        # from another thread, as a worker rank's main thread does
+        await asyncio.to_thread(gateway.update_endpoints, servers.records())
+        assert (await waiting)[0] == 200
+        assert (await gateway.close("t/default/0")).turns[0].wait_s > 0
+
+
+@in_loop
+async def test_a_server_that_answers_500_is_left_for_another(servers: Servers) -> None:
+    servers.script({"tasks": [{"when": "hello", "answers": [{"status": 500}]}]})
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        models = [await gateway.open(f"t{n}/default/0", "default") for n in range(8)]
+        answers = await asyncio.gather(*(call(m, {"messages": conversation("hello")}) for m in models))
+        assert {status for status, _ in answers} == {200}
+        for n in range(8):
+            check_against_raw(await gateway.close(f"t{n}/default/0"))
+
+
+@in_loop
+async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None:
+    slow = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 0.3}]}]}
+    servers.script(slow)
+    servers.script(slow)
+    async with servers.gateway() as gateway:
+        models = [await gateway.open(f"t{n}/default/0", "default") for n in range(30)]
+
+        statuses: list[int] = []
+
+        async def rollout(model: ModelEndpoint) -> None:
+            for _ in range(4):
+                statuses.append((await call(model, {"messages": conversation("hello")}))[0])
+
+        working = asyncio.gather(*(rollout(m) for m in models))
+        while len(statuses) < 30:  # each server has answered some, and is answering
+            await asyncio.sleep(0.02)
+        left = descendants(servers.processes[0].pid)
+        servers.signal(0, signal.SIGKILL)
+        await working
+        assert statuses == [200] * 120
+        used = set()
+        for n in range(30):
+            recording = await gateway.close(f"t{n}/default/0")
+            check_against_raw(recording)
+            assert len(recording.turns) == 4
+            used |= {t.server for t in recording.turns}
+        assert used == {"default.0", "default.1"}
+    deadline = time.monotonic() + 15
+    while left and time.monotonic() < deadline:
+        alive = subprocess.run(["ps", "-o", "pid=", "-p", ",".join(map(str, left))], capture_output=True, text=True)
+        if not alive.stdout.strip():
+            break
+        await asyncio.sleep(0.1)
+    assert not alive.stdout.strip(), "the killed server's engine lives on"
+
+
+@in_loop
+async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(servers: Servers) -> None:
+    servers.script(ECHO)
+    record = servers.record(0)
+    impostor = Servers(servers.run.path / "other")
+    with impostor:
+        impostor.script(ECHO)
+        theirs = impostor.record(0)
+        async with ModelGateway(wait_s=1.5) as gateway:
+            gateway.update_endpoints([{**record, "url": theirs["url"]}])  # its address, our fingerprint
+            model = await gateway.open("t/default/0", "default")
+            status, reply = await call(model, {"messages": conversation("hello")})
+            assert status == 503
+            assert "FingerprintMismatch" in reply["error"]["message"]
+            gateway.update_endpoints([record])
+            assert (await call(model, {"messages": conversation("hello")}))[0] == 200
+
+
+@in_loop
+async def test_a_client_that_leaves_is_not_recorded(servers: Servers) -> None:
+    servers.script({"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.0}]}]})
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call(model, {"messages": conversation("hello")}), 0.3)
+        await asyncio.sleep(1.2)
+        assert not (await gateway.close("t/default/0")).turns

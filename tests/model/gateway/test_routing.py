@@ -1,0 +1,117 @@
+"""Which server is asked: affinity, weights, and servers that fail, on the router alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.gateway import router
+from megaflow_hpc.model.gateway.router import AFFINITY, Router, Server
+
+
+def routed(*weights: float, **more: Any) -> Router:
+    found = Router()
+    found.update(
+        [
+            {"server": f"p.{n}", "policy": "p", "url": f"http://h:{n}", "weight": weight, **more}
+            for n, weight in enumerate(weights)
+        ]
+    )
+    return found
+
+
+def pick(found: Router, previous: str = "", group: str = "") -> Server:
+    server = found.pick("p", previous, group)
+    assert server is not None
+    return server
+
+
+def test_groups_begin_at_the_same_server_at_every_gateway_and_spread_by_weight() -> None:
+    one, other = routed(1, 1, 2), routed(1, 1, 2)
+    homes = [pick(one, group=f"task{n}/p").name for n in range(4000)]
+    assert homes == [pick(other, group=f"task{n}/p").name for n in range(4000)]
+    counts = Counter(homes)
+    assert 850 < counts["p.0"] < 1150
+    assert 850 < counts["p.1"] < 1150
+    assert 1800 < counts["p.2"] < 2200
+
+
+def test_a_server_that_leaves_moves_only_its_own_groups() -> None:
+    before, after = routed(1, 1, 1), routed(1, 1, 1)
+    after.update([{"server": f"p.{n}", "policy": "p", "url": "http://h:1"} for n in (0, 1)])
+    for n in range(300):
+        home = pick(before, group=f"g{n}").name
+        assert home == "p.2" or pick(after, group=f"g{n}").name == home
+
+
+def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_asked() -> None:
+    found = routed(1, 1)
+    first, second = found.all()
+    first.outstanding = AFFINITY
+    assert pick(found, previous="p.0") is first
+    first.outstanding = AFFINITY + 1
+    assert pick(found, previous="p.0") is second
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_nobody_waits_for_servers_that_would_fail_again(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "HOPELESS_S", 0.3)
+    found, began = Router(), time.monotonic()
+    found.update([{"server": "p.0", "policy": "p", "cause": "no such option", "hopeless": True, "lasting": lasting}])
+    with pytest.raises(ModelServiceError, match=r"p\.0: no such option"):
+        asyncio.run(found.acquire("p", began + 60))
+    assert (time.monotonic() - began >= 0.3) != lasting
+
+
+def test_requests_in_flight_follow_the_weights() -> None:
+    found = routed(1, 3)
+    for n in range(400):
+        pick(found, group=f"g{n % 7}").outstanding += 1
+    light, heavy = found.all()
+    assert 2.8 < heavy.outstanding / light.outstanding < 3.2
+
+
+def test_a_failed_server_rests_longer_each_time_and_is_then_tried_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(router.time, "monotonic", lambda: now[0])
+    found = routed(1, 1)
+    first, second = found.all()
+    rests = []
+    for _ in range(9):
+        first.failed(began=now[0])
+        rests.append(first.rests_until - now[0])
+        assert pick(found, previous="p.0") is second
+        now[0] = first.rests_until + 0.01
+    assert rests == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    second.outstanding = 50
+    assert pick(found) is first
+    first.outstanding = 1
+    assert pick(found) is second, "one call tries it, no more"
+    first.succeeded()
+    assert pick(found) is first
+
+
+def test_one_outage_seen_by_many_calls_is_one_failure() -> None:
+    (server,) = routed(1).all()
+    began = time.monotonic() - 5
+    for _ in range(64):
+        server.failed(began)
+    assert server.failures == 1
+
+
+def test_a_server_that_goes_on_keeps_what_is_known_of_it_and_one_that_starts_anew_does_not() -> None:
+    found = routed(1, start="a")
+    (server,) = found.all()
+    server.outstanding, server.failures = 3, 2
+    record = {"server": "p.0", "policy": "p", "url": "http://h:0", "start": "a"}
+    found.update([{**record, "weight_version": 7, "weight": 4}])
+    assert found.all() == [server]
+    assert (server.weight_version, server.weight, server.failures) == (7, 4.0, 2)
+    found.update([{**record, "start": "b"}])
+    assert found.all() != [server]
+    assert found.all()[0].failures == 0

@@ -1,0 +1,270 @@
+"""An engine pool: one campaign's servers, asked by others with keys of their own, each user within caps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from megaflow_hpc.campaign import plan
+from megaflow_hpc.config import parse
+from megaflow_hpc.config.engine_pool import EnginePoolConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.server.tenants import Guests
+from megaflow_hpc.pod.master.endpoints import Endpoints
+from megaflow_hpc.rundir.engine_pool import Pool, digest_of
+from megaflow_hpc.rundir.layout import RunDir
+from tests.support.second_user import as_second_user
+from tests.support.serving import Servers, conversation
+
+
+def where(key: str) -> str:
+    return f"campaign.yaml: {key}"
+
+
+def planned(folder: Path, **fields: Any) -> RunDir:
+    run = RunDir(folder)
+    plan.write(plan.make(parse(fields), folder.parent, where), run)
+    return run
+
+
+@pytest.fixture
+def pool(servers: Servers, tmp_path: Path) -> RunDir:
+    """A pool of one scripted server that answers one request after the other in 0.2 s, and two at once a user."""
+    script = tmp_path / "script.yaml"
+    script.write_text(yaml.safe_dump({"default": [{"text": "from the pool", "delay_s": 0.2}]}))
+    model = {"engine": "scripted", "script": str(script), "gpus": 0}
+    servers.run = planned(tmp_path / "pool", name="pool", model=model, pool={"in_flight": 2})
+    servers.serve(0)
+    servers.record(0)
+    return servers.run
+
+
+def campaign(folder: Path, pool: RunDir, policy: str = "mine") -> RunDir:
+    """A member's run directory, as a plan with tasks makes it."""
+    run = RunDir(folder)
+    run.create()
+    Pool(pool.path).enrol(run, policy, Pool(pool.path).policy(policy))
+    return run
+
+
+def test_a_campaign_with_nothing_but_a_model_is_a_pool(tmp_path: Path) -> None:
+    script = tmp_path / "script.yaml"
+    script.write_text("default: [x]")
+    run = planned(tmp_path / "pool", name="pool", model={"engine": "scripted", "script": str(script)})
+    assert Pool(run.path).about() == {"default": 1}
+    assert run.read_run()["total"] == 0
+    with pytest.raises(ConfigError, match="tasks"):
+        parse({"name": "x", "agent": "oracle"})
+    with pytest.raises(ConfigError, match="no engine pool"):
+        Pool(tmp_path).policy("default")
+
+
+def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers, pool: RunDir, tmp_path: Path) -> None:
+    member = campaign(tmp_path / "member", pool)
+    endpoints = Endpoints(member, {"mine": 1})
+    assert endpoints.refresh()
+    (record,) = endpoints.all
+    assert record["policy"] == "mine"
+    assert record["key"] != servers.record(0)["key"]
+    assert not endpoints.unanswered
+    assert not any("key" in json.loads(file.read_text()) for file in Pool(pool.path).servers.iterdir())
+
+    async def scenario() -> str:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints(endpoints.all)
+            model = await gateway.open("t/mine/0", "mine")
+            headers = {"Authorization": f"Bearer {model.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as session:
+                body = {"messages": conversation("hello")}
+                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
+                    said = (await answer.json())["choices"][0]["message"]["content"]
+            recording = await gateway.close("t/mine/0")
+            assert recording.turns[0].server == "mine@default.0"
+            return said
+
+    assert asyncio.run(scenario()) == "from the pool"
+    guests = Guests(Pool(pool.path), {})
+    assert guests.user(record["key"])
+    (Pool(pool.path).members / digest_of(record["key"])).unlink()
+    assert Guests(Pool(pool.path), {}).user(record["key"]) is None
+
+
+def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
+    servers: Servers, pool: RunDir, tmp_path: Path
+) -> None:
+    records = []
+    for name in ("one", "two"):
+        endpoints = Endpoints(campaign(tmp_path / name, pool), {"mine": 1})
+        endpoints.refresh()
+        records += endpoints.all
+    assert records[0]["key"] != records[1]["key"]
+    owner = servers.record(0)
+
+    async def ask(record: dict[str, Any]) -> None:
+        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
+            body = {"messages": conversation("hello")}
+            async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
+                assert answer.status == 200, await answer.text()
+
+    async def scenario() -> float:
+        began = time.monotonic()
+        await asyncio.gather(*(ask(record) for record in records * 4))
+        return time.monotonic() - began
+
+    assert asyncio.run(scenario()) >= 0.2 * 8 / 2  # eight requests, two at once
+    asyncio.run(ask(owner))
+
+
+def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path) -> None:
+    """A link to a file of somebody else's does not make the linker somebody else."""
+    members = Pool(pool.path).members
+    campaign(tmp_path / "member", pool)
+    (own,) = Pool(pool.path).users()
+    (members / digest_of("hard")).hardlink_to(members / own)
+    (members / digest_of("soft")).symlink_to(own)
+    (members / "short").write_text("short")
+    assert list(Pool(pool.path).users()) == [own]
+
+
+def test_requests_a_second_are_spaced_for_each_user_apart(tmp_path: Path) -> None:
+    guests = Guests(Pool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
+
+    async def spend(name: str) -> float:
+        began = time.monotonic()
+        for _ in range(6):
+            async with guests.room(name):
+                pass
+        return time.monotonic() - began
+
+    async def scenario() -> tuple[float, float]:
+        slow, quick = await asyncio.gather(spend("slow"), spend("quick"))
+        return slow, quick
+
+    slow, quick = asyncio.run(scenario())
+    assert slow >= 5 / 20
+    assert quick < slow
+
+
+def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path: Path) -> None:
+    """As a campaign file is written down: every field that was left out is null."""
+    section = EnginePoolConfig.model_validate(
+        {"in_flight": 2, "users": {"quick": {"weight": 3}, "many": {"in_flight": 4}}}
+    )
+
+    async def most(guests: Guests, name: str) -> int:
+        inside, found = 0, 0
+
+        async def one() -> None:
+            nonlocal inside, found
+            async with guests.room(name):
+                inside += 1
+                found = max(found, inside)
+                await asyncio.sleep(0.01)
+                inside -= 1
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        return found
+
+    async def scenario() -> None:
+        guests = Guests(Pool(tmp_path), section.model_dump(mode="json"))
+        assert [await most(guests, name) for name in ("quick", "many", "other")] == [2, 4, 2]
+        guests.engine_answers(1)
+        assert await most(guests, "many") == 1
+
+    asyncio.run(scenario())
+
+
+MEMBER = """
+import http.client, json, os, pathlib, ssl, sys
+told = json.load(sys.stdin)
+sys.path.insert(0, told["package"])
+from megaflow_hpc.rundir.engine_pool import Pool, digest_of
+pool, key = Pool(told["pool"]), "the second user's key"
+if told["what"] == "enrol":
+    (pool.members / digest_of(key)).write_text(digest_of(key))
+    said = {"policies": pool.about()}
+    for what, path in told["closed"].items():
+        try:
+            os.listdir(path)
+            said[what] = "open"
+        except PermissionError:
+            said[what] = "closed"
+else:
+    (record,) = pool.records("default")
+    host, _, port = record["url"].removeprefix("https://").partition(":")
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
+    asked = []
+    for _ in range(told["requests"]):  # all are with the proxy before the first answer is read
+        asked.append(http.client.HTTPSConnection(host, int(port), timeout=60, context=ssl._create_unverified_context()))
+        asked[-1].request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer " + key})
+    said = {"status": [connection.getresponse().status for connection in asked]}
+print(json.dumps({"uid": os.stat("/proc/self").st_uid, **said}))
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that others may pass through: pytest's own are closed to them."""
+    folder = Path(tempfile.mkdtemp(prefix="megaflow-pool."))
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(servers: Servers, place: Path) -> None:
+    """Two real users and real sockets; the engine answers two at once, in the order in which it is asked."""
+    script = place / "script.yaml"
+    script.write_text(yaml.safe_dump({"default": [{"text": "from the pool", "delay_s": 0.1}]}))
+    model = {"engine": "scripted", "script": str(script), "gpus": 0, "args": {"slots": 2}}
+    servers.run = planned(place / "pool", name="pool", model=model, pool={"share": "group"})
+    servers.serve(0)
+    servers.record(0)
+    package = str(Path(plan.__file__).parents[2])
+    told = {"pool": str(servers.run.path), "package": package, "closed": {"keys": str(servers.run.endpoints)}}
+    found = as_second_user(MEMBER, {**told, "what": "enrol"}, member=True)
+    assert (found["policies"], found["keys"]) == ({"default": 1}, "closed")
+    endpoints = Endpoints(campaign(place / "member", servers.run), {"mine": 1})
+    endpoints.refresh()
+    (record,) = endpoints.all
+    assert len(set(Pool(servers.run.path).users().values())) == 2
+
+    async def scenario() -> int:
+        answered, first = 0, asyncio.Event()
+        headers = {"Authorization": f"Bearer {record['key']}"}
+        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def flood() -> None:
+                nonlocal answered
+                while True:
+                    body = {"messages": conversation("hello")}
+                    async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
+                        assert answer.status == 200, await answer.text()
+                    answered += 1
+                    first.set()
+
+            tasks = [asyncio.create_task(flood()) for _ in range(100)]
+            await first.wait()
+            before = answered
+            few = {**told, "what": "ask", "requests": 10}
+            said = await asyncio.to_thread(as_second_user, MEMBER, few, member=True)
+            between = answered - before
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert said["status"] == [200] * 10
+        return between
+
+    assert asyncio.run(scenario()) < 50, "in the engine's own order all of the flood goes before"

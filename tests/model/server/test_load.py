@@ -1,0 +1,113 @@
+"""How many servers a policy wants, and who lets them go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from megaflow_hpc.config.sections import ServerCount
+from megaflow_hpc.ledger import duty
+from megaflow_hpc.ledger.duty import Duty
+from megaflow_hpc.model.server.load import QUEUES, Load, wanted
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.slurm.accounting import JobState
+from tests.support.serving import Servers, conversation
+
+COUNT = ServerCount(min=0, max=4, queue=4, wait_s=10).model_dump()
+QUICKLY = ("--poll-s", "0.5", "--beat-s", "3")
+BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "asking", "expected"),
+    [
+        ([], False, 0),  # nobody asks
+        ([], True, 1),
+        ([IDLE], False, 0),
+        ([IDLE], True, 1),
+        ([BUSY], True, 2),
+        ([QUICK], True, 1),  # many wait, none for long
+        ([BUSY, BUSY], True, 3),
+        ([BUSY, IDLE], True, 2),  # the router will even that out
+        ([BUSY] * 4, True, 4),
+    ],
+)
+def test_servers_follow_what_waits(loads: list[Load], asking: bool, expected: int) -> None:
+    assert wanted(COUNT, loads, asking) == expected
+
+
+def test_queues_are_read_from_the_engines_own_metrics() -> None:
+    text = (
+        "# HELP vllm:num_requests_waiting Number of requests waiting.\n"
+        'vllm:num_requests_waiting{engine="0",model_name="default"} 3.0\n'
+        'vllm:num_requests_waiting{engine="1",model_name="default"} 2.0\n'
+        'vllm:num_requests_running{engine="0",model_name="default"} 8.0\n'
+    )
+    assert sum(float(n) for n in QUEUES.findall(text)) == 5
+
+
+def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
+    """One answer at a time: of six requests one is answered and five wait."""
+    servers.script({"default": [{"text": "slow", "delay_s": 1.5}]}, "default", *QUICKLY, slots=1)
+    record = servers.record(0)
+
+    async def ask(session: aiohttp.ClientSession) -> None:
+        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+        body = {"messages": conversation("hello")}
+        async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
+            assert answer.status == 200
+
+    async def scenario() -> dict[str, float]:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
+            over = asyncio.Event()
+
+            async def keep_asking() -> None:
+                while not over.is_set():
+                    await ask(session)
+
+            asking = [asyncio.create_task(keep_asking()) for _ in range(6)]
+            while (found := json.loads(servers.file(0).read_text())).get("heartbeat", 0) < 3:
+                await asyncio.sleep(0.2)
+            over.set()
+            await asyncio.gather(*asking)
+            return found
+
+    found = asyncio.run(scenario())
+    assert found["in_flight"] >= 5
+    assert found["waiting"] == found["in_flight"] - 1
+    assert found["wait_s"] > 1
+
+
+def test_one_process_does_the_chore_and_another_takes_it_over_when_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    monkeypatch.setattr(duty, "STALE_S", 0.3)
+    first, second, watcher = Duty(run, "chore", "first"), Duty(run, "chore", "second"), Duty(run, "chore")
+    assert watcher.holder() == ""
+    assert first.hold()
+    assert not second.hold()
+    assert watcher.holder() == "first"
+    assert first.hold()
+    assert watcher.proved()
+    time.sleep(0.4)
+    assert watcher.holder() == ""
+    assert not second.hold()  # it has seen the counter move just now, whenever that was
+    time.sleep(0.4)
+    assert second.hold()
+    assert not first.hold()
+    second.leave()
+    assert first.hold()
+
+
+def test_elements_that_wait_to_be_let_go_are_told_from_others() -> None:
+    assert JobState("1_0", "PENDING", "JobHeldUser").held
+    assert JobState("1_0", "PENDING", "JobHeldAdmin").held
+    assert not JobState("1_0", "PENDING", "Resources").held
+    assert not JobState("1_0", "RUNNING", "None").held

@@ -1,0 +1,218 @@
+"""The engine server's life: health, registration, refusal, drain, restart, failure with a cause."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.duty import SCALER, Duty
+from megaflow_hpc.model.engines import adapters, failure
+from megaflow_hpc.model.server.registration import assignment
+from megaflow_hpc.monitor.status import Monitor
+from tests.support.serving import Servers, conversation, descendants, listeners
+
+ANSWER = {"default": ["fine"]}
+SLOW = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.5}]}]}
+
+
+async def ask(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+    async with aiohttp.ClientSession() as session:
+        async with session.request(method, record["url"] + path, headers=headers, json=body, ssl=pin) as response:
+            await response.read()
+            return response.status
+
+
+def chat(record: dict, key: str | None, text: str = "hello"):
+    return ask(record, "POST", "/v1/chat/completions", key, {"messages": conversation(text)})
+
+
+def test_it_registers_once_it_completes_and_unregisters_when_told(servers: Servers) -> None:
+    servers.script(ANSWER)
+    record = servers.record(0)
+    assert record["server"] == "default.0"
+    assert record["heartbeat"] == 1
+    assert len(record["tls_fingerprint"]) == 64
+    assert stat.S_IMODE(servers.file(0).stat().st_mode) == 0o600
+    assert asyncio.run(chat(record, record["key"])) == 200
+    servers.signal(0, signal.SIGTERM)
+    assert servers.processes[0].wait(15) == 0
+    assert not list(servers.run.endpoints.iterdir())
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR2])
+def test_what_is_in_flight_is_answered_before_it_leaves(servers: Servers, which: signal.Signals) -> None:
+    servers.script(SLOW)
+    record = servers.record(0)
+
+    async def scenario() -> int:
+        late = asyncio.create_task(chat(record, record["key"]))
+        await asyncio.sleep(0.5)
+        servers.signal(0, which)
+        await asyncio.sleep(0.3)
+        assert not servers.file(0).exists()
+        assert await chat(record, record["key"]) == 503
+        return await late
+
+    assert asyncio.run(scenario()) == 200
+    assert servers.processes[0].wait(15) == 0
+
+
+def test_nothing_answers_without_the_key_and_only_listed_paths_with_it(servers: Servers) -> None:
+    servers.script(ANSWER)
+    record = servers.record(0)
+    admin = json.loads((servers.run.endpoints / ".default.0.admin").read_text())["key"]
+
+    async def scenario() -> None:
+        for key in (None, "", "wrong", record["key"][:-1]):
+            assert await chat(record, key) == 401
+            assert await ask(record, "GET", "/health", key) == 401
+        key = record["key"]
+        for method, path in (("GET", "/docs"), ("POST", "/collective_rpc"), ("GET", "/v1/chat/completions")):
+            assert await ask(record, method, path, key) == 404
+        assert await ask(record, "GET", "/v1/../docs", admin) == 404
+        assert await ask(record, "GET", "/v1/models", key) == 200
+
+    asyncio.run(scenario())
+
+
+def test_no_key_stands_on_a_command_line(servers: Servers) -> None:
+    servers.script(ANSWER)
+    record = servers.record(0)
+    tree = [servers.processes[0].pid, *descendants(servers.processes[0].pid)]
+    assert len(tree) >= 3
+    lines = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in tree)
+    assert record["key"] not in lines
+
+
+def test_only_the_proxy_listens_on_tcp(servers: Servers) -> None:
+    servers.script(ANSWER)
+    record = servers.record(0)
+    assert listeners(servers.processes[0].pid)[0] == [int(record["url"].rpartition(":")[2])]
+
+
+def test_a_crashed_engine_is_started_again(servers: Servers) -> None:
+    servers.script(ANSWER)
+    record = servers.record(0)
+    lifeline, engine = descendants(servers.processes[0].pid)
+    os.kill(engine, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while (again := servers.record(0))["started_at"] == record["started_at"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert again["url"] == record["url"]
+    assert asyncio.run(chat(again, again["key"])) == 200
+    assert not Path(f"/proc/{lifeline}").exists()
+
+
+def test_an_engine_that_cannot_start_leaves_one_line_of_cause(servers: Servers, tmp_path: Path) -> None:
+    servers.start({"engine": "scripted", "script": str(tmp_path / "none.yaml")})
+    assert servers.processes[0].wait(120) == 2  # no other start would find it, nor another node
+    failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
+    assert "none.yaml" in failed["cause"]
+    assert "\n" not in failed["cause"]
+    assert failed["policy"] == "default"
+    assert "url" not in failed
+
+
+def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers, tmp_path: Path) -> None:
+    """Three starts in a row, then the cause in one line of ``status``."""
+    program = tmp_path / "venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho 'torch.OutOfMemoryError: CUDA out of memory.' >&2\nexit 1\n")
+    program.chmod(0o755)
+    section = {"engine": "vllm", "path": "model", "python": str(program)}
+    servers.start(section)
+    assert servers.processes[0].wait(120) == 1
+    failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
+    assert failed["cause"] == "out of GPU memory: torch.OutOfMemoryError: CUDA out of memory."
+    assert (servers.run.logs / "default.0.engine.log").read_text().count("CUDA out of memory") == 3
+    (shown,) = Monitor(servers.run).servers()
+    assert shown["state"] == "failed"
+    assert shown["cause"] == failed["cause"]
+
+
+def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
+    servers.script(ANSWER)
+    servers.record(0)
+    (servers.run.ledger / "finished").touch()
+    assert servers.processes[0].wait(20) == 0
+
+
+def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers: Servers) -> None:
+    servers.script(ANSWER, "default", "--idle-s", "1")
+    record = servers.record(0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        servers.processes[0].wait(3)
+    assert asyncio.run(chat(record, record["key"])) == 200
+    assert servers.processes[0].wait(15) == 0
+
+
+def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_back(servers: Servers) -> None:
+    """With the exit status by which the batch script puts its element back into the queue, held."""
+    file = servers.run.path / "script.yaml"
+    file.write_text("default: [fine]")
+    section = {"engine": "scripted", "script": str(file)}
+    servers.start(section, "default", "--idle-s", "0.5", "--poll-s", "0.2", SLURM_ARRAY_JOB_ID="7")
+    record = servers.record(0)
+    assert asyncio.run(chat(record, record["key"])) == 200
+    with pytest.raises(subprocess.TimeoutExpired):
+        servers.processes[0].wait(3)
+    scaler = Duty(servers.run, SCALER, "somebody")
+    deadline = time.monotonic() + 60
+    while servers.processes[0].poll() is None and time.monotonic() < deadline:
+        assert scaler.hold()
+        time.sleep(0.5)
+    assert servers.processes[0].wait(15) == 75
+    assert not servers.file(0).exists()
+
+
+def test_array_elements_find_their_policy() -> None:
+    run = {"servers": [{"policy": "a", "model": {}}, {"policy": "b", "model": {}}]}
+    assert assignment(run, 1, None).name == "b.1"
+    assert assignment(run, None, "b").name == "b.1"
+    with pytest.raises(ConfigError, match="no model server 2: the campaign has 2"):
+        assignment(run, 2, None)
+    with pytest.raises(ConfigError, match="is of policy 'a'"):
+        assignment(run, 0, "b")
+
+
+def test_engine_options_become_flags() -> None:
+    options = {"max_model_len": 8, "enforce-eager": True, "no": False, "none": None, "x": {"a": 1}, "l": [1, 2]}
+    assert adapters.flags(options) == ["--max-model-len", "8", "--enforce-eager", "--x", '{"a": 1}', "--l", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("a\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nTraceback", "out of GPU memory"),
+        ("OSError: [Errno 98] Address already in use", "its port was taken"),
+        ("OSError: x does not appear to have a file named config.json", "the model cannot be found"),
+        ("noise\nValueError: odd thing\nEngineDeadError: See stack trace", "ValueError: odd thing"),
+        ("", "it printed nothing"),
+        ("WARNING 01-01 10:00:00 [x.py:1] No module named 'vllm._C'\nRuntimeError: boom", "RuntimeError: boom"),
+        ("Error: No such option: --frce-model", "it does not know an option"),
+        ("ERROR 01-01 10:00:00 [c.py:1] ValueError: No available memory for the cache blocks.", "out of GPU memory"),
+    ],
+)
+def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
+    found = failure.cause(log, 1)
+    assert expected in found
+    assert "\n" not in found
+
+
+def test_a_model_section_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    for section in ({"engine": "vllm"}, {"engine": "external"}, {"engine": "none"}, {"engine": "vllm", "python": "/x"}):
+        with pytest.raises(ConfigError):
+            adapters.launch(section, "p", tmp_path)

@@ -1,0 +1,320 @@
+"""Versions of weights: published whole or not at all, loaded by servers under load, refused where they do not run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+from openai import AsyncOpenAI
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.server.registration import Assignment
+from megaflow_hpc.model.server.weight_updates import Follower
+from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir.layout import RunDir
+from tests.support.serving import Servers, conversation, in_loop
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A campaign of two policies; the first one's model is a directory."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("tokens")
+    (model / "model.safetensors").write_bytes(b"old")
+    run = RunDir(tmp_path / "run")
+    run.create()
+    policies = {"a": {"model": {"engine": "vllm", "path": str(model)}}, "b": {"model": {"engine": "external"}}}
+    run.write_run({"policies": policies})
+    return run
+
+
+def trained(folder: Path, content: bytes = b"new") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def megaflow(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_version_is_a_whole_model_directory(run: RunDir, tmp_path: Path) -> None:
+    assert weights.current(run, "a") == weights.Version(policy="a")
+    first = weights.publish(run, trained(tmp_path / "step1"), "a")
+    assert (first.version, weights.current(run, "a").version) == (1, 1)
+    assert (Path(first.path) / "model.safetensors").read_bytes() == b"new"
+    assert (Path(first.path) / "tokenizer.json").read_text() == "tokens"  # what the trainer did not write
+    assert (tmp_path / "step1").exists()
+    second = weights.publish(run, trained(tmp_path / "step2"), "a", move=True)
+    assert second.version == 2
+    assert not (tmp_path / "step2").exists()
+    assert [v.version for v in weights.versions(run, "a")] == [1, 2]
+    assert not weights.versions(run, "b")
+
+
+def test_the_run_directory_can_be_moved(run: RunDir, tmp_path: Path) -> None:
+    weights.publish(run, trained(tmp_path / "step1"), "a")
+    moved = RunDir(run.path.rename(tmp_path / "elsewhere"))
+    assert Path(weights.current(moved, "a").path, "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("policy", [None, "b", "c"])
+def test_a_policy_whose_weights_are_not_ours_or_not_there_is_refused(
+    run: RunDir, tmp_path: Path, policy: str | None
+) -> None:
+    with pytest.raises(ConfigError):
+        weights.publish(run, trained(tmp_path / "x"), policy)
+
+
+def test_a_directory_without_weights_is_refused_and_nothing_stays(run: RunDir, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for source in (empty, tmp_path / "none"):
+        done = megaflow("weights", "publish", run, source, "--policy", "a")
+        assert done.returncode == 2
+        assert str(source) in done.stderr
+    assert not list(run.weights.iterdir())
+
+
+def adapter(folder: Path, about: str = '{"r": 8}') -> Path:
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"new")
+    (folder / "adapter_config.json").write_text(about)
+    return folder
+
+
+def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir, tmp_path: Path) -> None:
+    source = adapter(tmp_path / "adapter")
+    content = run.read_run()
+    for args, said in (({}, "enable-lora"), ({"enable-lora": True, "max-lora-rank": 4}, "of rank 8, and .* takes 4")):
+        content["policies"]["a"]["model"]["args"] = args
+        run.write_run(content)
+        with pytest.raises(ConfigError, match=said):
+            weights.publish(run, source, "a")
+    content["policies"]["a"]["model"]["args"] = {"enable_lora": True}
+    run.write_run(content)
+    with pytest.raises(ConfigError, match="tells no rank"):
+        weights.publish(run, adapter(tmp_path / "odd", "{}"), "a")
+    published = weights.publish(run, source, "a")
+    assert published.adapter
+    assert {p.name for p in Path(published.path).iterdir()} == {
+        *("adapter_config.json", "adapter_model.safetensors", weights.ABOUT)
+    }
+    assert not weights.publish(run, trained(tmp_path / "step"), "a").adapter
+    follower = Follower(run, Assignment(0, "a", content["policies"]["a"]["model"]))
+    assert follower.model(published) == content["policies"]["a"]["model"], "it lies on the campaign's own model"
+
+
+@in_loop
+async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_it_is_there(tmp_path: Path) -> None:
+    """A real engine's side of it: what arrives, over real sockets."""
+    arrived: list[tuple[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        arrived.append((request.path, await request.json()))
+        return web.json_response({})
+
+    application = web.Application()
+    application.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "engine.sock")).start()
+    proxy = Proxy(host="127.0.0.1")
+    await proxy.start()
+    proxy.opened = False
+    await proxy.attach(Launch(uds=str(tmp_path / "engine.sock")))
+    headers = {"Authorization": f"Bearer {proxy.key}"}
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{proxy.port}", headers=headers) as session:
+
+        async def ask(path: str) -> int:
+            async with session.post(path, json={"model": "solver", "prompt": "ä"}) as reply:
+                return reply.status
+
+        assert await ask("/v1/completions") == 503
+        proxy.opened, proxy.served_as = True, "solver@3"
+        for path in ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render"):
+            assert await ask(path) == 200
+        assert await ask("/v1/load_lora_adapter") == 404
+    await proxy.stop()
+    await runner.cleanup()
+    asked = [(path, body["model"]) for path, body in arrived]
+    assert asked == [
+        ("/v1/completions", "solver@3"),
+        ("/inference/v1/generate", "solver@3"),
+        ("/v1/chat/completions/render", "solver"),
+    ]
+    assert all(body["prompt"] == "ä" for _, body in arrived)
+
+
+def test_publishers_at_the_same_time_get_a_number_each_and_the_pointer_ends_at_the_last(
+    run: RunDir, tmp_path: Path
+) -> None:
+    sources = [trained(tmp_path / f"step{n}", f"{n}".encode()) for n in range(6)]
+    command = [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), "--policy", "a"]
+    started = [subprocess.Popen([*command, str(s)], stdout=subprocess.PIPE, text=True) for s in sources]
+    numbers = [int(process.communicate(timeout=60)[0]) for process in started]
+    assert sorted(numbers) == [1, 2, 3, 4, 5, 6]
+    assert weights.current(run, "a").version == 6
+    for number, source in zip(numbers, sources, strict=True):
+        published = run.weights / str(number) / "model.safetensors"
+        assert published.read_bytes() == (source / "model.safetensors").read_bytes()
+    assert not list(run.weights.glob(".*"))
+
+
+def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Path) -> None:
+    """At any instant: the pointer names a whole version, or the one before."""
+    weights.publish(run, trained(tmp_path / "good", b"x" * 1000), "a")
+    large = trained(tmp_path / "large", b"y" * 50_000_000)
+    for delay in (0.15, 0.2, 0.25, 0.3, 0.35):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), str(large), "--policy", "a"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        now = Path(weights.current(run, "a").path, "model.safetensors")
+        assert now.stat().st_size in (1000, 50_000_000)
+        for version in weights.versions(run):
+            assert Path(version.path, "model.safetensors").stat().st_size in (1000, 50_000_000)
+
+
+def test_old_versions_are_removed_and_the_current_one_never(run: RunDir, tmp_path: Path) -> None:
+    for step in range(4):
+        weights.publish(run, trained(tmp_path / f"step{step}"), "a", keep=2)
+    assert [v.version for v in weights.versions(run)] == [3, 4]
+    assert weights.prune(run, "a", 1) == [3]
+    assert weights.current(run, "a").version == 4
+
+
+# --- servers ---
+
+
+def answers(folder: Path, text: str, delay_s: float = 0.0) -> Path:
+    """The weights of a scripted engine."""
+    folder.mkdir()
+    (folder / "script.yaml").write_text(yaml.safe_dump({"default": [{"text": text, "delay_s": delay_s}]}))
+    return folder
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def fleet(servers: Servers, count: int, **settings: str) -> None:
+    file = servers.run.path / "script.yaml"
+    file.write_text(yaml.safe_dump({"default": [{"text": "old", "delay_s": 0.05}]}))
+    section = {"engine": "scripted", "script": str(file), "weights": settings}
+    for _ in range(count):
+        servers.start(section, "default", "--poll-s", "0.1")
+    for number in range(count):
+        servers.record(number)
+
+
+@pytest.mark.parametrize("update", ["rolling", "together"])
+def test_engines_that_load_nothing_in_place_are_started_anew_and_no_request_is_lost(
+    servers: Servers, tmp_path: Path, update: str
+) -> None:
+    fleet(servers, 2, update=update)
+
+    @in_loop
+    async def scenario() -> None:
+        async with servers.gateway() as gateway:
+            models = [await gateway.open(f"t/default/{n}", "default") for n in range(4)]
+            over = asyncio.Event()
+            said: list[set[str]] = [set() for _ in models]
+            fewest = 2
+
+            async def keep_asking(number: int) -> None:
+                model = models[number]
+                client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0)
+                while not over.is_set():
+                    reply = await client.chat.completions.create(model="x", messages=conversation("hello"))
+                    said[number].add(reply.choices[0].message.content or "")
+
+            async def look() -> None:  # as rank 0 does
+                nonlocal fewest
+                while not over.is_set():
+                    records = await asyncio.to_thread(servers.records)
+                    fewest = min(fewest, len(records))
+                    gateway.update_endpoints(records)
+                    await asyncio.sleep(0.1)
+
+            tasks = [asyncio.create_task(keep_asking(n)) for n in range(4)] + [asyncio.create_task(look())]
+
+            async def all_heard(text: str) -> None:
+                while not all(text in heard for heard in said):
+                    for task in tasks:
+                        if task.done():
+                            task.result()
+                    await asyncio.sleep(0.05)
+
+            await all_heard("old")
+            await asyncio.to_thread(weights.publish, servers.run, answers(tmp_path / "new", "new", 0.05))
+            await all_heard("new")
+            while {r["weight_version"] for r in await asyncio.to_thread(servers.records)} != {1}:
+                await asyncio.sleep(0.05)
+            over.set()
+            await asyncio.gather(*tasks)
+            assert said == [{"old", "new"}] * 4
+            if update == "rolling":
+                assert fewest == 1
+            for number in range(4):
+                recording = await gateway.close(f"t/default/{number}")
+                for turn, raw in zip(recording.turns, recording.raw, strict=True):
+                    sampled = recording.sequences[turn.sequence].weight_versions[turn.token_start : turn.token_end]
+                    assert set(sampled) == {{"old": 0, "new": 1}[raw["text"]]}
+
+    scenario()
+
+
+def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_before_serves(
+    servers: Servers, tmp_path: Path
+) -> None:
+    fleet(servers, 2, update="rolling")
+    broken = answers(tmp_path / "broken", "x")
+    (broken / "script.yaml").write_text("default: {")
+    weights.publish(servers.run, answers(tmp_path / "good", "good"))
+    until(lambda: [r["weight_version"] for r in servers.records()] == [1, 1])
+    weights.publish(servers.run, broken)
+    until(lambda: [bool(r.get("refused")) for r in servers.records()][:1] == [True])
+    (first, *_) = sorted(servers.records(), key=lambda r: r["server"])
+    assert first["weight_version"] == 1
+    assert first["refused"]["version"] == 2
+    assert "script.yaml" in first["refused"]["cause"]
+    started = servers.record(1)["started_at"]
+    until(lambda: megaflow("weights", "list", servers.run).stdout.count("script.yaml") >= 1)
+    time.sleep(1)  # several looks of the second server, which must not try
+    assert servers.record(1)["started_at"] == started
+    rows = {row["version"]: row for row in json.loads(megaflow("weights", "list", servers.run, "--json").stdout)}
+    assert rows[1]["servers"] == 2
+    assert rows[2]["current"] is True
+    weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again
+    until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3])
+
+
+def test_a_server_that_starts_later_starts_with_the_current_version(servers: Servers, tmp_path: Path) -> None:
+    fleet(servers, 1)
+    weights.publish(servers.run, answers(tmp_path / "new", "new"))
+    until(lambda: servers.records() and servers.records()[0]["weight_version"] == 1)
+    number = servers.start(servers.entries[0]["model"], "default")
+    assert servers.record(number)["weight_version"] == 1

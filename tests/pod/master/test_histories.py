@@ -1,0 +1,75 @@
+"""Whoever takes a killed pod's block over knows what had failed there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
+from megaflow_hpc.pod.master import histories
+from megaflow_hpc.pod.master.claimed_blocks import Holdings
+from megaflow_hpc.pod.master.histories import Histories, History
+from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.types import Attempt, Rollout
+
+
+def prepared(path: Path) -> RunDir:
+    run = RunDir(path)
+    run.create()
+    Ledger(run).create()
+    return run
+
+
+def holdings(run: RunDir, name: str) -> tuple[Events, Holdings]:
+    ledger, events = Ledger(run, PodIdentity(name, "0")), Events(run.event_file(name, "0"))
+    ledger.register()
+    return events, Holdings(run, ledger, events, lambda owner: 0, set)
+
+
+def say(events: Events, rollout: str, attempt: int, kind: str) -> None:
+    events.write("attempt", id=rollout, attempt=attempt, kind=kind, error="no engine answered", rank=1)
+    events.flush()
+
+
+def test_retries_that_a_killed_pod_has_used_up_are_not_given_again(tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run")
+    write_blocks(run, [Rollout(task, "p", 0, "a") for task in ("t0", "t1")], size=10)
+    (events, killed), (_, heir) = holdings(run, "a"), holdings(run, "b")
+    assert killed.claim() is not None
+    say(events, "t0/p/0", 0, "model")
+    say(events, "t0/p/0", 1, "sandbox-start")
+    say(events, "t1/p/0", 0, "preemption")  # nobody's failure
+    assert heir.claim() is None
+    assert heir.history("t0/p/0") is None
+    Ledger(run).mark_gone("a.0")
+    assert heir.claim() is not None
+    history = heir.history("t0/p/0")
+    assert history is not None
+    assert history.causes == ["model", "sandbox-start"]
+    assert [(a.attempt, a.status, a.error_kind) for a in history.attempts] == [
+        (0, "failed", "model"),
+        (1, "failed", "sandbox"),
+    ]
+    assert history.next_attempt == 2
+    assert heir.history("t1/p/0") is None
+
+
+def test_what_was_told_counts_beside_what_was_only_heard(tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run")
+    for pod, attempts in (("a", 1), ("b", 3)):
+        events = Events(run.event_file(pod, "0"))
+        for number in range(attempts):
+            say(events, "t/p/0", number, "node")
+        events.close()
+    with run.event_file("a", "0").open("a") as file:
+        file.write('{"t": 1, "event": "attempt", "id": "t/p/0", "att')  # killed while it wrote
+    known = Histories(run)
+    known.look_at_events()
+    assert (known.take("t/p/0") or History()).causes == ["node"] * 3
+    run.partial.mkdir(exist_ok=True)
+    told = History([Attempt(0, "cancelled"), Attempt(1, "failed")], ["model"], cuts=1)
+    histories.write(run, "c.0", {"t/p/0": told})
+    known = Histories(run)
+    known.look()
+    known.look_at_events()
+    assert (known.take("t/p/0") or History()).cuts == 1, "how often it was cut short outweighs"

@@ -1,0 +1,207 @@
+"""The master over real MPI, ledger and journal: causes of failure, bad ranks, groups, copies, limits of a campaign."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.pod.comm import ChildComm
+from megaflow_hpc.pod.scheduling.failures import RULES
+from megaflow_hpc.pod.wire import Link
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.frames import read_journal
+from megaflow_hpc.types import Rollout
+from tests.support import world
+
+
+class Played:
+    """What a world has left behind."""
+
+    def __init__(self, run: RunDir, state: str) -> None:
+        self.run, self.state = run, state
+        self.stored = [
+            record["trajectory"] for file in run.journal.iterdir() for _, record in read_journal(file)
+            if record["kind"] == "trajectory"
+        ]  # fmt: skip
+        self.events = [json.loads(line) for file in run.events.iterdir() for line in file.read_text().splitlines()]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.events if entry["event"] == event]
+
+    @property
+    def why(self) -> str:
+        return next(entry["why"] for entry in self.of("pod") if entry["state"] == "draining")
+
+
+def prepare(tmp_path: Path, tasks: Sequence[str], each: int = 1, **said: Any) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, [Rollout(task, "p", n, "a") for task in tasks for n in range(each)], pods=1)
+    (run.path / "world.json").write_text(json.dumps(said))
+    return run
+
+
+def play(tmp_path: Path, tasks: Sequence[str], ranks: int = 2, each: int = 1, **said: Any) -> Played:
+    """A world of rank 0 and ``ranks`` workers from its start to its end."""
+    return turn(prepare(tmp_path, tasks, each, **said), ranks)
+
+
+def turn(run: RunDir, ranks: int = 2) -> Played:
+    """A start of the pod of a world that is there."""
+    (run.report / "state").unlink(missing_ok=True)
+    command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks + 1), sys.executable, "-m"]
+    done = subprocess.run(
+        [*command, "tests.support.world", str(run.path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (run.report / "state").exists(), done.stderr
+    return Played(run, (run.report / "state").read_text())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_every_rollout_is_stored_once_with_so_many_worker_ranks(tmp_path: Path, ranks: int) -> None:
+    played = play(tmp_path, [f"ok_{n}" for n in range(150)], ranks, each=2)
+    assert played.state == "done"
+    assert Counter(t["id"] for t in played.stored) == {f"ok_{n}/p/{s}": 1 for n in range(150) for s in range(2)}
+    assert {t["status"] for t in played.stored} == {"completed"}
+    assert len(played.of("rollout")) == 300
+    assert {entry["rank"] for entry in played.of("worker")} == set(range(1, ranks + 1))
+
+
+@pytest.mark.parametrize("cuts", [1, 2])
+def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says(tmp_path: Path, cuts: int) -> None:
+    run = prepare(tmp_path, ["fails_sandbox-lost_b", "cut_a"])
+    for start in range(3):
+        (run.path / "world.json").write_text(json.dumps({"start": str(start), "scheduling": {"cuts": cuts}}))
+        played = turn(run)
+        assert played.state == ("done" if start == cuts else "drained")
+        if played.state == "done":
+            break
+        (run.partial / "half.json").write_text('{"rollouts": {"cut_a/p/0":')  # who was killed while writing it
+    stored = {trajectory["task_id"]: trajectory for trajectory in played.stored}
+    failed, stored = (stored[name] for name in ("fails_sandbox-lost_b", "cut_a"))
+    assert [attempt["attempt"] for attempt in failed["attempts"]] == [0, 1, 2], "retries are counted on"
+    kinds = [(attempt["attempt"], attempt["status"], attempt["error_kind"]) for attempt in stored["attempts"]]
+    first, second = (0, "cancelled", "walltime"), (1, "cancelled", "walltime")
+    if cuts == 2:
+        assert kinds == [first, second, (2, "completed", "")]
+        assert stored["reward"] == 1.0, "each attempt gets what the last one left"
+    else:
+        assert kinds == [first, (1, "failed", "walltime")]
+        assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
+        assert "scheduling.cuts: 1" in stored["error"]
+    assert [entry["kind"] for entry in played.of("attempt") if entry["id"] == "cut_a/p/0"] == ["walltime"] * 2
+    assert not run.partial.exists()
+
+
+def test_a_pod_of_one_process_does_the_same(tmp_path: Path) -> None:
+    run = prepare(tmp_path, [f"ok_{n}" for n in range(50)])
+    ours, theirs = socket.socketpair()
+
+    def serve() -> None:
+        player, link = world.Player(1), Link(theirs)
+        with theirs:
+            while True:
+                message = link.receive()
+                if message is None:
+                    continue
+                if message["op"] == "stop":
+                    return
+                for answer in player.answer(message):
+                    link.send(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    played = Played(run, world.lead(run, ChildComm(Link(ours))))
+    thread.join()
+    ours.close()
+    assert played.state == "done"
+    assert sorted(t["id"] for t in played.stored) == sorted(f"ok_{n}/p/0" for n in range(50))
+
+
+def test_each_cause_has_its_own_bound_and_the_rest_goes_on(tmp_path: Path) -> None:
+    causes = ["model", "sandbox-start", "sandbox-lost", "verifier", "user"]
+    played = play(tmp_path, [*(f"fails_{cause}" for cause in causes), *(f"ok_{n}" for n in range(40))])
+    assert played.state == "done"
+    failed = {t["task_id"].removeprefix("fails_"): t for t in played.stored if t["status"] == "failed"}
+    assert {cause: t["attempt"] for cause, t in failed.items()} == {cause: RULES[cause].retries for cause in causes}
+    assert {cause: t["error_kind"] for cause, t in failed.items()} == {cause: RULES[cause].kind for cause in causes}
+    assert sum(t["status"] == "completed" for t in played.stored) == 40
+    assert Counter(entry["kind"] for entry in played.of("attempt")) == {
+        cause: RULES[cause].retries for cause in causes if RULES[cause].retries
+    }
+
+
+def test_a_rank_on_which_no_sandbox_starts_is_left_out_and_named(tmp_path: Path) -> None:
+    played = play(tmp_path, [f"badnode_{n}" for n in range(120)])
+    assert played.state == "done"
+    assert {t["status"] for t in played.stored} == {"completed"}
+    assert len(played.stored) == 120
+    (excluded,) = [entry for entry in played.of("worker") if entry["state"] == "excluded"]
+    assert (excluded["rank"], excluded["node"]) == (1, "node1")
+    assert "sandboxes do not start on node1" in excluded["why"]
+    played.run.write_run({"version": "", "campaign": {"name": "bad"}, "total": 120})
+    (pod,) = Monitor(played.run).status()["pods"]
+    assert list(pod["excluded"]) == ["node1"]
+    assert pod["workers"] == 1
+
+
+def test_failures_that_look_systematic_pause_the_pod_and_give_the_rest_back(tmp_path: Path) -> None:
+    played = play(tmp_path, [f"fails_user_{n}" for n in range(400)], limits={"systematic": 20})
+    assert played.state == "paused"
+    assert 20 <= len(played.stored) < 400
+    assert "failed for one cause, user" in played.why
+    assert list((played.run.ledger / "released").iterdir())
+
+
+def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_runs(tmp_path: Path) -> None:
+    played = play(
+        tmp_path, [f"late_{n}" for n in range(20)], each=5, scheduling={"spare": 3, "groups": "together"},
+        samples={"p": 2},
+    )  # fmt: skip
+    assert played.state == "done"
+    assert len({t["id"] for t in played.stored}) == len(played.stored) == 100
+    statuses = {t["id"]: t["status"] for t in played.stored}
+    for n in range(20):
+        group = [statuses[f"late_{n}/p/{sample}"] for sample in range(5)]
+        assert group[0] == "cancelled", "the one that never ends was told to stop"
+        assert group.count("completed") >= 2
+        assert set(group) == {"completed", "cancelled"}
+    assert "the 2 rewards that were asked for" in next(t["error"] for t in played.stored if t["error"])
+
+
+def test_groups_without_signal_are_dropped_but_for_the_samples_tried_at_intervals(tmp_path: Path) -> None:
+    tasks = [f"{kind}_{n}" for n in range(30) for kind in ("solved", "mixed")]
+    played = play(tmp_path, tasks, each=8, scheduling={"signal_after": 2, "retry_every": 3})
+    assert played.state == "done"
+    assert len({t["id"] for t in played.stored}) == len(played.stored) == 480
+    done = Counter(t["task_id"].partition("_")[0] for t in played.stored if t["status"] == "completed")
+    assert done["mixed"] == 240
+    assert 30 * 4 <= done["solved"] < 240, "two of each group, and of the six behind them every third at least"
+
+
+def test_a_straggler_is_run_once_more_elsewhere_and_the_first_result_counts(tmp_path: Path) -> None:
+    played = play(tmp_path, ["stuck_0", *(f"ok_{n}" for n in range(60))], scheduling={"copies": True})
+    assert played.state == "done"
+    assert Counter(t["id"] for t in played.stored) == {**{f"ok_{n}/p/0": 1 for n in range(60)}, "stuck_0/p/0": 1}
+    (stuck,) = [t for t in played.stored if t["task_id"] == "stuck_0"]
+    assert (stuck["status"], stuck["attempt"]) == ("completed", 1)
+    assert [entry["id"] for entry in played.of("copy")] == ["stuck_0/p/0"]
+
+
+def test_a_limit_of_the_whole_campaign_pauses_the_pod(tmp_path: Path) -> None:
+    played = play(tmp_path, [f"ok_{n}" for n in range(20_000)], limits={"wall": 1e-6})
+    assert played.state == "paused"
+    assert "limits.wall is 1e-06" in played.why
+    assert 0 < len(played.stored) < 20_000

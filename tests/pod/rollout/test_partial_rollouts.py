@@ -1,0 +1,138 @@
+"""Rollouts that the end of an allocation cuts short, and that go on where they were."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc import Campaign, open_trajectories
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.environments.sandbox.provider import default_scratch
+from megaflow_hpc.pod.rollout.partial import new_name
+from megaflow_hpc.types import Rollout
+
+Make = Callable[..., Path]
+
+LATE_S = 4.0
+"""The second answers come so late that a pod which is asked to drain meanwhile has heard of it."""
+
+STEPS = """\
+schema_version = "1.4"
+[environment]
+docker_image = "base"
+workdir = "/app"
+[[steps]]
+name = "first"
+[steps.agent]
+user = "1000"
+[[steps]]
+name = "second"
+"""
+
+ENGINE = "engine: scripted, script: answers.yaml"
+SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 3}}\n"
+
+
+def block(command: str) -> str:
+    return f"THOUGHT: so.\n\n```mswea_bash_command\n{command}\n```"
+
+
+@pytest.fixture
+def start(tmp_path: Path, make_campaign: Make) -> Callable[[str, int], tuple[Run, str]]:
+    """Starts a campaign whose rollouts are of three commands each; its tests find out whether each ran exactly once.
+
+    The last task has a step before that, of one command.
+    """
+
+    def begin(extra: str, tasks: int) -> tuple[Run, str]:
+        mark = f"kept-{uuid.uuid4().hex}"
+        commands = [
+            f"mkdir /{mark} && echo one > log",
+            "rm /etc/issue; echo two >> log",
+            f"test -d /{mark} && echo three >> log",
+            "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+        ]
+        answers: list[Any] = [block(command) for command in commands]
+        answers[1] = {"text": answers[1], "delay_s": LATE_S}
+        easy = {"when": "Do the first.", "answers": [block("id -u > first"), answers[3]]}
+        (tmp_path / "answers.yaml").write_text(json.dumps({"tasks": [easy], "default": answers}))
+        test = f'[ "$(cat log)" = "$(printf "one\\ntwo\\nthree")" ] && [ -d /{mark} ] && [ ! -e /etc/issue ]'
+        path = make_campaign(tasks, extra, agent="mini-swe-agent", test=test)
+        reward = "then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+        files = {
+            "task.toml": STEPS,
+            "steps/first/instruction.md": "Do the first.",
+            "steps/first/tests/test.sh": f"if [ $(cat first) != 0 ]; {reward}",
+            "steps/second/instruction.md": "Do the second.",
+            "steps/second/tests/test.sh": f"if {test} && [ $(cat first) != 0 ]; {reward}",
+        }
+        for name, text in files.items():
+            file = tmp_path / "tasks" / "walk" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return Campaign.from_yaml(path).submit(launcher="local"), mark
+
+    return begin
+
+
+def drain(run: Run, mark: str, rollouts: int) -> None:
+    """Ends the pod while all its rollouts wait for the answer to their second call."""
+    assert run.local is not None
+    deadline = time.monotonic() + 90
+    while len(list(default_scratch().glob(f"owners/*/*/layer/upper/{mark}"))) < rollouts:
+        assert time.monotonic() < deadline, log(run)
+        time.sleep(0.05)
+    run.local.drain()
+    assert run.local.pod.wait(60) == 0
+    run.local.stop()
+
+
+def log(run: Run) -> str:
+    return (run.dir.logs / "pod-local.log").read_text()
+
+
+def partial(run: Run, rollout: str) -> Path:
+    """The file that is kept of a rollout."""
+    (path,) = run.dir.partial.glob(new_name(rollout).partition(".")[0] + ".*")
+    return path
+
+
+def test_rollouts_go_on_where_their_allocation_ended(start: Callable[[str, int], tuple[Run, str]]) -> None:
+    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 2)
+    drain(run, mark, 3)
+    assert not run.ledger.finished
+    damaged = partial(run, "task1/default/0")
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    again = Run(run.path)
+    assert again.resume(launcher="local")
+    again.wait(timeout_s=120)
+    assert again.ledger.finished, log(run)
+    assert not run.dir.partial.exists(), "nothing is left behind"
+    assert "damaged; the rollout starts anew" in log(run)
+    with open_trajectories(run.path) as store:
+        found = {row.id: row.trajectory() for row in store}
+    assert len(found) == 3
+    for trajectory in found.values():
+        steps = 2 if trajectory.task_id == "walk" else 1
+        assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", "", 1.0)
+        assert len(trajectory.sequences) == steps, "what comes later goes on from the tokens of what was kept"
+        assert len(trajectory.turns) == 2 * (steps - 1) + 4
+        first, second = trajectory.attempts
+        assert (first.attempt, first.status, first.error_kind) == (0, "cancelled", "walltime")
+        assert "its state was kept" in first.error
+        assert (second.attempt, second.status, trajectory.attempt) == (1, "completed", 1)
+    kept, anew = found["task0/default/0"], found["task1/default/0"]
+    rollout = Rollout("task0", "default", 0, "")
+    assert kept.seed == rollout.seed(7, 0), "the numbers of its calls go on"
+    assert anew.seed == replace(rollout, task_id="task1").seed(7, 1)
+    assert kept.agent_s is not None
+    assert kept.agent_s > LATE_S, "its time is that of both parts"

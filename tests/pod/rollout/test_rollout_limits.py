@@ -1,0 +1,87 @@
+"""What becomes of a rollout whose agent passes a limit of its sandbox: its own doing, and verified like any other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
+from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.rollout.rollout import execute
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Rollout, Sandbox, Task, Trajectory
+
+HOG = "python3 -c 'held = []\nwhile True: held.append(b\"x\" * 10_000_000)'"
+
+
+class Recovers:
+    """Passes the memory limit, reads what happened, and solves the task."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        result = await sandbox.exec(HOG, timeout_s=60)
+        await sandbox.exec(["sh", "-c", 'echo "$1" > /answer', "sh", result.breach])
+        return AgentResult()
+
+
+class Spins:
+    """Uses up its CPU time, then goes on as if nothing had been."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        await sandbox.exec("echo 'memory limit' > /answer")
+        while True:
+            await sandbox.exec("while :; do :; done", timeout_s=60)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    """Solved where /answer names the limit; the reference solution is the hog itself."""
+    root = tmp_path / "task"
+    for name, text in {
+        "task.toml": 'version = "1.0"\n[environment]\ndocker_image = "base"\nmemory_mb = 200\n',
+        "instruction.md": "Use much memory.\n",
+        "tests/test.sh": "grep -c 'memory limit' /answer > /logs/verifier/reward.txt || true\n",
+        "solution/solve.sh": f"echo 'memory limit' > /answer\n{HOG}\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return read_harbor_task(root)
+
+
+def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
+    base_sif: Path, tmp_path: Path, task: Task
+) -> None:
+    agents = {"oracle": "oracle", "recovers": f"{__name__}:Recovers", "spins": f"{__name__}:Spins"}
+    config = CampaignConfig.model_validate(
+        {
+            "name": "limits",
+            "tasks": str(tmp_path),
+            "agent": "nop",
+            "environment": {"network": "none", "limits": {"cpu_s": 3}},
+        }
+    )
+    policies = {name: Policy(agent=AgentConfig(name=agent)) for name, agent in agents.items()}
+
+    async def main() -> dict[str, Trajectory]:
+        async with ApptainerProvider(tmp_path / "scratch") as provider:
+            services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
+            rollouts = [Rollout(task.id, name, 0, agents[name]) for name in agents]
+            done = await asyncio.gather(*(execute(services, rollout, task, 0) for rollout in rollouts))
+            return {trajectory.policy: trajectory for trajectory in done}
+
+    found = asyncio.run(main())
+    remove_tree(tmp_path / "scratch")
+    assert {name: t.status for name, t in found.items()} == {
+        "oracle": "completed",
+        "recovers": "completed",
+        "spins": "truncated",
+    }
+    assert {t.error_kind for t in found.values()} == {"agent"}
+    assert "memory limit" in found["oracle"].error
+    assert found["recovers"].error.startswith("memory limit: ")
+    assert "cannot go on: cpu time limit: " in found["spins"].error
+    assert {name: t.reward for name, t in found.items()} == dict.fromkeys(agents, 1.0)

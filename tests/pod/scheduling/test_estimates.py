@@ -1,0 +1,62 @@
+"""Estimates: what has been seen little of leans on what is alike, and quantiles cover what they say."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import mean, pvariance
+
+from megaflow_hpc.pod.scheduling.estimates import Estimates
+
+
+def test_nothing_is_expected_before_anything_has_ended() -> None:
+    assert Estimates().expect("t", "p") is None
+
+
+def test_a_new_task_is_guessed_from_its_policy_and_an_old_one_from_itself() -> None:
+    estimates = Estimates()
+    for n in range(50):
+        estimates.observe(f"t{n % 10}", "fast", 10.0)
+        estimates.observe(f"t{n % 10}", "slow", 1000.0)
+    assert 9 < (estimates.expect("new", "fast") or 0) < 13
+    assert 800 < (estimates.expect("new", "slow") or 0) < 1100
+    for _ in range(20):
+        estimates.observe("odd", "fast", 300.0)
+    assert 200 < (estimates.expect("odd", "fast") or 0) < 310
+
+
+def test_the_95_percent_quantile_covers_19_of_20_later_durations() -> None:
+    draw = random.Random(3)
+    estimates = Estimates()
+    for _ in range(400):
+        estimates.observe("t", "p", math.exp(draw.gauss(4.0, 0.7)))
+    bound = estimates.expect("t", "p", 0.95) or 0.0
+    inside = sum(math.exp(draw.gauss(4.0, 0.7)) <= bound for _ in range(4000)) / 4000
+    assert 0.92 < inside < 0.975
+
+
+def test_what_was_learned_says_the_same_as_having_seen_it() -> None:
+    draw = random.Random(5)
+    seconds = [[math.exp(draw.gauss(task + 3.0, 0.4)) for _ in range(3)] for task in range(2)]
+    seen, told = Estimates(), Estimates()
+    rows = []
+    for task, each in enumerate(seconds):
+        logs = [math.log(one) for one in each]
+        rows.append((f"t{task}", "p", len(logs), mean(logs), pvariance(logs)))
+        for one in each:
+            seen.observe(f"t{task}", "p", one)
+    told.learn(rows)
+    for task in ("t0", "t1", "new"):
+        for quantile in (0.5, 0.9):
+            assert math.isclose(seen.expect(task, "p", quantile) or 0, told.expect(task, "p", quantile) or 1)
+
+
+def test_an_earlier_campaign_of_thousands_is_outweighed_by_some_rollouts_of_this_one() -> None:
+    estimates = Estimates()
+    estimates.learn([(f"t{n}", "p", 1000, math.log(1000.0), 0.1) for n in range(100)])
+    assert math.isclose(estimates.expect("t3", "p") or 0, 1000.0, rel_tol=0.01)
+    for _ in range(16):
+        estimates.observe("t3", "p", 100.0)
+        estimates.observe("t4", "p", 100.0)
+    assert (estimates.expect("t3", "p") or 0) < 250
+    assert (estimates.expect("new", "p") or 0) < 250

@@ -1,0 +1,110 @@
+"""Limits of a whole campaign, summed over what its pods have said."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.budget import Budget, Meter, cores_of, gpus_of
+from megaflow_hpc.rundir.layout import RunDir
+from tests.campaign.test_campaign import cli
+
+
+def said(run: RunDir, pod: str, *core_s: float, began: float | None = None) -> Path:
+    file = run.event_file(pod, "0")
+    first = {"t": time.time() if began is None else began, "event": "pod"}
+    lines = [first, *({"t": 0, "event": "progress", "core_s": value} for value in core_s), {"t": 0, "event": "claim"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"t": 1, "event": "prog')
+    return file
+
+
+def test_core_hours_are_summed_over_pods_from_the_last_that_each_has_said(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    budget = Budget(run, {"core_hours": 2.0})
+    assert budget.exceeded() == ""
+    said(run, "a", 10, 3600)
+    said(run, "b", 3000)
+    assert budget.exceeded() == ""
+    said(run, "b", 3000, 3700)
+    assert budget.exceeded() == "2.03 core-hours are used, limits.core_hours is 2"
+
+
+def test_the_wall_limit_counts_from_the_first_pod(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    budget = Budget(run, {"wall": 1.0})
+    said(run, "b")
+    assert budget.exceeded() == ""
+    said(run, "a", began=time.time() - 5400)
+    assert budget.exceeded() == "the first pod started 1.50 hours ago, limits.wall is 1"
+
+
+def test_cores_are_those_of_the_whole_allocation() -> None:
+    assert cores_of({"SLURM_JOB_CPUS_PER_NODE": "8(x3),4"}) == 28
+    assert cores_of({}) >= 1
+
+
+def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    budget = Budget(run, {"gpu_hours": 1.0})
+    assert budget.exceeded() == ""
+    for server, gpus, held_s in (("a.0", 2, 1000.0), ("a.0", 2, 500.0), ("a.2", 0, 9000.0), ("a.1", 1, 700.0)):
+        meter = Meter(run, server, gpus)
+        meter._began -= held_s
+        assert budget.exceeded() == ""
+        meter.tick()
+    assert budget.exceeded() == "1.03 GPU-hours are used, limits.gpu_hours is 1"
+    (run.gpus / "a.0.json").write_text('{"gpu_s"')  # half a file: what was read before still counts
+    assert budget.exceeded() == "1.03 GPU-hours are used, limits.gpu_hours is 1"
+
+
+def test_gpus_are_those_that_slurm_gave_the_element(tmp_path: Path) -> None:
+    assert gpus_of(1, {"SLURM_ARRAY_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}) == 4
+    assert gpus_of(1, {"SLURM_GPUS_ON_NODE": "4"}) == 1  # an allocation that servers share
+    assert gpus_of(2, {"SLURM_ARRAY_JOB_ID": "7"}) == 2
+
+
+def test_a_limit_is_raised_for_pods_that_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    said(run, "a", 7200)
+    running = Budget(run, {"core_hours": 1.0})
+    assert running.exceeded()
+    Budget(run, {"core_hours": 1.0}).raise_to({"core_hours": 3.0})
+    assert running.exceeded() == ""
+    Budget(run, {"core_hours": 1.0}).raise_to({"core_hours": None, "wall": 5.0})
+    assert running.limits() == {"core_hours": None, "gpu_hours": None, "wall": 5.0}
+    for wrong in ({"core_hours": 0.0}, {"failures": 3.0}):
+        with pytest.raises(ConfigError, match="limit"):
+            running.raise_to(wrong)
+
+
+def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_raised(
+    tmp_path: Path, make_campaign: Callable[..., Path]
+) -> None:
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    model = "model: {engine: scripted, script: answers.yaml}\nlimits: {gpu_hours: 1}\n"
+    run = Campaign.from_yaml(make_campaign(1, model, agent="oracle")).plan(launcher="local")
+    run.dir.gpus.mkdir()
+    (run.dir.gpus / "default.7.json").write_text('{"gpus": 1, "gpu_s": 7200}')  # of a server that was there before
+    run.start("local")
+    status = run.wait(120)
+    assert status["state"] == "stopped"
+    assert status["rollouts"]["pending"] == 1
+    assert status["pods"][0]["why"] == "2.00 GPU-hours are used, limits.gpu_hours is 1"
+    with pytest.raises(ConfigError, match=r"2\.00 GPU-hours .* --limit gpu_hours=HOURS"):
+        run.resume(launcher="local")
+    refused = cli("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=many")
+    assert refused.returncode == 2
+    done = cli("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=3", "--json")
+    status = json.loads(done.stdout)
+    assert (status["state"], status["rollouts"]["completed"]) == ("finished", 1)
+    assert json.loads((run.dir.gpus / "default.0.json").read_text())["gpu_s"] > 0

@@ -1,0 +1,1 @@
+"""What tests of several rooms share. Real components only; no test module imports another."""

@@ -1,0 +1,127 @@
+"""A lab of the test's own, to be broken; and what tests of labs ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.bench.faults import processes
+from megaflow_hpc.slurm import site
+from tests.support.places import LAUNCHERS
+
+LAB = LAUNCHERS / "lab.py"
+
+
+class Lab:
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))} | {"PATH": path}
+
+    def call(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(LAB), *words, "--dir", str(self.dir)],
+            env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+
+    def start(self) -> str:
+        done = self.call("start")
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.call("status", "--json").stdout)
+
+    def slurm(self, *words: str, timeout: float = 60) -> str:
+        env = self.env | {"SLURM_CONF": str(self.dir / "slurm.conf")}
+        done = subprocess.run(words, env=env, cwd=self.dir, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def kill(self, *names: str) -> None:
+        daemons = self.status()["daemons"]
+        for name in names:
+            assert alive(daemons[name])
+            os.kill(daemons[name]["pid"], signal.SIGKILL)
+        assert eventually(lambda: not any(alive(daemons[name]) for name in names))
+
+    def batch(self, script: str, *options: str) -> str:
+        """Submits a job whose output goes to LAB/JOB.out (array: JOB_ELEMENT.out); its id."""
+        file = self.dir / "job.sh"
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        return self.slurm("sbatch", "--parsable", *options, str(file)).split(";")[0]
+
+
+@contextmanager
+def cluster_beside(other: Path, directory: Path) -> Iterator[str]:
+    """A second cluster at the accounting of the lab in ``other``; its name."""
+    lab = Lab(directory)
+    done = lab.call("start", "--beside", str(other))
+    assert done.returncode == 0, done.stderr
+    try:
+        yield "lab" + json.loads((directory / "lab.json").read_text())["id"]
+    finally:
+        lab.call("stop")
+
+
+@contextmanager
+def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
+    """A started lab, ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
+    lab = Lab(directory)
+    directory.joinpath("site.conf").write_text(conf)
+    lab.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(directory / "slurm.conf"))
+            site.configuration.cache_clear()
+            yield lab
+    finally:
+        site.configuration.cache_clear()
+        lab.call("stop")
+
+
+def alive(daemon: dict[str, Any]) -> bool:
+    """Judged apart from the code under test: the process with this pid started at this tick."""
+    try:
+        fields = Path(f"/proc/{daemon['pid']}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in "ZX" and daemon["start"].endswith(f"/{fields[19]}")
+
+
+def eventually(condition: Any, timeout_s: float = 30) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def of_lab(directory: Path) -> list[str]:
+    """Command lines of processes that mention the lab's directory in their arguments or environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(directory).encode() in text:
+                found.append((entry / "cmdline").read_text(errors="replace"))
+    return found
+
+
+def processes_of(*words: str) -> list[int]:
+    """Pids of this host's processes that have each of ``words`` as an argument, ``srun`` apart; lowest first."""
+    return sorted(pid for pid, said in processes() if set(words) <= set(said) and "srun" not in said[0])

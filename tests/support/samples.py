@@ -1,0 +1,73 @@
+"""Trajectories as a campaign would leave them, and run directories that hold them."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories import JournalWriter
+from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+
+
+def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequence, list[tuple[int, int]]]:
+    """Prompt and answer, a few times over; and the spans of the answers."""
+    found = TokenSequence(policy)
+    spans = []
+    for _ in range(draw.randint(1, 3)):
+        prompt, answer = draw.randint(1, 40), draw.randint(1, 20)
+        found.tokens.extend(draw.randrange(2**31) for _ in range(prompt + answer))
+        found.logprobs.extend([math.nan] * prompt + [-10 * draw.random() for _ in range(answer)])
+        found.loss_mask.extend([0] * prompt + [1] * answer)
+        found.weight_versions.extend([-1] * prompt + [3] * answer)
+        spans.append((len(found.tokens) - answer, len(found.tokens)))
+    return found, spans
+
+
+def trajectory(number: int, task: str = "task", status: str = "completed", **changes: Any) -> Trajectory:
+    draw = random.Random(number)
+    sequences, turns = [], []
+    for place in range(number % 3):
+        one, spans = sequence(draw)
+        sequences.append(one)
+        turns += [Turn(place, a, b, "stop", draw.random(), 0.5, 0.25, 0.125, f"server-{place}") for a, b in spans]
+    fields = {
+        "id": f"{task}/default/{number}",
+        "task_id": task,
+        "group_id": f"{task}/default",
+        "policy": "default",
+        "agent": "mini-swe-agent",
+        "status": status,
+        "sample_index": number,
+        "node": "node-1",
+        "job_id": "17_3",
+        "reward": float(number % 2) if status in ("completed", "truncated") else None,
+        "rewards": {"tests": 0.5} if number % 2 else {},
+        "started_at": 1.7e9 + number,
+        "finished_at": 1.7e9 + number + 0.25,
+        "messages": [{"role": "user", "content": f"Ünïcode {'x' * number} 🦔"}, {"role": "assistant", "content": None}],
+        "sequences": sequences,
+        "turns": turns,
+        "attempts": [Attempt(0, status, "", "", "node-1", "17_3", 1.0, 2.0)],
+        "artifacts": [Artifact("patch.diff", draw.randbytes(number))] if number % 4 == 1 else [],
+        **changes,
+    }
+    return Trajectory(**fields)
+
+
+def run_dir(path: Path, name: str = "sample") -> RunDir:
+    run = RunDir(path)
+    run.create()
+    run.write_run({"campaign": {"name": name}})
+    return run
+
+
+def commit(run: RunDir, pod: str, *items: tuple[int, int, Trajectory], start: str = "0") -> list[int]:
+    """Writes one journal of (block, epoch, trajectory); returns the offset behind each."""
+    with JournalWriter(run.journal_file(pod, start)) as journal:
+        return [
+            journal.append({"kind": "trajectory", "block": block, "epoch": epoch, "trajectory": t.to_record()})
+            for block, epoch, t in items
+        ]

@@ -1,0 +1,153 @@
+"""Real model servers for tests: the wrapper process with a scripted or vLLM engine, and a gateway that knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.rundir.layout import RunDir
+
+
+class Servers:
+    """A run directory and the model servers that were started on it. Use it as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDir(folder / "run")
+        self.run.create()
+        self.entries: list[dict[str, Any]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start(self, model: Mapping[str, Any], policy: str = "default", *options: str, **env: str) -> int:
+        """Starts the wrapper of one more array element; its number."""
+        number = len(self.entries)
+        self.entries.append({"policy": policy, "model": dict(model)})
+        policies = {entry["policy"]: {"model": entry["model"]} for entry in self.entries}
+        about = {"campaign": {"name": "served"}, "total": 0}
+        self.run.write_run({"servers": self.entries, "policies": policies, **about})
+        self.serve(number, *options, **env)
+        return number
+
+    def serve(self, number: int, *options: str, **env: str) -> None:
+        """Starts the wrapper of an element that stands in run.json."""
+        self.entries = self.entries or self.run.read_run()["servers"]
+        command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
+        self.processes.append(subprocess.Popen(command, env=environment))
+
+    def script(self, script: Mapping[str, Any], policy: str = "default", *options: str, **args: Any) -> int:
+        """Starts a server that answers from ``script``."""
+        file = self.run.path / f"script{len(self.entries)}.yaml"
+        file.write_text(yaml.safe_dump(dict(script)))
+        return self.start({"engine": "scripted", "script": str(file), "args": args}, policy, *options)
+
+    def file(self, number: int) -> Path:
+        return self.run.endpoint(f"{self.entries[number]['policy']}.{number}")
+
+    def record(self, number: int, timeout_s: float = 180.0) -> dict[str, Any]:
+        """The endpoint file, once it is there."""
+        deadline = time.monotonic() + timeout_s
+        while not self.file(number).exists():
+            if self.processes[number].poll() is not None or time.monotonic() > deadline:
+                log = self.run.logs / f"{self.entries[number]['policy']}.{number}.engine.log"
+                tail = log.read_text()[-3000:] if log.exists() else "no log"
+                raise AssertionError(f"server {number} did not register: {self.processes[number].poll()}\n{tail}")
+            time.sleep(0.02)
+        return json.loads(self.file(number).read_text())
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(f.read_text()) for f in self.run.endpoints.glob("*.json")]
+
+    def signal(self, number: int, which: signal.Signals) -> None:
+        self.processes[number].send_signal(which)
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, **options: Any) -> AsyncIterator[ModelGateway]:
+        """A gateway that knows the servers there are now."""
+        await asyncio.gather(*(asyncio.to_thread(self.record, n) for n in range(len(self.entries))))
+        async with ModelGateway(**options) as gateway:
+            gateway.update_endpoints(self.records())
+            yield gateway
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def conversation(*texts: str) -> list[dict[str, str]]:
+    """User and assistant in turn."""
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
+
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""As /proc/net writes 127.0.0.1, ::1 and ::ffff:127.0.0.1."""
+
+
+def listeners(pid: int, loopback: bool = True) -> tuple[list[int], list[str]]:
+    """Where ``pid`` and what it started listen: TCP ports, and paths of Unix sockets."""
+    inodes = set()
+    for process in {pid, *descendants(pid)}:
+        for fd in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+            except OSError:
+                pass
+    rows = [row.split() for t in ("tcp", "tcp6") for row in Path(f"/proc/net/{t}").read_text().splitlines()[1:]]
+    addresses = [row[1].rpartition(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    ports = [int(port, 16) for address, _, port in addresses if loopback or address not in LOOPBACK]
+    local = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sorted(ports), sorted({row[7] for row in local if len(row) > 7 and row[6] in inodes})
+
+
+def descendants(pid: int) -> Sequence[int]:
+    """Processes that ``pid`` started, and theirs."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found, todo = [], [pid]
+    while todo:
+        parent = todo.pop()
+        children = [p for p, pp in pairs if pp == parent]
+        found += children
+        todo += children
+    return found
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    """Engine servers over a run directory below ``tmp_path``; all of them end with the test."""
+    with Servers(tmp_path) as started:
+        yield started

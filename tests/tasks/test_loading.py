@@ -1,0 +1,217 @@
+"""Harbor directories and Dockerfiles: what is read, and how what is wrong is said."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments.images.resolve import resolve_images
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.types import Limits, Task
+
+TOML = """\
+version = "1.0"
+[metadata]
+difficulty = "easy"
+[agent]
+timeout_sec = 120.0
+[verifier]
+timeout_sec = 30
+env = { MODE = "strict" }
+[environment]
+docker_image = "org/base:1"
+workdir = "/app"
+cpus = 2
+memory = "2G"
+storage_mb = 500
+allow_internet = false
+"""
+
+
+def write_task(root: Path, name: str = "one", toml: str = TOML, dockerfile: str | None = None) -> Path:
+    task = root / name
+    (task / "tests").mkdir(parents=True)
+    (task / "environment").mkdir()
+    (task / "task.toml").write_text(toml)
+    (task / "instruction.md").write_text("Fix it.\n")
+    (task / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    if dockerfile is not None:
+        (task / "environment" / "Dockerfile").write_text(textwrap.dedent(dockerfile))
+    return task
+
+
+def test_a_task_is_read_with_its_limits_and_survives_json(tmp_path: Path) -> None:
+    task = read_harbor_task(write_task(tmp_path))
+    assert (task.id, task.image, task.workdir, task.instruction) == ("one", "org/base:1", "/app", "Fix it.\n")
+    assert (task.agent_timeout_s, task.verifier_timeout_s, task.network) == (120.0, 30.0, "gateway")
+    assert task.limits == Limits(memory_mb=2048, cpus=2.0, disk_mb=500)
+    assert task.metadata["difficulty"] == "easy"
+    assert task.metadata["harbor"]["verifier"]["env"] == {"MODE": "strict"}
+    assert task.metadata["harbor"]["upload_environment"]
+    assert Task.from_dict(task.to_dict()) == task
+
+
+def test_the_later_schema_and_host_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_TEST", "t1")
+    monkeypatch.setenv("MEGAFLOW_TASK_ENV", "OTHER, TOKEN_OF_TEST")
+    toml = """\
+    schema_version = "1.4"
+    [task]
+    name = "org/one"
+    [environment]
+    docker_image = "i"
+    network_mode = "public"
+    memory_mb = 64
+    [environment.env]
+    A = "${TOKEN_OF_TEST}-${ABSENT_OF_TEST:-dflt}"
+    """
+    task = read_harbor_task(write_task(tmp_path, toml=textwrap.dedent(toml)))
+    assert (task.network, task.limits.memory_mb, dict(task.env)) == (None, 64, {"A": "t1-dflt"})
+
+
+def test_an_image_with_a_dockerfile_takes_only_its_workdir(tmp_path: Path) -> None:
+    toml = '[environment]\ndocker_image = "i"\n'
+    text = "FROM a AS b\nWORKDIR /x\nFROM b\nWORKDIR /srv\nWORKDIR app\nRUN <<END\nrm -rf /\nEND\n"
+    task = read_harbor_task(write_task(tmp_path, toml=toml, dockerfile=text))
+    assert (task.image, task.workdir, task.metadata["harbor"]["upload_environment"]) == ("i", "/srv/app", False)
+
+
+def test_a_dockerfile_that_only_names_its_base_needs_no_build(tmp_path: Path) -> None:
+    text = 'ARG TAG=12\nFROM debian:${TAG}\nENV A="x y"\nWORKDIR /w\nCMD ["sh"]\n'
+    task = read_harbor_task(write_task(tmp_path, toml="", dockerfile=text))
+    assert (task.image, task.workdir, dict(task.env)) == ("debian:12", "/w", {"A": "x y"})
+    assert "dockerfile" not in task.metadata["harbor"]
+
+
+def test_tasks_with_equal_dockerfiles_share_an_image_and_others_do_not(tmp_path: Path) -> None:
+    text = "FROM debian:12\nCOPY data /data\n"
+    paths = [write_task(tmp_path, name, "", text) for name in ("a", "b", "c")]
+    for path, data in zip(paths, ("1", "1", "2"), strict=True):
+        (path / "environment" / "data").write_text(data)
+    images = [read_harbor_task(path).image for path in paths]
+    assert images[0] == images[1] != images[2]
+    assert images[0].startswith("debian:12+")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("timeout_sec = 120.0", 'timeout_sec = "long"'),
+            r"task\.toml:5: \[agent\] timeout_sec = 'long': expected a number",
+        ),
+        (
+            ("timeout_sec = 30", "timeout_sec = -1"),
+            r"task\.toml:7: \[verifier\] timeout_sec = -1: expected a number above 0",
+        ),
+        (('memory = "2G"', 'memory = "lots"'), r"task\.toml:13: .*memory = 'lots': expected a size"),
+        (('workdir = "/app"', 'workdir = "app"'), r"task\.toml:11: .*workdir = 'app': expected an absolute path"),
+        (
+            ('"strict"', '"${HOME}"'),
+            r"task\.toml:8: .*HOME to be let through: .* MEGAFLOW_TASK_ENV=HOME",
+        ),
+        (("cpus = 2", "gpus = 1"), r"task\.toml:12: .*gpus = 1: expected none"),
+        (("allow_internet = false", 'network_mode = "some"'), r"task\.toml:15: .*network_mode = 'some'"),
+        (
+            ('difficulty = "easy"', 'sandbox_mode = "some"'),
+            r"task\.toml:3: .*sandbox_mode = 'some': expected ephemeral or",
+        ),
+        (("[metadata]", "[metadata"), r"task\.toml: not valid TOML"),
+        (('docker_image = "org/base:1"', ""), r"neither \[environment\] docker_image nor environment/Dockerfile"),
+        (
+            ("[agent]", '[[steps]]\nname = "a/b"\n[agent]'),
+            r"task\.toml:5: \[steps\] name = 'a/b': expected the name",
+        ),
+        (
+            ('version = "1.0"', 'schema_version = "1.5"'),
+            r"task\.toml:1: schema_version = '1\.5': .* at most 1\.4",
+        ),
+        (("cpus = 2", 'os = "windows"'), r"task\.toml:12: .*os = 'windows': expected linux"),
+        (("cpus = 2", 'mcp_servers = [{name = "m"}]'), r"task\.toml:12: .*mcp_servers = \['m'\]: expected none"),
+        (('version = "1.0"', 'artifacts = ["../x"]'), r"task\.toml:1: artifacts = '\.\./x': expected a path without"),
+        (
+            ('version = "1.0"', 'artifacts = [{source = "/x", service = "db"}]'),
+            r"task\.toml:1: .*service = 'db': expected main",
+        ),
+        (
+            ("[agent]", '[[verifier.collect]]\ncommand = "dump"\nservice = "db"\n[agent]'),
+            r"task\.toml:6: \[verifier\.collect\] service = 'db': expected main",
+        ),
+    ],
+)
+def test_a_wrong_task_names_file_line_value_and_remedy(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    assert change[0] in TOML
+    with pytest.raises(ConfigError, match=said):
+        read_harbor_task(write_task(tmp_path, toml=TOML.replace(*change, 1)))
+
+
+def test_a_task_without_tests_or_with_services_is_refused(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (task / "tests" / "test.sh").unlink()
+    with pytest.raises(ConfigError, match=r"one/tests/test\.sh: missing; .* add tests/test\.sh"):
+        read_harbor_task(task)
+    (task / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(ConfigError, match="several services"):
+        read_harbor_task(task)
+
+
+def test_a_task_cannot_do_without_a_file_that_its_harborignore_leaves_out(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (task / "tests" / ".harborignore").write_text("*.sh\n")
+    with pytest.raises(
+        ConfigError, match=r"one/tests/test\.sh: needed, but left out by a \.harborignore; .*'!test\.sh'"
+    ):
+        read_harbor_task(task)
+    (task / "tests" / ".harborignore").write_text("*.sh\n!test.sh\n")
+    read_harbor_task(task)
+    (task / "tests" / ".harborignore").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"tests/\.harborignore: cannot be read as UTF-8"):
+        read_harbor_task(task)
+
+
+def test_sources_are_globbed_filtered_and_limited(tmp_path: Path) -> None:
+    for name in ("c", "a", "b", "d-slow"):
+        write_task(tmp_path / "tasks", name)
+    (tmp_path / "tasks" / "README").write_text("not a task")
+    (tmp_path / "tasks" / "notes").mkdir()
+    source: dict[str, Any] = {"path": "tasks/*", "include": (), "exclude": ("*-slow",), "limit": 2}
+    assert [task.id for task in load_tasks([source], tmp_path)] == ["a", "b"]
+    assert [task.id for task in load_tasks(["tasks/a", {"path": "tasks/*", "include": ["d*"]}], tmp_path)] == [
+        "a",
+        "d-slow",
+    ]
+
+
+def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Path) -> None:
+    write_task(tmp_path / "x", "same")
+    write_task(tmp_path / "y", "same")
+    with pytest.raises(ConfigError, match=r"same is there twice: .*/x/same and .*/y/same"):
+        load_tasks(["x/*", "y/*"], tmp_path)
+    (tmp_path / "old" / "t").mkdir(parents=True)
+    (tmp_path / "old" / "t" / "task.yaml").write_text("instruction: x\n")
+    with pytest.raises(ConfigError, match=r"old/t/task\.yaml: .*harbor task migrate -i .*/old/t -o OUTPUT"):
+        load_tasks(["old/*"], tmp_path)
+    for source, said in (("z/*", "no Harbor task directory"), ("x", r"write x/\*"), ("t.jsonl", "t.jsonl")):
+        with pytest.raises(ConfigError, match=said):
+            load_tasks([source], tmp_path)
+    with pytest.raises(ConfigError, match=r"none is left by include \['nope'\]"):
+        load_tasks([{"path": "x/*", "include": ["nope"]}], tmp_path)
+
+
+def test_an_image_that_is_not_mapped_names_task_and_remedy(tmp_path: Path) -> None:
+    task = read_harbor_task(write_task(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"environment\.images: image 'org/base:1', which .*one/task\.toml asks for, is not mapped"
+    ):
+        resolve_images([task], {"other": "x.sif"}, tmp_path, store=tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"org/base:1: .*/x\.sif: no such file"):
+        resolve_images([task], {"org/base:1": "x.sif"}, tmp_path, store=tmp_path / "store")
+    (tmp_path / "x.sif").write_text("")
+    found = resolve_images([task], {"org/base:1": "x.sif"}, tmp_path, store=tmp_path / "store")
+    assert found == {"org/base:1": str(tmp_path / "x.sif")}
+    assert not (tmp_path / "store").exists()

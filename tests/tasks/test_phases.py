@@ -1,0 +1,324 @@
+"""What comes after and between agents: steps, users, artifacts, separate verifiers; in real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments.images.resolve import resolve_images
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.artifacts import MAX_FILE
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.tasks.loading import prepare
+from megaflow_hpc.tasks.steps import StepVerdict, combine, goes_on, steps_of
+from megaflow_hpc.tasks.validation import Validation, validate
+from megaflow_hpc.tasks.verifier import Court, Verdict, verify
+from megaflow_hpc.types import Task
+
+STEPS = """\
+schema_version = "1.4"
+multi_step_reward_strategy = "mean"
+artifacts = ["/app/log"]
+[environment]
+docker_image = "base"
+workdir = "/app"
+[agent]
+timeout_sec = 650
+[verifier]
+timeout_sec = 620
+env = { WHO = "all" }
+[solution]
+env = { WORD = "solved" }
+[[steps]]
+name = "first"
+min_reward = 0.5
+[steps.agent]
+timeout_sec = 630
+user = "1000"
+[steps.healthcheck]
+command = "test -f ready"
+[[steps]]
+name = "second"
+min_reward = { reward = 0, extra = 0 }
+[steps.verifier]
+timeout_sec = 610
+env = { WHO = "second" }
+"""
+
+
+def write_files(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return root
+
+
+def write_steps(tmp_path: Path, **more: str) -> Path:
+    files = {
+        "task.toml": STEPS,
+        "tests/.harborignore": "*.draft\n",
+        "tests/notes.draft": "",
+        "steps/first/solution/.harborignore": "/large\n",
+        "steps/first/solution/large": "",
+        "tests/common.sh": "test -e /tests/notes.draft && exit 1; n=$(grep -c $WORDS log 2>/dev/null || true)\n",
+        "steps/first/instruction.md": "<!-- a canary of the benchmark -->\n# another CANARY\n\nDo the first.\n",
+        "steps/first/workdir/setup.sh": "touch ready; echo begun >> log\n",
+        "steps/first/solution/solve.sh": "test ! -e /solution/large || exit 9; echo $WORD one by $(id -u) >> log\n",
+        "steps/first/tests/test.sh": "WORDS=solved . /tests/common.sh; echo $n > /logs/verifier/reward.txt\n"
+        "test $WHO = all; echo private > /tests/secret; cat log\n",
+        "steps/second/instruction.md": "Do the second.\n",
+        "steps/second/solution/solve.sh": "test ! -e /tests/secret -a ! -e /logs/verifier/reward.txt || exit 9\n"
+        "echo $WORD two by $(id -u) >> log\n",
+        "steps/second/tests/test.sh": "cat log; test -e /tests/secret && exit 1; . /tests/common.sh\n"
+        'echo "{\\"reward\\": $(grep -c solved log), \\"extra\\": 1, \\"who\\": $(test $WHO = second && echo 1)}"'
+        " > /logs/verifier/reward.json\n",
+        **more,
+    }
+    return write_files(tmp_path / "walk", files)
+
+
+def validated(task: Task, images: dict[str, str], scratch: Path) -> Validation:
+    async def main() -> Validation:
+        async with ApptainerProvider(scratch) as provider:
+            async for found in validate([task], images, OracleAgent(), provider):
+                return found
+        raise AssertionError
+
+    return asyncio.run(main())
+
+
+def test_a_step_is_a_task_with_its_own_instruction_times_and_tests(tmp_path: Path) -> None:
+    task = read_harbor_task(write_steps(tmp_path))
+    first, second = steps_of(Task.from_dict(json.loads(json.dumps(task.to_dict()))))
+    assert (first.instruction, second.instruction) == ("Do the first.\n", "Do the second.\n")
+    assert (first.agent_timeout_s, second.agent_timeout_s) == (630, 650)
+    assert (first.verifier_timeout_s, second.verifier_timeout_s) == (620, 610)
+    assert (first.user, second.user) == ("1000", None)
+    assert second.metadata["harbor"]["verifier"]["env"] == {"WHO": "second"}
+    assert steps_of(first) == [first]
+
+
+def test_steps_share_a_sandbox_and_are_judged_one_by_one(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    task = read_harbor_task(write_steps(tmp_path))
+    found = validated(task, {"base": rootfs}, scratch)
+    # Left alone, the first step's reward is below its minimum and the second is not reached.
+    assert (found.before.error, found.before.reward) == ("", 0.0)
+    assert "step second" not in found.before.output
+    assert (found.after.error, found.after.reward) == ("", 1.5)
+    assert "begun\nsolved one by 1" in found.after.output  # an ordinary uid; root of the sandbox is 0
+    assert "solved two by 0" in found.after.output
+
+
+def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
+    task = read_harbor_task(write_steps(tmp_path))
+    one = StepVerdict("first", Verdict(1.0, {"reward": 1.0}, "a"))
+    two = StepVerdict("second", Verdict(0.0, {"reward": 0.0, "extra": 3.0}, "b"))
+    assert combine(task, [one, two]).rewards == {"reward": 0.5, "extra": 1.5}
+    harbor = {**task.metadata["harbor"], "reward_strategy": "final"}
+    final = Task.from_dict({**task.to_dict(), "metadata": {"harbor": harbor}})
+    assert combine(final, [one, two]).rewards == {"reward": 0.0, "extra": 3.0}
+    broken = StepVerdict("second", Verdict(error="no reward"))
+    assert combine(task, [one, broken]).error == "step second: no reward"
+    assert combine(task, [one, broken]).reward is None
+    steps = steps_of(task)
+    assert goes_on(steps[0], one.verdict)
+    assert not goes_on(steps[0], two.verdict)
+    assert not goes_on(steps[1], one.verdict)  # it names no `extra`
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("steps/second/instruction.md", None), r"walk/steps/second/instruction\.md: missing"),
+        (("steps/second/tests/test.sh", None), r"walk/steps/second/tests/test\.sh: missing"),
+        (("steps/second/trajectory.json", "{}"), r"second/trajectory\.json: agents here cannot start from an earlier"),
+        (("task.toml", STEPS.replace('"second"', '"First"')), r"task\.toml:23: \[steps\] name = 'First': .* no other"),
+        (("task.toml", STEPS.replace('"second"', '"third"')), r"walk/steps/third: missing; every step"),
+        (
+            ("task.toml", STEPS.replace("timeout_sec = 630", "timeout_sec = 0")),
+            r"task\.toml:18: \[steps\.agent\] timeou",
+        ),
+        (
+            ("task.toml", STEPS.replace('"mean"', '"best"')),
+            r"task\.toml:2: multi_step_reward_strategy = 'best': .*final",
+        ),
+    ],
+)
+def test_a_wrong_step_names_file_line_value_and_remedy(
+    tmp_path: Path, change: tuple[str, str | None], said: str
+) -> None:
+    task = write_steps(tmp_path)
+    name, text = change
+    if text is None:
+        (task / name).unlink()
+    else:
+        (task / name).write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_harbor_task(task)
+
+
+def test_files_of_a_task_that_lead_out_of_it_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    for name in ("instruction.md", "tests", "solution", "environment"):
+        files = {"task.toml": '[environment]\ndocker_image = "base"\n', "instruction.md": "x", "tests/test.sh": "true"}
+        task = write_files(tmp_path / name, files)
+        if name == "tests":
+            (task / "tests" / "test.sh").unlink()
+            (task / "tests").rmdir()
+        (task / name).unlink(missing_ok=True)
+        (task / name).symlink_to(tmp_path if name != "instruction.md" else tmp_path / "secret")
+        with pytest.raises(ConfigError, match=rf"{name}(/Dockerfile)?: leads out of the task"):
+            read_harbor_task(task)
+
+
+# --- artifacts and separate verifiers -------------------------------------------------------------------------------
+
+SEPARATE = """\
+schema_version = "1.4"
+artifacts = ["answer", { source = "/data", destination = "kept", exclude = ["*.tmp"] }, "/missing"]
+[environment]
+docker_image = "base"
+workdir = "/app"
+[verifier]
+timeout_sec = 620
+environment_mode = "separate"
+[[verifier.collect]]
+command = "cat hidden > answer; id -u > /logs/artifacts/first; chmod 777 /logs/artifacts"
+[[verifier.collect]]
+command = "id -u > /logs/artifacts/second"
+user = 1000
+"""
+JUDGE = """\
+#!/usr/bin/env python3
+import os, pathlib
+seen = [str(p) for p in ("/app/answer", "/data/a", "/data/b.tmp", "/app/hidden", "/evil") if os.path.exists(p)]
+print(seen)
+ok = seen == ["/app/answer", "/data/a"] and pathlib.Path("/app/answer").read_text() == "42"
+pathlib.Path("/logs/verifier/reward.txt").write_text(str(int(ok)))
+"""
+
+
+def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **court: Any) -> Verdict:
+    async def main() -> Verdict:
+        async with ApptainerProvider(scratch, max_sandboxes=1) as provider:
+
+            def spec(task: Task) -> SandboxSpec:
+                return SandboxSpec(images[task.image], workdir=task.workdir, env=task.env)
+
+            async with await provider.start(spec(task)) as sandbox:
+                await prepare(task, sandbox)
+                await sandbox.exec(agent, timeout_s=600)
+                return await verify(task, sandbox, Court(start=lambda other: provider.start(spec(other)), **court))
+
+    return asyncio.run(main())
+
+
+def test_a_separate_verifier_sees_the_artifacts_and_nothing_else(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    files = {"task.toml": SEPARATE, "instruction.md": "x", "tests/test.sh": JUDGE}
+    task = read_harbor_task(write_files(tmp_path / "apart", files))
+    agent = "printf 42 > hidden; mkdir /data; echo a > /data/a; echo b > /data/b.tmp; touch /evil; rm -rf /usr/bin/bash"
+    verdict = verdict_of(task, agent, {"base": rootfs}, scratch)
+    assert (verdict.reward, verdict.error) == (1.0, ""), verdict.output
+    kept = {artifact.name: artifact.data for artifact in verdict.artifacts}
+    manifest = json.loads(kept.pop("artifacts/manifest.json"))
+    assert kept.pop("artifacts/logs/artifacts/first") == b"0\n"  # the agent's user
+    assert kept.pop("artifacts/logs/artifacts/second") != b"0\n"  # its own
+    assert kept == {"artifacts/app/answer": b"42", "artifacts/kept/a": b"a\n"}
+    assert [(entry["source"], entry["kept"], entry["error"]) for entry in manifest] == [
+        ("/logs/artifacts", 2, ""),
+        ("/app/answer", 1, ""),
+        ("/data", 1, ""),
+        ("/missing", 0, "not there"),
+    ]
+
+
+def test_a_verifier_of_its_own_image_brings_its_tests(small_rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    files = {
+        "task.toml": SEPARATE.replace('environment_mode = "separate"', "[verifier.environment]\nmemory_mb = 500\n"),
+        "instruction.md": "x",
+        "tests/Dockerfile": "FROM base\nWORKDIR /judge\nCOPY . /tests/\n",
+        "tests/test.sh": "pwd; cat /tests/known; [ $(cat /app/answer) = $(cat /tests/known) ] && x=1 || x=0\n"
+        "echo $x > /logs/verifier/reward.txt",
+        "tests/known": "42",
+    }
+    task = read_harbor_task(write_files(tmp_path / "own", files))
+    images = resolve_images([task], {"base": small_rootfs}, tmp_path, store=tmp_path / "store")
+    assert len(images) == 2
+    verdict = verdict_of(task, "printf 42 > hidden", images, scratch)
+    assert (verdict.reward, verdict.error) == (1.0, ""), verdict.output
+    assert verdict.output.startswith("/judge\n42")
+    assert verdict_of(task, "mkdir /tests; printf 41 | tee hidden /tests/known", images, scratch).reward == 0.0
+
+
+def test_artifacts_are_bounded_and_never_links(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    files = {
+        "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
+        "instruction.md": "x",
+        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/ctrf.json\n",
+    }
+    task = read_harbor_task(write_files(tmp_path / "much", files))
+    agent = f"cd /logs/artifacts; head -c {MAX_FILE + 1} /dev/zero > big; echo s > small; ln -s /etc/passwd l; "
+    verdict = verdict_of(task, agent + "python3 -c \"import os; os.mkfifo('p')\"", {"base": rootfs}, scratch)
+    kept = {artifact.name: artifact.data for artifact in verdict.artifacts}
+    manifest = json.loads(kept.pop("artifacts/manifest.json"))
+    assert kept == {"artifacts/logs/artifacts/small": b"s\n", "verifier/ctrf.json": b"{}\n"}
+    assert manifest[0]["too_large_or_too_many"] == ["artifacts/logs/artifacts/big"]
+
+
+def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
+    rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaflow_hpc.tasks.artifacts.DOWNLOAD_S", 1.0)
+    files = {
+        "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
+        "instruction.md": "x",
+        "tests/test.sh": "echo 0 > /logs/verifier/reward.txt\n",
+    }
+    task = read_harbor_task(write_files(tmp_path / "hung", files))
+    agent = "touch /logs/artifacts/a; printf '#!/bin/sh\\nsleep 1000\\n' > /t; chmod 755 /t; mv /t /usr/bin/tar"
+    verdict = verdict_of(task, agent, {"base": rootfs}, scratch)
+    assert (verdict.reward, verdict.error) == (0.0, "")
+    assert b"not read within 1 s" in verdict.artifacts[0].data
+
+
+def test_the_verifier_has_its_own_user_and_network(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    toml = """\
+    [environment]
+    docker_image = "base"
+    workdir = "/app"
+    [verifier]
+    user = 1000
+    network_mode = "no-network"
+    """
+    test = "id -u; tail -n +3 /proc/net/dev | cut -d: -f1; echo 1 > /logs/verifier/reward.txt; touch made; exit 0\n"
+    files = {"task.toml": toml, "instruction.md": "x", "tests/test.sh": test}
+    task = read_harbor_task(write_files(tmp_path / "phase", files))
+    verdict = verdict_of(task, "true", {"base": rootfs}, scratch)
+    assert (verdict.reward, verdict.error) == (1.0, ""), verdict.output
+    uid, *interfaces = verdict.output.split()
+    assert uid != "0"
+    assert interfaces == ["lo"]
+
+
+def test_a_sandbox_that_is_reset_has_nothing_of_its_verification(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    files = {"task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\nuser = "1000"\n'}
+    files |= {"instruction.md": "x", "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"}
+    task = read_harbor_task(write_files(tmp_path / "again", files))
+
+    async def main() -> str:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs, workdir=task.workdir)) as sandbox:
+                await prepare(task, sandbox)
+                assert (await verify(task, sandbox)).reward == 1.0
+                await sandbox.reset()
+                return (await sandbox.exec("id -u; ls -d /tests /logs")).stdout
+
+    assert asyncio.run(main()) == "0\n"

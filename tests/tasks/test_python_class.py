@@ -1,0 +1,222 @@
+"""Tasks that are Python classes: what is read, what is refused, and campaigns of them and of SWE-bench style files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.errors import ConfigError, UserCodeError
+from megaflow_hpc.tasks.loading import load_tasks, prepare
+from megaflow_hpc.tasks.python_class import solve
+from megaflow_hpc.tasks.verifier import Verdict, verify
+from megaflow_hpc.types import Task
+
+CODE = """\
+class Base:
+    image = "base"
+    workdir = "/app"
+
+    def instruction(self):
+        return f"How many files are in {self.workdir}?"
+
+class Plain(Base):
+    def setup(self, sandbox):
+        sandbox.exec("touch a b c")
+        self.count = 3
+
+    def score(self, sandbox):
+        answer = sandbox.exec("cat answer").stdout.strip()
+        return {"reward": float(answer == str(self.count)), "asked": 1}
+
+    def solve(self, sandbox):
+        assert sandbox.exec("echo 3 > answer").exit_code == 0
+
+class Waiting(Base):
+    env = {"GREETING": "hello"}
+    memory_mb = 512
+    instruction = "Greet."
+
+    def __init__(self, word="hello"):
+        self.word = word
+
+    @classmethod
+    def instances(cls):
+        return {"greet-en": {"word": "hello"}, "greet-de": {"word": "hallo"}}
+
+    async def score(self, sandbox):
+        return (await sandbox.exec("cat answer")).stdout.strip() == self.word
+
+    async def solve(self, sandbox):
+        await sandbox.exec(f"echo {self.word} > answer")
+
+class Broken(Base):
+    def setup(self, sandbox):
+        sandbox.exec("true")
+
+    def score(self, sandbox):
+        return self.helper()
+
+    def helper(self):
+        return int("no number")  # line 46
+
+class Slow(Base):
+    score_timeout_s = 1
+
+    async def score(self, sandbox):
+        await sandbox.exec("sleep 60")
+
+class Wrong(Base):
+    def score(self, sandbox):
+        return "good"
+
+class Stuck(Base):
+    score_timeout_s = 1
+
+    def score(self, sandbox):
+        import threading
+        threading.Event().wait()
+
+class Leaving(Base):
+    async def score(self, sandbox):
+        raise SystemExit(3)
+
+class LeavingThread(Base):
+    def score(self, sandbox):
+        raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> str:
+    """A module of tasks in ``tmp_path``, under a name of its own: modules stay imported."""
+    name = re.sub(r"\W", "_", f"tasks_{tmp_path.name}")
+    (tmp_path / f"{name}.py").write_text(CODE)
+    return name
+
+
+def run(scratch: Path, rootfs: str, task: Task, agent: Callable[[Task, ApptainerSandbox], Awaitable[Any]]) -> Verdict:
+    async def main() -> Verdict:
+        async with ApptainerProvider(scratch) as provider:
+            spec = SandboxSpec(rootfs, workdir=task.workdir, env=task.env)
+            async with await provider.start(spec) as sandbox:
+                await prepare(task, sandbox)
+                await agent(task, sandbox)
+                return await verify(task, sandbox)
+
+    return asyncio.run(main())
+
+
+async def idle(task: Task, sandbox: ApptainerSandbox) -> None:
+    pass
+
+
+def test_a_class_is_one_task_and_its_instances_are_several(tmp_path: Path, module: str) -> None:
+    plain, german, english = load_tasks([f"{module}:Plain", f"{module}:Waiting"], tmp_path)
+    assert (plain.id, plain.kind, plain.image, plain.workdir) == ("Plain", "python", "base", "/app")
+    assert plain.instruction == "How many files are in /app?"
+    assert [english.id, german.id] == ["greet-en", "greet-de"]
+    assert (english.env, english.limits.memory_mb) == ({"GREETING": "hello"}, 512)
+    assert Task.from_dict(json.loads(json.dumps(german.to_dict()))) == german
+
+
+@pytest.mark.parametrize("name", ["Plain", "Waiting"])
+def test_methods_with_and_without_await_prepare_solve_and_score(
+    tmp_path: Path, module: str, name: str, scratch: Path, rootfs: str
+) -> None:
+    task, *_ = load_tasks([f"{module}:{name}"], tmp_path)
+    solved = run(scratch, rootfs, task, solve)
+    assert (solved.reward, solved.error) == (1.0, "")
+    assert run(scratch, rootfs, task, idle).reward == 0.0
+    if name == "Plain":
+        assert solved.rewards == {"reward": 1.0, "asked": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Broken", r"{file}:46: score of task Broken raised ValueError\(.*no number"),
+        ("Slow", r"{file}:5\d: score of task Slow ran longer than its 1 s"),
+        ("Stuck", r"{file}:6\d: score of task Stuck ran longer than its 1 s"),
+        ("Leaving", r"{file}:6\d: score of task Leaving raised SystemExit\(3\)"),
+        ("LeavingThread", r"{file}:7\d: score of task LeavingThread raised SystemExit\(3\)"),
+        ("Wrong", r"{file}:5\d: score of task Wrong gave 'good'; expected a finite number"),
+    ],
+)
+def test_what_user_code_does_wrong_is_named_by_file_and_line(
+    tmp_path: Path, module: str, name: str, said: str, scratch: Path, rootfs: str
+) -> None:
+    (task,) = load_tasks([f"{module}:{name}"], tmp_path)
+    with pytest.raises(UserCodeError, match=said.format(file=re.escape(str(tmp_path / f"{module}.py")))):
+        run(scratch, rootfs, task, idle)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("class Plain", "class Other", r":Plain: module \w+ has no class Plain"),
+        ('    image = "base"\n', "", r"image is missing; name an image, and map it"),
+        ('workdir = "/app"', "workdir = 7", r"workdir is 7: expected str"),
+        ('return f"How', 'return 1 or f"How', r"instruction is 1: expected a text"),
+        (
+            "    def score(self, sandbox):\n        answer",
+            "    def rate(self, sandbox):\n        answer",
+            "has no 'score",
+        ),
+        ("class Base:", "import nothing_of_that_name\nclass Base:", r"cannot be imported: .*nothing_of_that_name"),
+        ("class Base:", "class Base(:", r"cannot be imported at .*\.py:1"),
+    ],
+)
+def test_a_class_that_cannot_be_a_task_is_refused(tmp_path: Path, module: str, old: str, new: str, said: str) -> None:
+    assert old in CODE
+    (tmp_path / f"{module}.py").write_text(CODE.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=said):
+        load_tasks([f"{module}:Plain"], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_campaign_runs_both_kinds_and_stores_whose_fault_a_failure_is(
+    tmp_path: Path, module: str, rootfs: str
+) -> None:
+    image = tmp_path / "image"
+    subprocess.run(["cp", "-al", rootfs, str(image)], check=True)
+    tree = image / "testbed"
+    tree.mkdir()
+    (tree / "lib.py").write_text("x = 1\n")
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "start"]):
+        subprocess.run([*git, *words], cwd=tree, check=True)
+    patch = "diff --git a/lib.py b/lib.py\n--- a/lib.py\n+++ b/lib.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n"
+    command = "grep -q 'x = 2' lib.py && echo PASSED check || echo FAILED check"
+    instance = {"instance_id": "org__lib-1", "repo": "org/lib", "problem_statement": "x is wrong", "patch": patch}
+    instance |= {"FAIL_TO_PASS": ["check"], "test_cmd": command, "log_parser": "pytest", "image_name": "org/lib:1"}
+    (tmp_path / "lib.jsonl").write_text(json.dumps(instance) + "\n")
+    campaign = tmp_path / "campaign.yaml"
+    campaign.write_text(
+        f"name: kinds\ntasks: [lib.jsonl, '{module}:Plain', '{module}:Broken']\nagent: [oracle, nop]\n"
+        f"environment: {{network: none, images: {{base: {image}, 'org/*': {image}}}}}\n"
+    )
+    words = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    assert result["failures"] == {"user": 2}
+    with open_trajectories(result["run"]) as store:
+        rows = [store[index] for index in range(len(store))]
+        rewards = {row.id: row.reward for row in rows if row.status == "completed"}
+        errors = {row.id: row.error for row in rows}
+    assert rewards == {"org__lib-1/oracle/0": 1, "org__lib-1/nop/0": 0, "Plain/oracle/0": 1, "Plain/nop/0": 0}
+    assert f"{module}.py:46: score of task Broken raised ValueError" in errors["Broken/nop/0"]
+    assert "has no 'solve(self, sandbox)'" in errors["Broken/oracle/0"]
+    assert "Traceback" not in errors["Broken/nop/0"]
+    subprocess.run(["chmod", "-R", "u+w", str(image)], check=False)
+    subprocess.run(["rm", "-rf", str(image)], check=True)

@@ -1,0 +1,393 @@
+"""Exports, read by the programs that they are made for; and the way back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
+from megaflow_hpc.trajectories.exports import areal, verl
+from megaflow_hpc.trajectories.maintenance.import_jsonl import import_jsonl
+from megaflow_hpc.types import Artifact
+from tests.support.places import LAUNCHERS
+from tests.support.samples import commit, run_dir, trajectory
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+TALK = [
+    {"role": "system", "content": "help"},
+    {"role": "user", "content": [{"type": "text", "text": "mend it"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "let me see"},
+    {"role": "tool", "tool_call_id": "c1", "content": "nul \0 half \ud83e emoji 🦔 \udcff"},
+    {"role": "assistant", "content": "done"},
+]
+STRANGE = [
+    {"role": "tool", "content": "before anyone spoke"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": None, "arguments": "no json \ud800"}}, "x"]},
+    {"role": "tool", "tool_call_id": "unknown", "content": None},
+    {"role": "developer", "content": 3.5, "nested": [{"x": math.inf}]},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": 7, "function": {"name": "f", "arguments": '{"a": NaN, "b": "\\ud800"}'}}],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    found = [trajectory(n, messages=TALK, seed=n, setup_s=0.1 * n, verify_s=None) for n in range(12)]
+    found += [trajectory(n, task="nul", messages=STRANGE, error="a \0 b \udcff") for n in range(3)]
+    found += [trajectory(n, task="lost", status="failed", messages=[], sequences=[], turns=[]) for n in range(3)]
+    found[1].artifacts = [Artifact("notes.txt", b"x"), Artifact("fix.patch", b"--- a\n+++ b\n\xff")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, rollouts):
+    run = run_dir(tmp_path_factory.mktemp("export") / "run")
+    commit(run, "a", *((0, 0, t) for t in rollouts))
+    gather(run)
+    return run
+
+
+def export(run, out: Path, *formats: str, **options) -> dict[str, list[Path]]:
+    with open_trajectories(run.path) as store:
+        return exports.export(store, formats, out, **options)
+
+
+# --- JSON lines and back ---
+
+
+def columns(path: Path) -> dict[str, bytes]:
+    """Every dataset's values, strings of any width alike."""
+    found = {}
+
+    def add(name, item):
+        if isinstance(item, h5py.Dataset):
+            values = item.asstr()[:] if h5py.check_string_dtype(item.dtype) else item[:]
+            found[name] = repr(values.tolist()) if values.dtype == object else values.tobytes()
+
+    with h5py.File(path) as file:
+        file.visititems(add)
+    return found
+
+
+@pytest.mark.parametrize(("compress", "suffix"), [("none", ""), ("gz", ".gz"), ("zst", ".zst")])
+def test_json_lines_come_back_with_equal_columns(run, tmp_path, compress, suffix):
+    (path,) = export(run, tmp_path, "jsonl", compress=compress)["jsonl"]
+    assert path.name == f"trajectories.jsonl{suffix}"
+    back = tmp_path / "back.h5"
+    assert import_jsonl(path, back) == 18
+    assert validate(back) == []
+    assert columns(back) == columns(run.trajectories)
+
+
+def test_every_float32_survives_the_way_through_text(tmp_path):
+    bits = np.random.default_rng(0).integers(0, 2**31, 20000, dtype=np.uint32) | np.uint32(1 << 31)
+    values = bits.view(np.float32)
+    values = np.concatenate([values[np.isfinite(values)], np.float32([-0.0, -1e-45, -3.4028235e38, -0.1])])
+    from array import array
+
+    from megaflow_hpc.types import TokenSequence
+
+    one = TokenSequence(
+        "p",
+        array("i", range(len(values))),
+        array("f", values.tobytes()),
+        array("B", [1] * len(values)),
+        array("i", [0] * len(values)),
+    )
+    run = run_dir(tmp_path / "run")
+    commit(run, "a", (0, 0, trajectory(0, sequences=[one], turns=[])))
+    (path,) = export(run, tmp_path, "jsonl")["jsonl"]
+    import_jsonl(path, tmp_path / "back.h5")
+    with open_trajectories(tmp_path / "back.h5") as store:
+        assert store[0].sequences[0].logprobs.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"in\.jsonl:2: no trajectory of ours"),
+        ("[]", r"in\.jsonl:2: no trajectory"),
+        ('{"id": "x"}', r"in\.jsonl:2: no trajectory .*missing"),
+        ("AGAIN", r"in\.jsonl:2: task/default/2 was there before"),
+        ("LONGER", r"in\.jsonl:2: no trajectory .*columns of"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_written(run, tmp_path, line, message):
+    (path,) = export(run, tmp_path / "out", "jsonl", where="id == 'task/default/2'")["jsonl"]
+    good = path.read_text()
+    longer = json.loads(good) | {"id": "other"}
+    longer["sequences"][0]["tokens"].append(1)
+    source = tmp_path / "in.jsonl"
+    source.write_text(good + {"AGAIN": good, "LONGER": json.dumps(longer)}.get(line, line))
+    with pytest.raises(ConfigError, match=message):
+        import_jsonl(source, tmp_path / "back.h5")
+    assert [p.name for p in tmp_path.iterdir() if "back" in p.name] == []
+
+
+def test_a_torn_compressed_file_is_said_to_be(run, tmp_path):
+    (path,) = export(run, tmp_path, "jsonl", compress="gz")["jsonl"]
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ConfigError, match="ends early"):
+        import_jsonl(path, tmp_path / "back.h5")
+
+
+# --- Parquet ---
+
+
+@pytest.fixture(scope="module")
+def parquet(run, tmp_path_factory):
+    return export(run, tmp_path_factory.mktemp("parquet"), "parquet")["parquet"][0]
+
+
+def float32(value):
+    return None if value is None else float(np.float32(value))
+
+
+def test_parquet_holds_everything(parquet, rollouts):
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(parquet).to_pylist()
+    assert [row["id"] for row in rows] == [t.id for t in rollouts]
+    for row, t in zip(rows, rollouts, strict=True):
+        assert (row["status"], row["sample_index"], row["started_at"]) == (t.status, t.sample_index, t.started_at)
+        assert row["reward"] == pytest.approx(math.nan if t.reward is None else t.reward, nan_ok=True)
+        assert row["rewards"]["tests"] == pytest.approx(t.rewards.get("tests", math.nan), nan_ok=True)
+        for got, s in zip(row["sequences"], t.sequences, strict=True):
+            assert got["tokens"] == list(s.tokens)
+            assert np.array(got["logprobs"], np.float32).tobytes() == s.logprobs.tobytes()
+            assert bytes(got["loss_mask"]) == s.loss_mask.tobytes()
+            assert got["weight_versions"] == list(s.weight_versions)
+        assert [turn["token_end"] for turn in row["turn_list"]] == [turn.token_end for turn in t.turns]
+        assert [(a["name"], a["data"]) for a in row["artifacts"]] == [(a.name, a.data) for a in t.artifacts]
+        if t.task_id == "task":
+            assert json.loads(row["messages"]) == TALK
+
+
+def test_pandas_polars_and_duckdb_read_the_parquet_file(parquet, rollouts):
+    import duckdb
+    import pandas
+    import polars
+
+    solved = sum(t.reward == 1 for t in rollouts)
+    frame = pandas.read_parquet(parquet)
+    assert (len(frame), (frame["reward"] == 1).sum()) == (18, solved)
+    assert frame["sequences"][2][0]["tokens"].tolist() == list(rollouts[2].sequences[0].tokens)
+    table = polars.read_parquet(parquet)
+    assert (table.height, table.filter(polars.col("reward") == 1).height) == (18, solved)
+    assert table["sequences"][2][0]["tokens"] == list(rollouts[2].sequences[0].tokens)
+    query = f"select count(*), sum(len(s.tokens)) from (select unnest(sequences) as s from '{parquet}')"
+    count, tokens = duckdb.connect().execute(query).fetchall()[0]
+    assert count == sum(len(t.sequences) for t in rollouts)
+    assert tokens == sum(len(s.tokens) for t in rollouts for s in t.sequences)
+
+
+def test_hugging_face_datasets_read_the_parquet_file(parquet, rollouts, tmp_path, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    import datasets
+
+    found = datasets.Dataset.from_parquet(str(parquet), cache_dir=str(tmp_path / "cache"))
+    assert (len(found), found["id"][3]) == (18, rollouts[3].id)
+    (sequence, *_) = found[2]["sequences"]
+    assert sequence["tokens"] == list(rollouts[2].sequences[0].tokens)
+    assert np.array(sequence["logprobs"], np.float32).tobytes() == rollouts[2].sequences[0].logprobs.tobytes()
+    assert found.filter(lambda row: row["reward"] == 1).num_rows == sum(t.reward == 1 for t in rollouts)
+
+
+# --- trainers ---
+
+
+def trained(rollouts):
+    return [(t, s) for t in rollouts for s in t.sequences]
+
+
+def test_verl_rows_pad_to_its_batch(run, rollouts, tmp_path):
+    import pyarrow.parquet
+
+    (path,) = export(run, tmp_path, "verl")["verl"]
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    assert len(rows) == len(trained(rollouts))
+    batch = verl.proto(rows, pad_token_id=99)
+    width = batch["prompts"].shape[1]
+    for line, (t, s) in enumerate(trained(rollouts)):
+        begin = list(s.loss_mask).index(1)
+        assert batch["input_ids"][line][batch["attention_mask"][line] == 1].tolist() == list(s.tokens)
+        assert batch["prompts"][line, width - begin :].tolist() == list(s.tokens[:begin])
+        length = len(s.tokens) - begin
+        assert batch["response_mask"][line].sum() == sum(s.loss_mask)
+        sampled = np.array(s.loss_mask[begin:]) == 1
+        logprobs = batch["rollout_log_probs"][line, :length]
+        assert logprobs[sampled].tobytes() == np.array(s.logprobs, np.float32)[begin:][sampled].tobytes()
+        assert not logprobs[~sampled].any()
+        assert batch["position_ids"][line, width - begin : width + length].tolist() == list(range(len(s.tokens)))
+        assert batch["rm_scores"][line].sum() == t.reward == batch["rm_scores"][line, length - 1]
+        assert (batch["uid"][line], batch["__num_turns__"][line]) == (t.group_id, len(t.turns))
+    assert {name: str(batch[name].dtype) for name in ("input_ids", "position_ids", "rollout_log_probs")} == {
+        "input_ids": "int64",
+        "position_ids": "int64",
+        "rollout_log_probs": "float32",
+    }
+    assert rows[0]["prompt"] == [{"role": "system", "content": "help"}, {"role": "user", "content": "mend it"}]
+    assert (rows[0]["data_source"], rows[0]["reward_model"]["ground_truth"]) == ("sample", "task")
+    assert {(row["min_global_steps"], row["max_global_steps"]) for row in rows} == {(3, 3)}
+
+
+def test_areal_rows_pad_to_its_batch(run, rollouts, tmp_path):
+    import pyarrow.parquet
+
+    (path,) = export(run, tmp_path, "areal")["areal"]
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    batch = areal.tensors(rows)
+    assert set(batch) == {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"}
+    assert len({batch[name].shape for name in batch if name != "rewards"}) == 1
+    for line, (t, s) in enumerate(trained(rollouts)):
+        inside = batch["attention_mask"][line]
+        assert inside.sum() == len(s.tokens)
+        assert batch["input_ids"][line][inside].tolist() == list(s.tokens)
+        assert batch["loss_mask"][line][inside].tolist() == list(s.loss_mask)
+        assert batch["versions"][line][inside].tolist() == list(s.weight_versions)
+        assert batch["logprobs"][line][inside].tobytes() == np.nan_to_num(np.array(s.logprobs, np.float32)).tobytes()
+        assert (batch["rewards"][line], rows[line]["trajectory"], rows[line]["group"]) == (t.reward, t.id, t.group_id)
+
+
+# --- ATIF ---
+
+
+def test_atif_steps_hold_messages_tools_and_calls(run, rollouts, tmp_path):
+    (folder,) = export(run, tmp_path, "atif")["atif"]
+    assert len(list(folder.rglob("*.json"))) == 18
+    document = json.loads((folder / "task/default/5.json").read_text())
+    assert (document["schema_version"], document["trajectory_id"]) == ("ATIF-v1.7", "task/default/5")
+    assert [step["source"] for step in document["steps"]] == ["system", "user", "agent", "agent"]
+    call = document["steps"][2]
+    assert call["tool_calls"] == [{"tool_call_id": "c1", "function_name": "bash", "arguments": {"command": "ls"}}]
+    assert call["observation"]["results"][0]["source_call_id"] == "c1"
+    assert call["reasoning_content"] == "let me see"
+    t = rollouts[5]
+    assert call["metrics"]["completion_token_ids"] == list(
+        t.sequences[0].tokens[t.turns[0].token_start : t.turns[0].token_end]
+    )
+    lost = json.loads((folder / "lost/default/0.json").read_text())
+    assert lost["steps"][0]["message"] == "no conversation was recorded (failed)"
+    assert (lost["extra"]["reward"], lost["extra"]["status"]) == (None, "failed")
+
+
+def test_harbors_own_models_take_every_atif_document(run, tmp_path):
+    """In Harbor's virtual environment, which needs a newer Python; the launcher makes it where there is none."""
+    launcher = LAUNCHERS / "harbor-env.sh"
+    made = subprocess.run(["bash", launcher], capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    (folder,) = export(run, tmp_path, "atif")["atif"]
+    code = (
+        "import sys, pathlib\n"
+        "from harbor.models.trajectories import Trajectory\n"
+        "from harbor.utils.trajectory_validator import TrajectoryValidator\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).rglob('*.json')):\n"
+        "    document = Trajectory.model_validate_json(path.read_text())\n"
+        "    validator = TrajectoryValidator()\n"
+        "    assert validator.validate(path), (path, validator.errors)\n"
+        "    print(document.trajectory_id, len(document.steps))\n"
+    )
+    python = made.stdout.split()[-1]
+    result = subprocess.run([python, "-c", code, folder], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = dict(line.split() for line in result.stdout.splitlines())
+    assert len(found) == 18
+    assert [found[f"{task}/default/1"] for task in ("task", "nul", "lost")] == ["4", "4", "1"]
+
+
+# --- SWE-bench ---
+
+
+def test_predictions_are_one_file_per_policy_and_sample(run, tmp_path):
+    paths = export(run, tmp_path, "preds", where="task == 'task' and sample in [1, 2]")["preds"]
+    assert [path.name for path in paths] == ["preds-default-1.json", "preds-default-2.json"]
+    found = {"instance_id": "task", "model_name_or_path": "default", "model_patch": "--- a\n+++ b\n\ufffd"}
+    assert json.loads(paths[0].read_text()) == {"task": found}
+    assert json.loads(paths[1].read_text())["task"]["model_patch"] == ""
+    (path,) = export(run, tmp_path, "preds", where="sample == 0")["preds"]
+    assert (path.name, sorted(json.loads(path.read_text()))) == ("preds.json", ["lost", "nul", "task"])
+
+
+def test_the_patch_of_the_last_step_is_predicted(tmp_path):
+    run = run_dir(tmp_path / "run")
+    steps = [Artifact(f"steps/{name}/patch", name.encode()) for name in ("one", "two")]
+    commit(run, "a", (0, 0, trajectory(0, artifacts=[Artifact("a.diff", b"x"), *steps])))
+    (path,) = export(run, tmp_path, "preds")["preds"]
+    assert json.loads(path.read_text())["task"]["model_patch"] == "two"
+
+
+# --- all of them ---
+
+
+def test_small_groups_write_the_same(run, tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    names = ("parquet", "verl", "areal")
+    whole = {name: pyarrow.parquet.read_table(export(run, tmp_path / "a", name)[name][0]) for name in names}
+    monkeypatch.setattr(exports, "GROUP_TOKENS", 100)
+    for name in names:
+        file = pyarrow.parquet.ParquetFile(export(run, tmp_path / "b", name)[name][0])
+        assert file.num_row_groups > 3
+        assert repr(file.read().to_pylist()) == repr(whole[name].to_pylist())
+
+
+def test_a_failed_export_leaves_the_file_there_was(run, tmp_path, monkeypatch):
+    before = {path: path.read_bytes() for path in export(run, tmp_path, "jsonl", "parquet")["jsonl"]}
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    for name in ("jsonl", "parquet"):
+        with pytest.raises(OSError, match="no space left"):
+            export(run, tmp_path, name)
+    assert {path: path.read_bytes() for path in before} == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_atif_directory_is_replaced_as_a_whole(run, tmp_path):
+    export(run, tmp_path, "atif")
+    (folder,) = export(run, tmp_path, "atif", where="sample == 0")["atif"]
+    assert len(list(folder.rglob("*.json"))) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["atif"]
+
+
+def megaflow(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_line_exports_and_imports(run, tmp_path):
+    out = tmp_path / "out"
+    result = megaflow("export", run, "--format", "jsonl,preds", "--where", "reward > 0.5", "-o", out, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = json.loads(result.stdout)
+    assert shown["trajectories"] == 7
+    assert shown["files"]["jsonl"] == [str(out / "trajectories.jsonl")]
+    assert (out / "trajectories.jsonl").stat().st_mode & 0o777 == 0o600
+    back = tmp_path / "back.h5"
+    result = megaflow("import", out / "trajectories.jsonl", "-o", back, "--json")
+    assert json.loads(result.stdout) == {"file": str(back), "trajectories": 7}
+    again = megaflow("import", out / "trajectories.jsonl", "-o", back)
+    assert (again.returncode, "is there already" in again.stderr) == (2, True)
+    for arguments, message in {
+        ("--format", "csv"): "format 'csv': there are jsonl, parquet",
+        (
+            "--format",
+            "jsonl",
+            "--where",
+            "status == 'lost'",
+        ): "no trajectory for which \"status == 'lost'\" holds among 18",
+        ("--format", "jsonl", "--where", "stat == 1"): "no column 'stat'",
+    }.items():
+        result = megaflow("export", run, *arguments, "-o", out)
+        assert (result.returncode, message in result.stderr) == (2, True), result.stderr

@@ -1,0 +1,305 @@
+"""From journals to one HDF5 file, and back through the reader: everything is there, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import h5py
+import numpy as np
+import pytest
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories import gather, open_trajectories, validate
+from megaflow_hpc.trajectories.hdf5 import writer as writer_module
+from tests.support.samples import commit, run_dir, trajectory
+
+
+def same(left, right) -> bool:
+    """Equal records, NaN and float32 included."""
+    return repr(left.to_record()) == repr(right.to_record())
+
+
+def float32(value: float) -> float:
+    return float(np.float32(value))
+
+
+def expected(t):
+    for turn in t.turns:
+        for name in ("model_s", "sandbox_s", "agent_s", "wait_s"):
+            setattr(turn, name, float32(getattr(turn, name)))
+    return t
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = run_dir(tmp_path / "run")
+    commit(run, "a", *((n // 4, 0, trajectory(n)) for n in range(12)))
+    failure = trajectory(12, status="failed", error_kind="sandbox", error="no space", sequences=[], turns=[])
+    commit(run, "b", (3, 0, failure))
+    return run
+
+
+@pytest.mark.parametrize("flush_rows", [1, 5, 512])
+def test_journals_and_file_show_the_same(run, monkeypatch, flush_rows):
+    monkeypatch.setattr(writer_module, "_FLUSH_ROWS", flush_rows)
+    with open_trajectories(run.path) as store:
+        assert store.path == run.path
+        live = [row.trajectory() for row in store]
+    path = gather(run)
+    assert validate(path) == []
+    with open_trajectories(run.path) as store:
+        assert store.path == path == run.trajectories
+        final = [row.trajectory() for row in store]
+    assert len(live) == len(final) == 13
+    for n, (a, b) in enumerate(zip(live, final, strict=True)):
+        assert same(a, b)
+        if n < 12:
+            assert same(a, expected(trajectory(n)))
+
+
+def test_plain_h5py_reads_the_tokens_exactly(run):
+    code = textwrap.dedent("""
+        import sys, h5py
+        with h5py.File(sys.argv[1]) as f:
+            n = len(f["trajectories/id"])
+            for i in range(n):
+                s = f["trajectories/sequence_offset"][i : i + 2]
+                t = f["sequences/token_offset"][s[0] : s[1] + 1]
+                print(f["trajectories/id"].asstr()[i], *(f["tokens/" + c][t[0] : t[-1]].tobytes().hex() or "-"
+                      for c in ("id", "logprob", "loss_mask", "weight_version")))
+        assert not any(m.startswith("megaflow") for m in sys.modules)
+    """)
+    out = subprocess.run([sys.executable, "-c", code, str(gather(run))], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in out.stdout.splitlines()]
+    assert len(lines) == 13
+    for n, (rollout, *columns) in enumerate(lines[:12]):
+        t = trajectory(n)
+        assert rollout == t.id
+        names = ("tokens", "logprobs", "loss_mask", "weight_versions")
+        assert columns == [b"".join(getattr(s, c).tobytes() for s in t.sequences).hex() or "-" for c in names]
+
+
+def test_turns_in_the_file_point_at_sampled_tokens(run):
+    with h5py.File(gather(run)) as file:
+        mask = file["tokens/loss_mask"][:]
+        spans = list(zip(file["turns/token_start"][:], file["turns/token_end"][:], strict=True))
+        assert spans
+        assert all(mask[a:b].all() and b > a for a, b in spans)
+        assert mask.sum() == sum(b - a for a, b in spans)
+        assert dict(file.attrs)["format"] == "megaflow-hpc/trajectories"
+        assert file.attrs["format_version"] == 1
+        assert file.attrs["campaign"] == "sample"
+        assert file["rewards/tests"][:].tolist()[:2] == pytest.approx([math.nan, 0.5], nan_ok=True)
+
+
+def test_h5dump_reads_it(run):
+    out = subprocess.run(["h5dump", "-H", gather(run)], capture_output=True, text=True, check=True).stdout
+    assert 'DATASET "weight_version"' in out
+
+
+def test_only_shuffle_and_deflate_are_used(run):
+    filters = set()
+
+    def collect(_, item):
+        if isinstance(item, h5py.Dataset):
+            plist = item.id.get_create_plist()
+            filters.update(plist.get_filter(n)[0] for n in range(plist.get_nfilters()))
+
+    with h5py.File(gather(run)) as file:
+        file.visititems(collect)
+    assert filters == {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE}
+
+
+def test_an_empty_campaign_is_a_valid_file(tmp_path):
+    run = run_dir(tmp_path / "run")
+    for _ in range(2):
+        with open_trajectories(run.path) as store:
+            assert (len(store), store.ids, list(store)) == (0, [], [])
+            batch = store.batch([], pad=0)
+            assert batch["tokens"].shape == (0, 0)
+            assert store.batch([])["offsets"].tolist() == [0]
+        assert validate(gather(run)) == []
+
+
+STRANGE = "nul \0 byte \udcff half \ud83e emoji 🦔 end"
+
+
+def test_strange_text_is_kept_in_messages_and_escaped_in_columns(tmp_path):
+    run = run_dir(tmp_path / "run")
+    message = {"role": "tool", "content": STRANGE, "nested": [{"x": math.inf}], STRANGE: b"\xff"}
+    strange = trajectory(1, error=STRANGE, messages=[message], rewards={"a/b": 1.0, "..": 0.5, STRANGE: 0.25})
+    commit(run, "a", (0, 0, strange))
+    with open_trajectories(run.path) as live:
+        before = live[0].trajectory()
+    assert validate(gather(run)) == []
+    with open_trajectories(run.path) as store:
+        row = store[0]
+        assert same(before, row.trajectory())
+        assert row.error == "nul \\x00 byte \\udcff half \\ud83e emoji 🦔 end"
+        assert row.messages[0]["content"] == STRANGE
+        assert row.messages[0]["nested"] == [{"x": None}]
+        assert row.messages[0][STRANGE] == "\udcff"
+        assert row.rewards["a_b"] == 1.0
+        assert row.rewards["_.."] == 0.5
+
+
+def test_rows_are_found_by_number_and_id(run):
+    gather(run)
+    with open_trajectories(run.path) as store:
+        assert store[3].id == store.ids[3] == "task/default/3"
+        assert store["task/default/3"].index == store[np.int64(3)].index == 3
+        assert store[-1].status == "failed"
+        assert "task/default/3" in store
+        assert "nobody" not in store
+        assert math.isnan(store[-1].reward)
+        with pytest.raises(KeyError, match="nobody: no such rollout"):
+            store["nobody"]
+        with pytest.raises(IndexError):
+            store[13]
+        with pytest.raises(AttributeError):
+            _ = store[0].nothing
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_batch_holds_every_sequence_of_the_rows_asked_for(run, gathered):
+    if gathered:
+        gather(run)
+    with open_trajectories(run.path) as store:
+        batch = store.batch(["task/default/5", 2, 0])
+        sequences = trajectory(5).sequences + trajectory(2).sequences
+        assert batch["trajectory"].tolist() == [5, 5, 2, 2]
+        assert batch["offsets"].tolist() == np.cumsum([0, *(len(s.tokens) for s in sequences)]).tolist()
+        assert batch["tokens"].tobytes() == b"".join(s.tokens.tobytes() for s in sequences)
+        assert batch["logprobs"].tobytes() == b"".join(s.logprobs.tobytes() for s in sequences)
+        assert batch["loss_mask"].tobytes() == b"".join(s.loss_mask.tobytes() for s in sequences)
+        assert batch["weight_version"].tobytes() == b"".join(s.weight_versions.tobytes() for s in sequences)
+        assert batch["reward"].tolist() == [1, 1, 0, 0]
+        assert set(batch["group"]) == {"task/default"}
+        assert set(batch["policy"]) == {"default"}
+        padded = store.batch([5, 2], pad=-7)
+        longest = max(len(s.tokens) for s in sequences)
+        for line, s in enumerate(sequences):
+            size = len(s.tokens)
+            assert padded["tokens"][line].tolist() == list(s.tokens) + [-7] * (longest - size)
+            assert not padded["loss_mask"][line, size:].any()
+            assert np.isnan(padded["logprobs"][line, size:]).all()
+            assert (padded["weight_version"][line, size:] == -1).all()
+        types = {name: str(padded[name].dtype) for name in ("tokens", "loss_mask", "logprobs", "weight_version")}
+        assert types == {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "weight_version": "int32"}
+
+
+def test_new_records_make_the_file_stale(run):
+    gather(run)
+    commit(run, "c", (4, 0, trajectory(20)))
+    with open_trajectories(run.path) as store:
+        assert store.path == run.path
+        assert len(store) == 14
+    gather(run)
+    with open_trajectories(run.path) as store:
+        assert (store.path, len(store)) == (run.trajectories, 14)
+
+
+def test_a_new_seal_makes_the_file_stale(run):
+    gather(run)
+    with open_trajectories(run.path, seals={(3, 0): ("b.0", 0)}) as store:
+        assert len(store) == 12
+
+
+def test_gather_is_idempotent_and_leaves_nothing_behind(run):
+    first = gather(run).stat()
+    assert gather(run.path).stat().st_ino == first.st_ino
+    assert gather(run, rebuild=True).stat().st_ino != first.st_ino
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_reader_keeps_its_snapshot_while_the_file_is_replaced(run):
+    gather(run)
+    with open_trajectories(run.path) as store:
+        commit(run, "c", (4, 0, trajectory(20)))
+        gather(run)
+        assert len(store) == 13
+        assert same(store[5].trajectory(), expected(trajectory(5)))
+
+
+def test_a_failed_gather_keeps_the_file_there_was(run, monkeypatch):
+    before = gather(run).read_bytes()
+    commit(run, "c", (4, 0, trajectory(20)))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space"):
+        gather(run)
+    assert run.trajectories.read_bytes() == before
+    assert len(list(run.path.glob(".trajectories*"))) == 0
+
+
+def test_journals_that_are_gone_are_not_gathered_away(run):
+    gather(run)
+    run.journal_file("a", "0").unlink()
+    assert gather(run) == run.trajectories
+    with pytest.raises(ConfigError, match=r"gone \(a\.0\.journal\)"):
+        gather(run, rebuild=True)
+    commit(run, "c", (4, 0, trajectory(20)))
+    with pytest.raises(ConfigError, match="without loss"):
+        gather(run)
+    with h5py.File(run.trajectories) as file:
+        assert len(file["trajectories/id"]) == 13
+
+
+def test_a_damaged_journal_costs_one_record(run, caplog):
+    path = run.journal_file("a", "0")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with open_trajectories(run.path) as store:
+        assert len(store) == 12
+    assert "damaged at byte" in caplog.text
+
+
+def test_files_that_cannot_be_read_are_named(run, tmp_path):
+    whole = gather(run)
+    cases = {"absent.h5": None, "text.h5": b"hello", "cut.h5": whole.read_bytes()[: whole.stat().st_size // 2]}
+    for name, content in cases.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    with h5py.File(tmp_path / "foreign.h5", "w") as file:
+        file["x"] = 1
+    shutil.copy(whole, tmp_path / "newer.h5")
+    with h5py.File(tmp_path / "newer.h5", "r+") as file:
+        file.attrs["format_version"] = 2
+    shutil.copy(whole, tmp_path / "lacking.h5")
+    with h5py.File(tmp_path / "lacking.h5", "r+") as file:
+        del file["tokens/logprob"]
+    messages = {
+        "absent.h5": "cannot be read",
+        "text.h5": "not an HDF5 file",
+        "cut.h5": "truncated or damaged",
+        "foreign.h5": "this HDF5 file is not ours",
+        "newer.h5": "format_version .*2.*, expected 1",
+        "lacking.h5": "lacks the dataset /tokens/logprob",
+    }
+    for name, message in messages.items():
+        with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
+            open_trajectories(tmp_path / name)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="not a run directory"):
+        open_trajectories(empty)
+
+
+def test_a_damaged_file_in_a_run_is_passed_over_for_the_journals(run):
+    gather(run).write_bytes(b"torn")
+    with open_trajectories(run.path) as store:
+        assert len(store) == 13
+    assert validate(gather(run)) == []
+
+
+def test_an_unknown_dataset_is_ignored(run):
+    with h5py.File(gather(run), "r+") as file:
+        file["trajectories/of_a_later_version"] = np.zeros(13)
+    with open_trajectories(run.path) as store:
+        assert len(store) == 13
+    assert validate(run.trajectories) == []

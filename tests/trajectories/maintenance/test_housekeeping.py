@@ -1,0 +1,303 @@
+"""Verify, compact, anonymise and du; and stores on full, read-only and contested file systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import h5py
+import numpy as np
+import pytest
+
+from megaflow_hpc.cli import main
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.rundir.layout import write_json
+from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
+from megaflow_hpc.trajectories.hdf5.schema import OPTIONAL
+from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
+from megaflow_hpc.trajectories.maintenance.checksums import verify
+from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
+from megaflow_hpc.types import Artifact, Attempt
+from tests.support.samples import commit, run_dir, trajectory
+from tests.trajectories.journal.test_shards import digests, write_parts
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = run_dir(tmp_path / "run")
+    lost = [Attempt(0, "failed", "node", "lost", "node-1", "17_3", 1.0, 2.0)]
+    items = []
+    for n in range(40):
+        attempts = [*(lost if n % 4 == 0 else []), Attempt(n % 4 == 0, "completed", "", "", "node-2", "17_3", 3.0, 4.0)]
+        artifacts = [Artifact("patch.diff", b"+1\n" * n), Artifact("verifier.log", b"ok\n" * 50)]
+        items.append((0, 0, trajectory(n, attempt=int(n % 4 == 0), attempts=attempts, artifacts=artifacts)))
+    commit(run, "a", *items)
+    return run
+
+
+def test_a_gathered_file_agrees_with_its_checksums(run):
+    path = gather(run)
+    checks = verify(path)
+    assert {check.state for check in checks} == {"ok"}
+    assert {check.path: check.sha256 for check in checks if not check.path.endswith("error")} == {
+        name: digest for name, digest in digests(path).items() if not name.endswith("error")
+    }
+
+
+def test_a_flipped_bit_and_a_changed_value_are_named(run, tmp_path, capsys):
+    path = gather(run)
+    with h5py.File(path) as file:
+        place = file["tokens/id"].id.get_chunk_info(0).byte_offset
+    data = bytearray(path.read_bytes())
+    data[place + 200] ^= 1
+    (tmp_path / "flipped.h5").write_bytes(data)
+    shutil.copy(path, tmp_path / "changed.h5")
+    with h5py.File(tmp_path / "changed.h5", "r+") as file:
+        file["trajectories/reward"][3] = 9.0
+    bad = {name: [c for c in verify(tmp_path / name) if not c.good] for name in ("flipped.h5", "changed.h5")}
+    assert [(c.path, c.state.partition(":")[0]) for c in bad["flipped.h5"]] == [("tokens/id", "cannot be read")]
+    assert [(c.path, c.state) for c in bad["changed.h5"]] == [("trajectories/reward", "differs from its checksum")]
+    assert main(["verify", str(tmp_path / "changed.h5")]) == 1
+    assert "/trajectories/reward differs from its checksum" in capsys.readouterr().err
+    assert main(["verify", str(path), "--json"]) == 0
+    assert {column["state"] for column in json.loads(capsys.readouterr().out)["columns"]} == {"ok"}
+
+
+def test_compact_drops_superseded_attempts_and_named_artifacts_and_nothing_else(run, tmp_path):
+    path = gather(run)
+    with open_trajectories(path) as store:
+        before = [row.trajectory() for row in store]
+    result = compact(path, tmp_path / "small.h5", ["*.log"])
+    assert result["attempts_dropped"] == 10
+    assert result["artifacts_dropped"] == 40
+    assert validate(tmp_path / "small.h5") == []
+    assert {check.state for check in verify(tmp_path / "small.h5")} == {"ok"}
+    with open_trajectories(tmp_path / "small.h5") as store:
+        after = [row.trajectory() for row in store]
+    for one, other in zip(before, after, strict=True):
+        assert [a.node for a in other.attempts] == ["node-2"]
+        assert [a.name for a in other.artifacts] == ["patch.diff"]
+        assert other.artifacts[0] == one.artifacts[0]
+        one.attempts, one.artifacts = other.attempts, other.artifacts
+        assert repr(one.to_record()) == repr(other.to_record())
+    kept = {n for n in digests(path) if n.startswith(("tokens/", "messages/", "turns/", "sequences/", "rewards/"))}
+    assert {n: digests(path)[n] for n in kept} == {n: digests(tmp_path / "small.h5")[n] for n in kept}
+
+
+def test_compact_in_place_keeps_the_run_readable_and_current(run):
+    path = gather(run)
+    assert main(["compact", str(run.path)]) == 0
+    inode = path.stat().st_ino
+    assert gather(run).stat().st_ino == inode
+    assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
+    with open_trajectories(run.path) as store:
+        assert store.path == path
+        assert len(store) == 40
+
+
+def test_journals_go_only_when_the_finished_file_holds_them(tmp_path):
+    run = run_dir(tmp_path / "run")
+    write_parts(run, "a", range(60))
+    with pytest.raises(ConfigError, match="not finished"):
+        drop_journals(run)
+    ledger = Ledger(run)
+    ledger.finished_mark.parent.mkdir(parents=True, exist_ok=True)
+    write_json(ledger.finished_mark, {"by": "a.0"})
+    with pytest.raises(ConfigError, match="does not hold all"):
+        drop_journals(run)
+    path = gather(run)
+    with h5py.File(path, "r+") as file:
+        file["tokens/id"][5] ^= 1
+    with pytest.raises(ConfigError, match="/tokens/id differs"):
+        drop_journals(run)
+    path.unlink()
+    gather(run)
+    assert drop_journals(run) > 0
+    assert list(run.journal.iterdir()) == []
+    assert gather(run) == path
+    with open_trajectories(run.path) as store:
+        assert len(store) == 60
+
+
+SECRET = (
+    "/home/ada.l/project and /scratch/ada.l/x by ada.l@cluster.example.edu on fat-node7.cluster.example.edu (turing)"
+)
+
+
+def test_anonymise_leaves_no_name_anywhere(tmp_path):
+    run = run_dir(tmp_path / "run")
+    run.write_run({"campaign": {"name": "sample", "run_dir": "/home/ada.l/runs"}})
+    told = trajectory(
+        2,
+        error=SECRET,
+        node="fat-node7.cluster.example.edu",
+        job_id="991199_3",
+        messages=[{"role": "tool", "content": SECRET, "tool_calls": [{"arguments": json.dumps({"x": SECRET})}]}],
+        artifacts=[Artifact("patch.diff", SECRET.encode() + b"\xff")],
+        attempts=[Attempt(0, "completed", "", SECRET, "fat-node7.cluster.example.edu", "991199_3", 1.0, 2.0)],
+    )
+    commit(run, "fat-node7", (0, 0, told), (0, 0, trajectory(4)))
+    result = anonymise(gather(run), tmp_path / "shared.h5", ["turing"])
+    assert result == {"trajectories": 2, "changed": 1, "without_tokens": 1}
+    assert validate(tmp_path / "shared.h5") == []
+    plain = tmp_path / "plain.h5"  # without compression, so that every byte is there to be searched
+    subprocess.run(["h5repack", "-f", "NONE", tmp_path / "shared.h5", plain], check=True)
+    content = plain.read_bytes()
+    for word in (b"ada.l", b"fat-node7", b"turing", b"991199", b"cluster.example"):
+        assert word not in content, word
+    with open_trajectories(tmp_path / "shared.h5") as store:
+        first, second = (row.trajectory() for row in store)
+    assert first.sequences == []
+    assert first.node == "node-0"
+    assert first.messages[0]["content"].startswith("/home/user/project and /scratch/user/x by user@example.org on host")
+    assert first.artifacts[0].data.endswith(b"\xff")
+    assert repr(second.sequences) == repr(trajectory(4).sequences)
+    anonymise(gather(run), tmp_path / "with.h5", keep_tokens=True)
+    with open_trajectories(tmp_path / "with.h5") as store:
+        assert repr(store[0].trajectory().sequences) == repr(told.sequences)
+
+
+def test_anonymise_refuses_to_overwrite_the_original(run):
+    path = gather(run)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="the file itself"):
+        anonymise(path, path)
+    assert path.read_bytes() == before
+
+
+def test_du_accounts_for_every_byte(run, capsys):
+    path = gather(run)
+    assert main(["du", str(path), "--json"]) == 0
+    shares = json.loads(capsys.readouterr().out)["shares"]
+    assert sum(share["stored"] for share in shares) == path.stat().st_size
+    assert main(["du", str(run.path), "--json"]) == 0
+    rooms = {share["name"]: share["stored"] for share in json.loads(capsys.readouterr().out)["shares"]}
+    assert rooms["trajectories.h5"] == path.stat().st_size
+    assert rooms["journal/"] == run.journal_file("a", "0").stat().st_size
+
+
+def test_files_of_older_software_are_read(run):
+    path = gather(run)
+    with h5py.File(path, "r+") as file:
+        for name in OPTIONAL:
+            del file[name]
+        for name in ("trajectories/status", "turns/server", "sequences/policy"):
+            values = file[name].asstr()[:]
+            del file[name]
+            file.create_dataset(name, data=values.astype(object), dtype=h5py.string_dtype(), maxshape=(None,))
+        del file.attrs["config"], file.attrs["versions"]
+    assert validate(path) == []
+    with open_trajectories(path) as store:
+        found = store[1].trajectory()
+        assert (found.rank, found.seed, found.setup_s, found.status) == (-1, -1, None, "completed")
+    assert {check.state for check in verify(path)} == {"ok", "no checksum"}
+    compact(path)
+    assert validate(path) == []
+
+
+def test_h5repack_and_h5ls_take_the_file(run, tmp_path):
+    path = gather(run)
+    subprocess.run(["h5repack", path, tmp_path / "repacked.h5"], check=True, capture_output=True)
+    assert {check.state for check in verify(tmp_path / "repacked.h5")} == {"ok"}
+    listed = subprocess.run(["h5ls", "-r", path], check=True, capture_output=True, text=True).stdout
+    assert "/tokens/logprob" in listed
+
+
+# --- bad places to write to ---
+
+LIMITED = textwrap.dedent("""
+    import resource, sys
+    from megaflow_hpc.trajectories import gather
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    try:
+        gather(sys.argv[1], rebuild=True)
+    except OSError as error:
+        print(type(error).__name__, error)
+        sys.exit(7)
+""")
+
+
+def test_no_space_for_a_gather_keeps_the_file_there_was_and_leaves_nothing(run):
+    before = gather(run).read_bytes()
+    assert len(before) > 30_000
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    code = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + LIMITED
+    done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr[-2000:]
+    assert run.trajectories.read_bytes() == before
+    assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
+    assert validate(gather(run, rebuild=True)) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_run_is_read_and_refuses_to_be_written(run, capsys):
+    path = gather(run)
+    commit(run, "b", (1, 0, trajectory(50)))
+    before = path.read_bytes()
+    run.path.chmod(0o500)
+    run.journal.chmod(0o500)
+    try:
+        with open_trajectories(run.path) as store:
+            assert len(store) == 41
+        with pytest.raises(OSError, match="denied"):
+            gather(run)
+        assert main(["compact", str(path)]) == 2
+        assert "denied" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=r"cannot be created .*denied"):
+            JournalWriter(run.journal_file("c", "0"))
+    finally:
+        run.path.chmod(0o700)
+        run.journal.chmod(0o700)
+    assert path.read_bytes() == before
+
+
+def test_two_pods_with_one_name_are_refused_and_the_first_goes_on(tmp_path):
+    run = run_dir(tmp_path / "run")
+    with JournalWriter(run.journal_file("a", "0")) as first:
+        first.append({"kind": "trajectory", "block": 0, "epoch": 0, "trajectory": trajectory(1).to_record()})
+        first.commit()
+        with pytest.raises(ConfigError, match="exists already"):
+            JournalWriter(run.journal_file("a", "0"))
+        first.append({"kind": "trajectory", "block": 0, "epoch": 0, "trajectory": trajectory(2).to_record()})
+    with open_trajectories(run.path) as store:
+        assert store.ids == [trajectory(1).id, trajectory(2).id]
+
+
+def test_file_locks_are_neither_needed_nor_taken_unless_the_environment_demands_them(run):
+    code = textwrap.dedent("""
+        import fcntl, sys
+        from megaflow_hpc.cli import main
+        held = open(sys.argv[2], "r+b")
+        fcntl.flock(held, fcntl.LOCK_EX)  # as on a file system that refuses locks, nobody gets one now
+        from megaflow_hpc.trajectories import gather
+        gather(sys.argv[1], rebuild=True)
+        again = open(sys.argv[2], "r+b")
+        fcntl.flock(again, fcntl.LOCK_EX)
+        sys.exit(main(["verify", sys.argv[2]]))
+    """)
+    path = gather(run)
+    for setting, status in ((None, 0), ("FALSE", 0), ("TRUE", 2)):
+        env = {name: value for name, value in os.environ.items() if name != "HDF5_USE_FILE_LOCKING"}
+        env |= {"HDF5_USE_FILE_LOCKING": setting} if setting else {}
+        command = [sys.executable, "-c", code, str(run.path), str(path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert status == 0 or "unset the variable" in done.stderr
+
+
+def test_a_column_whose_strings_grow_keeps_them_all(tmp_path):
+    run = run_dir(tmp_path / "run")
+    names = [f"{'t' * (n % 300)}{n}" for n in range(600)]
+    commit(run, "a", *((0, 0, trajectory(1, id=name, task_id=name, sequences=[], turns=[])) for name in names))
+    path = gather(run)
+    with h5py.File(path) as file:
+        assert file["trajectories/id"].asstr()[:].tolist() == names
+        assert file["trajectories/id"].dtype.itemsize == 512
+        assert file["trajectories/status"].dtype == np.dtype("S16")
+    assert {check.state for check in verify(path)} == {"ok"}

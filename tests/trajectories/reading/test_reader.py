@@ -1,0 +1,185 @@
+"""Opening: a running campaign through shards and journals, older files, replaced files, large ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING
+from megaflow_hpc.trajectories.journal.shards import write_shard
+from megaflow_hpc.trajectories.reading.row_columns import Joined
+from tests.support.samples import commit, run_dir, trajectory
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A campaign of two pods: finished parts with and without shards, a tail, and one rollout carried out twice."""
+    run = run_dir(tmp_path / "run")
+    for pod, first in (("a", 0), ("b", 30)):
+        with JournalWriter(run.journal_file(pod, "0"), rotate_bytes=6000) as journal:
+            for number in range(first, first + 24):
+                journal.append(
+                    {"kind": "trajectory", "block": first, "epoch": 0, "trajectory": trajectory(number).to_record()}
+                )
+                journal.commit()
+    commit(run, "c", (99, 1, trajectory(3, status="failed", error="again")), (99, 1, trajectory(77)))
+    return run
+
+
+def whole(store):
+    return [repr(row.trajectory()) for row in store]
+
+
+def test_a_running_campaign_shows_the_same_through_shards_journals_and_file(running):
+    with open_trajectories(running.path) as store:
+        plain = whole(store)
+        plain_columns = {
+            name: repr(store.column(name).tolist()) for name in ("id", "reward", "tokens", "sampled_tokens")
+        }
+    parts = sorted(running.journal.glob("[ab].0*"))
+    assert len(parts) > 6
+    for part in parts[::2]:
+        write_shard(running, part)
+    with open_trajectories(running.path) as store:
+        assert isinstance(store.source, Joined)
+        assert len(store) == 49
+        assert whole(store) == plain
+        assert {name: repr(store.column(name).tolist()) for name in plain_columns} == plain_columns
+        rows = np.random.default_rng(0).permutation(np.repeat(np.arange(49), 2))
+        batch = store.batch(rows)
+        good = store.select("weight_version_min == 3 and reward == 1 and turns > 2")
+        advantage = store.advantages("rloo", "tests")
+        everything = {
+            c.path: store.source.column(c.path) for c in COLUMNS.values() if c.group in ("trajectories", "sequences")
+        }
+        turns = [store.source.column(f"turns/{name}") for name in ("sequence", "token_start", "token_end")]
+    gather(running)
+    with open_trajectories(running.path) as store:
+        assert store.path == running.trajectories
+        assert whole(store) == plain
+        final = store.batch(rows)
+        assert {name: values.tobytes() for name, values in batch.items()} == {n: v.tobytes() for n, v in final.items()}
+        assert store.select("weight_version_min == 3 and reward == 1 and turns > 2").tolist() == good.tolist()
+        assert store.advantages("rloo", "tests").tobytes() == advantage.tobytes()
+        for path, values in everything.items():
+            there = store.source.column(path)
+            if there.dtype.kind in "SO":
+                values, there = (
+                    [v.decode() if isinstance(v, bytes) else v for v in c.tolist()] for c in (values, there)
+                )
+                assert list(values) == list(there), path
+            else:
+                assert values.tobytes() == there.tobytes(), path
+        for values, name in zip(turns, ("sequence", "token_start", "token_end"), strict=True):
+            assert values.tolist() == store.source.column(f"turns/{name}").tolist()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_ids_are_found_one_by_one_and_many_at_once(running, gathered):
+    if gathered:
+        gather(running)
+    with open_trajectories(running.path) as store:
+        assert [store[rollout].index for rollout in store.ids] == list(range(49))
+        assert [rollout in store for rollout in ("task/default/3", "task/default/333", "\udcff", 3)] == [
+            True,
+            False,
+            False,
+            False,
+        ]
+    with open_trajectories(running.path) as store:
+        assert store[store.ids[48]].index == 48
+        assert [rollout in store for rollout in ("task/default/3", "task/default/333", "\udcff")] == [
+            True,
+            False,
+            False,
+        ]
+        with pytest.raises(KeyError, match="task/default/333: no such rollout"):
+            store["task/default/333"]
+
+
+def test_a_damaged_shard_is_passed_over(running, caplog):
+    parts = sorted(running.journal.glob("[ab].0*"))
+    shard = write_shard(running, parts[0])
+    with open_trajectories(running.path) as store:
+        before = whole(store)
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with open_trajectories(running.path) as store:
+        assert whole(store) == before
+    assert "the journal is read instead" in caplog.text
+
+
+def test_files_of_older_software_are_read(running, tmp_path):
+    """Strings of variable length, no optional columns."""
+    path = gather(running)
+    with open_trajectories(path) as store:
+        before = [row.trajectory() for row in store]
+    with h5py.File(path, "r+") as file:
+        for name in OPTIONAL:
+            del file[name]
+        for column in COLUMNS.values():
+            if column.dtype == STRING:
+                values = file[column.path].asstr()[:]
+                del file[column.path]
+                file.create_dataset(column.path, data=values, dtype=h5py.string_dtype(), maxshape=(None,), chunks=(7,))
+    with open_trajectories(path) as store:
+        assert [repr(row.trajectory()) for row in store] == list(map(repr, before))
+        assert store.ids == [t.id for t in before]
+        assert store.select("status == 'completed' and policy == 'default' and id.endswith('1')").tolist() == [
+            row for row, t in enumerate(before) if t.status == "completed" and t.id.endswith("1")
+        ]
+        assert set(store.column("seed")) == {-1}
+        assert store.batch([5, 4])["policy"].tolist() == ["default"] * len(before[5].sequences + before[4].sequences)
+
+
+def test_a_reader_of_a_replaced_file_keeps_reading_its_own(running):
+    gather(running)
+    with open_trajectories(running.path) as store:
+        expected = store.batch(range(20, 40))["tokens"].tobytes()
+    with open_trajectories(running.path) as store:
+        commit(running, "d", (100, 0, trajectory(80)))
+        gather(running)
+        running.trajectories.write_bytes(b"")
+        assert store.batch(range(20, 40))["tokens"].tobytes() == expected
+
+
+MANY = 300_000
+
+
+def test_opening_reads_no_row(tmp_path):
+    """What opening allocates does not grow with the rows, and one row reads no whole column."""
+    run = run_dir(tmp_path / "run")
+    commit(run, "a", *((0, 0, trajectory(n)) for n in range(3)))
+    path = gather(run)
+    with h5py.File(path, "r+") as file:
+        for column in COLUMNS.values():
+            if column.group != "trajectories":
+                continue
+            values = file[column.path][:]
+            extra = np.full(MANY, values[-1]) if values.dtype != object else np.array([values[-1]] * MANY, object)
+            if column.path == "trajectories/id":
+                extra = np.array([f"many/{n}".encode() for n in range(MANY)], file[column.path].dtype)
+            dtype = file[column.path].dtype
+            del file[column.path]
+            file.create_dataset(
+                column.path, data=np.concatenate([values, extra]), dtype=dtype, chunks=(4096,), compression=1
+            )
+    code = (
+        "import sys, tracemalloc\n"
+        "from megaflow_hpc.trajectories import open_trajectories\n"
+        "with open_trajectories(sys.argv[1]) as store: len(store)\n"
+        "tracemalloc.start()\n"
+        "with open_trajectories(sys.argv[1]) as store:\n"
+        "    assert len(store) == 300003\n"
+        "    assert tracemalloc.get_traced_memory()[1] < 1_000_000, tracemalloc.get_traced_memory()\n"
+        "    assert store[250003].id == 'many/250000' and store[1].messages and store[2].sequences\n"
+        "    assert tracemalloc.get_traced_memory()[1] < 3_000_000, tracemalloc.get_traced_memory()\n"
+        "    assert store.select(\"id == 'many/7'\").tolist() == [10] and store['many/7'].index == 10\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=os.environ)
+    assert result.returncode == 0, result.stderr
