@@ -130,7 +130,7 @@ def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "now"),
-    [("mini-swe-agent", True), ("careful_agent:Careful", False)],
+    [("mini-swe-agent", True), ("tests.support.careful_agent:Careful", False)],
 )
 def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
     servers: Servers, tmp_path: Path, name: str, now: bool

@@ -20,12 +20,12 @@ from tests.support.places import ROOT
 from tests.support.serving import in_loop
 
 TASK = Task("t", "Dö it.", "base", "/nowhere")
-NAME = "odd_agent:Odd"
+NAME = "tests.support.odd_agent:Odd"
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
 
 @asynccontextmanager
