@@ -5,8 +5,8 @@ An arrow leads from the room that imports to the room it imports from. Imports i
 ``TYPE_CHECKING`` count like all others, so a circle cannot hide in one. Nothing of the package is imported: it is read.
 
 Circles are looked for on every level: among what lies in one folder, modules and folders, each folder taken whole. So
-``pod`` as a whole may not depend on what depends on it, nor ``pod/master``, nor any module; a folder may have modules that
-the rooms within it share, and others that use those rooms.
+``pod`` as a whole may not depend on what depends on it, nor ``pod/master``, nor any module; a folder may have modules
+that the rooms within it share, and others that use those rooms.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.support.places import ROOT
+import itertools
 
 PACKAGE = "megaflow_hpc"
 Graph = Mapping[str, set[str]]
@@ -89,7 +90,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def levels(graph: Graph) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Folder → what lies in it → what else lies in it and is imported → ``module imports module`` for each such import."""
+    """Folder → what lies in it → what else lies in it and is imported → the imports that do it."""
     doors = {module for module, path in modules().items() if path.name == "__init__.py"}
     found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for module, others in graph.items():
@@ -108,7 +109,7 @@ def circles_of_levels(graph: Graph) -> list[str]:
     found = []
     for folder, level in sorted(levels(graph).items()):
         for chain in circles({node: set(others) for node, others in level.items()}):
-            imports = [level[a][b][0] for a, b in zip(chain, chain[1:], strict=False)]
+            imports = [level[a][b][0] for a, b in itertools.pairwise(chain)]
             found.append(f"{folder}: {' → '.join(chain)} ({'; '.join(imports)})")
     return found
 
