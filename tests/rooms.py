@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.support.places import ROOT
-import itertools
 
 PACKAGE = "megaflow_hpc"
 Graph = Mapping[str, set[str]]
