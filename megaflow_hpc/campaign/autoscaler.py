@@ -1,10 +1,10 @@
 """Engine servers between ``min`` and ``max``: held elements of the engine array are let go by what waits.
 
-One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.duty.Duty`): a child of a pod's batch shell,
-``python -m megaflow_hpc.campaign.autoscaler RUN``, where compute nodes may speak to the Slurm controller, else ``run``
-or ``watch`` while open. It looks every :data:`LOOK_S` seconds and asks Slurm only when servers are missing. Servers
-leave by themselves when nobody asks them any more; their elements go back into the queue, held, and can be let go
-again.
+One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.leader_lease.LeaderLease`): a child of a pod's
+batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``, where compute nodes may speak to the Slurm controller,
+else ``run`` or ``watch`` while open.
+It looks every :data:`LOOK_S` seconds and asks Slurm only when servers are missing. Servers leave by themselves when
+nobody asks them any more; their elements go back into the queue, held, and can be let go again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from megaflow_hpc.campaign.jobs import Fleet
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import read_blocks
-from megaflow_hpc.ledger.duty import RENEW_S, SCALER, Duty
+from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.layout import RunDir
@@ -44,7 +44,7 @@ class Elastic:
         servers = {s["policy"]: s["model"]["servers"] for s in content["servers"] if s.get("held")}
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
-        self._duty = Duty(run, SCALER, holder)
+        self._lease = LeaderLease(run, SCALER, holder)
         self._planned: Counter[str] = Counter()
         self._looked = -LOOK_S
         self._refused_at = -REFUSED_S
@@ -55,7 +55,7 @@ class Elastic:
         if not self._counts or now - self._looked < LOOK_S or now - self._refused_at < REFUSED_S:
             return []
         self._looked = now
-        if not self._duty.hold():
+        if not self._lease.hold():
             return []
         loads, asked = self._loads(), self._asked()
         if not asked:
@@ -69,11 +69,11 @@ class Elastic:
                 except SiteError as error:
                     print(f"engine servers cannot be let go from here: {error}", file=sys.stderr, flush=True)
                     self._refused_at = now
-                    self._duty.leave()
+                    self._lease.leave()
         return going
 
     def leave(self) -> None:
-        self._duty.leave()
+        self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
         found: dict[str, list[Load]] = {}

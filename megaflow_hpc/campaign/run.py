@@ -15,7 +15,7 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
-from megaflow_hpc.ledger.duty import SCALER, Duty
+from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.budget import Budget
 from megaflow_hpc.rundir.layout import RunDir
@@ -107,7 +107,7 @@ class Run:
                 continue
             shown = {"server": name, "policy": servers[number]["policy"], "node": state.node, "job_id": state.id}
             if state.held:
-                by = Duty(self.dir, SCALER).holder()
+                by = LeaderLease(self.dir, SCALER).holder()
                 remedy = f"nobody lets it go: keep megaflow-hpc watch {self.dir} open, or use scale --servers"
                 found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
             else:

@@ -1,4 +1,4 @@
-"""A run directory with a ledger, and rollouts for its blocks."""
+"""A run directory with a ledger, rollouts for its blocks, and a clock that is set by hand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import pytest
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:

@@ -11,17 +11,9 @@ from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_b
 from megaflow_hpc.ledger.blocks import deal, split
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
-from tests.ledger.conftest import rollouts
+from tests.ledger.conftest import Clock, rollouts
 
 COMMIT_S, LEASE_S = TIMES.commit_s, TIMES.lease_s
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def pod(run: RunDir, name: str, start: str = "0", clock: Clock | None = None) -> Ledger:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
-from megaflow_hpc.ledger.duty import SCALER, Duty
+from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.engines.container import clear
 from megaflow_hpc.model.engines.process import EngineProcess
@@ -99,7 +99,7 @@ class EngineServer:
         self._leave = asyncio.Event()
         self._fingerprint = ""
         self._status = 0
-        self._scaler = Duty(run, SCALER)
+        self._scaler = LeaderLease(run, SCALER)
         self._launch: adapters.Launch
         self._gauge: Gauge
         self._proxy: Proxy
@@ -282,7 +282,7 @@ class EngineServer:
 
     def _may_idle(self) -> bool:
         """In Slurm an element goes back to the queue, held: only where somebody will let it go again."""
-        return not in_slurm() or self._scaler.proved()
+        return not in_slurm() or self._scaler.confirmed()
 
     def _give_up(self, cause: str) -> None:
         self._say(f"giving up: {cause}")

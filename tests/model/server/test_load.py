@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from pathlib import Path
 
 import aiohttp
 import pytest
 
 from megaflow_hpc.config.sections import ServerCount
-from megaflow_hpc.ledger import duty
-from megaflow_hpc.ledger.duty import Duty
 from megaflow_hpc.model.server.load import QUEUES, Load, wanted
-from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
@@ -81,29 +76,6 @@ def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
     assert found["in_flight"] >= 5
     assert found["waiting"] == found["in_flight"] - 1
     assert found["wait_s"] > 1
-
-
-def test_one_process_does_the_chore_and_another_takes_it_over_when_it_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    monkeypatch.setattr(duty, "STALE_S", 0.3)
-    first, second, watcher = Duty(run, "chore", "first"), Duty(run, "chore", "second"), Duty(run, "chore")
-    assert watcher.holder() == ""
-    assert first.hold()
-    assert not second.hold()
-    assert watcher.holder() == "first"
-    assert first.hold()
-    assert watcher.proved()
-    time.sleep(0.4)
-    assert watcher.holder() == ""
-    assert not second.hold()  # it has seen the counter move just now, whenever that was
-    time.sleep(0.4)
-    assert second.hold()
-    assert not first.hold()
-    second.leave()
-    assert first.hold()
 
 
 def test_elements_that_wait_to_be_let_go_are_told_from_others() -> None:

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.ledger.duty import SCALER, Duty
+from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.monitor.status import Monitor
@@ -169,7 +169,7 @@ def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_b
     assert asyncio.run(chat(record, record["key"])) == 200
     with pytest.raises(subprocess.TimeoutExpired):
         servers.processes[0].wait(3)
-    scaler = Duty(servers.run, SCALER, "somebody")
+    scaler = LeaderLease(servers.run, SCALER, "somebody")
     deadline = time.monotonic() + 60
     while servers.processes[0].poll() is None and time.monotonic() < deadline:
         assert scaler.hold()
