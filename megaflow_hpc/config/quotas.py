@@ -29,8 +29,6 @@ from megaflow_hpc.config.sections import PodsConfig, Section
 from megaflow_hpc.errors import ConfigError
 
 SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
-RANKS_PER_NODE = 2
-"""Where the campaign does not say."""
 
 
 class QuotasConfig(Section):
@@ -85,10 +83,9 @@ def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, 
 
 def gateways(pods: PodsConfig) -> int:
     """Worker ranks of all pods: rank 0 of each schedules, the others have a gateway each."""
-    ranks = pods.ranks_per_node or RANKS_PER_NODE
 
     def workers(nodes: int) -> int:
-        return max(1, nodes * ranks - 1)
+        return max(1, nodes * pods.ranks_per_node - 1)
 
     return pods.count * workers(pods.nodes) + sum(p.count * workers(p.nodes or pods.nodes) for p in pods.pools)
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megaflow_hpc.types import Network, SandboxMode, Task
 
+CPUS_PER_RANK = 2
+"""CPUs of each MPI rank of a pod where the campaign file does not say."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 
@@ -238,12 +240,12 @@ class PodsConfig(Section):
     """Array elements."""
     nodes: int = Field(1, ge=1)
     """Nodes an element."""
-    ranks_per_node: int | None = Field(None, ge=1)
-    """MPI ranks a node; rank 0 of the pod schedules, the others run rollouts. Default 2."""
+    ranks_per_node: int = Field(2, ge=1)
+    """MPI ranks on each node. Rank 0 of the pod schedules; the others run rollouts."""
     slots_per_rank: int | None = Field(None, ge=1)
     """Rollouts at once per worker rank. Default: ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
-    """CPUs a rank. Default 2."""
+    """CPUs of each rank. Default: 2."""
     mem_gb: float | None = Field(None, gt=0)
     """Memory a node in GB (10^9 bytes); default: the partition's."""
     time: str | int | None = None
@@ -257,10 +259,20 @@ class PodsConfig(Section):
 
     _time = field_validator("time", mode="before")(_walltime)
 
+    @field_validator("ranks_per_node", mode="before")
+    @classmethod
+    def _default_ranks(cls, value: Any) -> Any:
+        return cls.model_fields["ranks_per_node"].default if value is None else value  # null: runs planned earlier
+
     @property
     def total(self) -> int:
         """Pods of all pools."""
         return self.count + sum(pool.count for pool in self.pools)
+
+    @property
+    def total_nodes(self) -> int:
+        """Nodes of the pods of all pools."""
+        return self.count * self.nodes + sum(pool.count * (pool.nodes or self.nodes) for pool in self.pools)
 
     @property
     def here(self) -> int:

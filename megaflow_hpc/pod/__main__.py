@@ -20,7 +20,7 @@ from typing import Any
 
 import megaflow_hpc
 from megaflow_hpc.config.quotas import slots_of_rank
-from megaflow_hpc.config.sections import PodsConfig
+from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
@@ -68,24 +68,26 @@ def check_version(content: dict[str, Any], run: RunDir) -> None:
         )
 
 
+def pods_config(content: Mapping[str, Any]) -> PodsConfig:
+    """The campaign file's section ``slurm.pods``."""
+    return PodsConfig.model_validate(content["campaign"]["slurm"]["pods"])
+
+
 def slots_per_rank(content: dict[str, Any]) -> int:
-    pods = content["campaign"]["slurm"]["pods"]
-    wanted = int(pods["slots_per_rank"] or pods["cpus_per_rank"] or os.environ.get("SLURM_CPUS_PER_TASK") or 2)
-    return slots_of_rank(wanted, content["campaign"].get("quotas", {}), PodsConfig.model_validate(pods))
+    pods = pods_config(content)
+    given = pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
+    return slots_of_rank(given, content["campaign"].get("quotas", {}), pods)
 
 
 def room_per_rank(content: dict[str, Any]) -> tuple[float | None, int | None]:
     """Cpus and MB of memory of a rank, where the campaign file says them."""
-    pods = content["campaign"]["slurm"]["pods"]
-    cpus, memory_gb = pods["cpus_per_rank"], pods["mem_gb"]
-    ranks = pods["ranks_per_node"] or 1
-    return cpus, None if memory_gb is None else int(memory_gb * 1000 / ranks)
+    pods = pods_config(content)
+    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
 
 
 def expected_starts(content: Mapping[str, Any]) -> dict[str, float]:
     """Image → sandboxes that one node will start of it: what unpacking it there is weighed against."""
-    pods = content["campaign"]["slurm"]["pods"]
-    each = content["total"] / max(len(content["tasks"]), 1) / (pods["count"] * pods["nodes"])
+    each = content["total"] / max(len(content["tasks"]), 1) / pods_config(content).total_nodes
     tasks = Counter(content["images"][task["image"]] for task in content["tasks"].values())
     return {image: count * each for image, count in tasks.items()}
 

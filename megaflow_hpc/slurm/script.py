@@ -14,15 +14,13 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PoolConfig
+from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "gather"]
 
 WARN_S = 60
 """Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
-
-RANKS_PER_NODE = 2
-CPUS_PER_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def pod_job(
         **_common(config, run, "pod"),
         "partition": pods.partition,
         "nodes": pods.nodes,
-        "ntasks-per-node": pods.ranks_per_node or RANKS_PER_NODE,
+        "ntasks-per-node": pods.ranks_per_node,
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
         "mem": None if pods.mem_gb is None else f"{round(pods.mem_gb * 1000)}M",
         "time": _walltime(pods.time),
@@ -229,7 +227,7 @@ def by_hand(role: Role) -> str:
             "  RUN=$(megaflow-hpc plan campaign.yaml)",
             '  sbatch --array=0-7 sbatch/sandbox_pods.sbatch "$RUN"',
         ]
-        shape = {"nodes": 1, "ntasks-per-node": RANKS_PER_NODE, "cpus-per-task": CPUS_PER_RANK}
+        shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks_per_node, "cpus-per-task": CPUS_PER_RANK}
     else:
         header = [
             "An engine array: each element starts one model server, registers it under RUN/endpoints and serves until",
