@@ -42,8 +42,6 @@ KNOWN = (
     "megaflow_hpc/model/engines: ",
     "megaflow_hpc/model/engines/scripted: ",
     "megaflow_hpc/tasks: ",
-    "megaflow_hpc/trajectories: ",
-    "megaflow_hpc/trajectories/journal: ",
 )
 
 

@@ -114,7 +114,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    importing = import_module("megaflow_hpc.trajectories.maintenance.import_jsonl")
+    importing = import_module("megaflow_hpc.trajectories.exports.import_jsonl")
     target = Path(arguments.output)
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")

@@ -30,7 +30,8 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
-from megaflow_hpc.trajectories.journal.winners import Entry, counts, decide
+from megaflow_hpc.trajectories.journal.records import Entry, counts
+from megaflow_hpc.trajectories.journal.winners import decide
 from megaflow_hpc.types import Rollout
 
 TIMES = Times(renew_s=1, commit_s=2, lease_s=4)

@@ -122,7 +122,7 @@ class TrajectoryWriter:
             self._file.attrs[name] = clean(value)
 
     def append(self, trajectory: Trajectory) -> None:
-        """Adds one row. The trajectory is :func:`~megaflow_hpc.trajectories.journal.winners.checked`."""
+        """Adds one row. The trajectory is :func:`~megaflow_hpc.trajectories.journal.records.checked`."""
         held, counts = self._held, self._counts
         row = counts["n"]
         for name in _COPIED:

@@ -31,8 +31,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter, lead_behind
-from megaflow_hpc.trajectories.journal.frames import read_frames, unpack_record
-from megaflow_hpc.trajectories.journal.winners import Entry, Seals, counts, trajectory_of
+from megaflow_hpc.trajectories.journal.records import Entry, Seals, counts, headings, trajectory_of
 from megaflow_hpc.trajectories.journal.writer import SUFFIX, base_of, part_path
 
 logger = logging.getLogger(__name__)
@@ -55,26 +54,14 @@ def write_shard(run: RunDir, journal: Path) -> Path:
     target = shard_path(run, journal.name)
     size = journal.stat().st_size
     places: list[tuple[int, int, int, int]] = []
-    time_ns = 0
     with published(target) as temporary:
         software = f"megaflow-hpc {__version__}"
         writer = TrajectoryWriter(temporary, run.path.name, software, lead=_lead(run, journal))
         try:
-            for frame in read_frames(journal, size, tolerant=True):
-                time_ns = max(time_ns, frame.time_ns)
-                try:
-                    record = unpack_record(frame.payload)
-                    if record.get("kind") != "trajectory":
-                        continue
-                    data = record["trajectory"]
-                    data = unpack_record(data) if isinstance(data, bytes) else data
-                    epoch, block = int(record.get("epoch", data.get("epoch", 0))), int(record.get("block", -1))
-                    str(data["id"]), str(data["status"]), int(data.get("attempt", 0))
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    logger.warning("%s: record at byte %d is no trajectory (%r)", journal, frame.start, error)
-                    continue
-                writer.append(trajectory_of(frame, epoch, journal))
-                places.append((frame.start, frame.end, time_ns, block))
+            for frame, heading in headings(journal, limit=size):
+                if heading is not None:
+                    writer.append(trajectory_of(frame, heading.epoch, journal))
+                    places.append((frame.start, frame.end, frame.time_ns, heading.block))
         except BaseException:
             writer.abandon()
             raise

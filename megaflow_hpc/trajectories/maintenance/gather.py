@@ -9,10 +9,7 @@ With ``rebuild`` the shards are not looked at. Either way makes the same file.
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,12 +20,13 @@ import h5py
 from megaflow_hpc import __version__
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5 import deflate
+from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, described
 from megaflow_hpc.trajectories.hdf5.file import recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.journal.records import Entry, Seals
 from megaflow_hpc.trajectories.journal.shards import open_shard
-from megaflow_hpc.trajectories.journal.winners import Entry, Index, Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import Index, fingerprint, index, seals_of
 
 _RUN_ROWS = 16
 """Rows side by side in a shard from which on copying columns is quicker than decoding records."""
@@ -116,44 +114,3 @@ def _runs(found: Index) -> Iterator[tuple[int, int]]:
 def _follows(one: Entry, other: Entry, found: Index) -> bool:
     side_by_side = other.journal == one.journal and other.shard_row == one.shard_row + 1
     return side_by_side and other.id not in found.losers
-
-
-def described(run: RunDir) -> dict[str, str]:
-    """The campaign as resolved and the versions of what ran, so that a file says by itself how it came about."""
-    content = run.read_run() if run.run_json.exists() else {}
-    campaign = content.get("campaign")
-    planned = content.get("versions")
-    versions: dict[str, Any] = dict(planned) if isinstance(planned, dict) else {}
-    versions |= {
-        "megaflow-hpc": __version__,
-        "python": platform.python_version(),
-        "hdf5": h5py.version.hdf5_version,
-    }
-    versions |= {name: importlib.metadata.version(name) for name in ("h5py", "numpy")}
-    versions["deflate"] = deflate.NAME
-    if content.get("version"):
-        versions["planned by megaflow-hpc"] = str(content["version"])
-    policies = content.get("policies")
-    if "models" not in versions and isinstance(policies, dict):
-        versions["models"] = {name: _model(policy) for name, policy in policies.items()}
-    if content.get("images"):
-        versions["images"] = content["images"]
-    return {
-        "config": json.dumps(campaign if isinstance(campaign, dict) else {}, sort_keys=True, default=str),
-        "versions": json.dumps(versions, sort_keys=True, default=str),
-    }
-
-
-def _model(policy: Any) -> Any:
-    model = policy.get("model") if isinstance(policy, dict) else None
-    return {key: model[key] for key in ("engine", "path") if key in model} if isinstance(model, dict) else None
-
-
-def campaign_name(run: RunDir) -> str:
-    """The name in the resolved campaign of ``run.json``; the directory's name where there is none."""
-    if not run.run_json.exists():
-        return run.path.name
-    content = run.read_run()
-    campaign = content.get("campaign")
-    name = campaign.get("name") if isinstance(campaign, dict) else campaign or content.get("name")
-    return str(name or run.path.name)

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.winners import Entry, Index, Seals, entries, journals, seals_of
+from megaflow_hpc.trajectories.journal.records import Entry, Seals, entries
+from megaflow_hpc.trajectories.journal.winners import Index, journals, seals_of
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import open_trajectories

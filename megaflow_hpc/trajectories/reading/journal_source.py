@@ -11,8 +11,9 @@ import numpy as np
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.texts import clean, message_json, reward_name
+from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
-from megaflow_hpc.trajectories.journal.winners import Entry, Index
+from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.row_columns import Joined, Rowwise
 from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, Hdf5Source, SequenceView, Source
 from megaflow_hpc.types import Artifact, Attempt, Trajectory, Turn

@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, described
 from megaflow_hpc.trajectories.hdf5.file import recorded_sources
-from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
-from megaflow_hpc.trajectories.maintenance.gather import campaign_name, described
+from megaflow_hpc.trajectories.journal.records import Seals
+from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches, table_of
 from megaflow_hpc.trajectories.reading.journal_source import source_of

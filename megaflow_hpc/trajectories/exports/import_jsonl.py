@@ -12,7 +12,7 @@ from megaflow_hpc.trajectories.exports.files import reading
 from megaflow_hpc.trajectories.exports.jsonl import parse
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.winners import checked
+from megaflow_hpc.trajectories.journal.records import checked
 
 
 def import_jsonl(

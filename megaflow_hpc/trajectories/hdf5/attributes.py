@@ -1,0 +1,55 @@
+"""The root attributes by which a file says how it came about: the campaign as resolved, and versions of what ran."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import h5py
+
+from megaflow_hpc import __version__
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5 import deflate
+
+
+def described(run: RunDir) -> dict[str, str]:
+    """The campaign as resolved and the versions of what ran, so that a file says by itself how it came about."""
+    content = run.read_run() if run.run_json.exists() else {}
+    campaign = content.get("campaign")
+    planned = content.get("versions")
+    versions: dict[str, Any] = dict(planned) if isinstance(planned, dict) else {}
+    versions |= {
+        "megaflow-hpc": __version__,
+        "python": platform.python_version(),
+        "hdf5": h5py.version.hdf5_version,
+    }
+    versions |= {name: importlib.metadata.version(name) for name in ("h5py", "numpy")}
+    versions["deflate"] = deflate.NAME
+    if content.get("version"):
+        versions["planned by megaflow-hpc"] = str(content["version"])
+    policies = content.get("policies")
+    if "models" not in versions and isinstance(policies, dict):
+        versions["models"] = {name: _model(policy) for name, policy in policies.items()}
+    if content.get("images"):
+        versions["images"] = content["images"]
+    return {
+        "config": json.dumps(campaign if isinstance(campaign, dict) else {}, sort_keys=True, default=str),
+        "versions": json.dumps(versions, sort_keys=True, default=str),
+    }
+
+
+def _model(policy: Any) -> Any:
+    model = policy.get("model") if isinstance(policy, dict) else None
+    return {key: model[key] for key in ("engine", "path") if key in model} if isinstance(model, dict) else None
+
+
+def campaign_name(run: RunDir) -> str:
+    """The name in the resolved campaign of ``run.json``; the directory's name where there is none."""
+    if not run.run_json.exists():
+        return run.path.name
+    content = run.read_run()
+    campaign = content.get("campaign")
+    name = campaign.get("name") if isinstance(campaign, dict) else campaign or content.get("name")
+    return str(name or run.path.name)

@@ -1,0 +1,187 @@
+"""The records of a journal: what of each decides over winners, whether a seal voids it, and its trajectory.
+
+A seal says for (block, epoch) whose journal counts and up to which byte; records of that epoch that end behind it, or
+lie in any other journal, are void. Without a seal all of them count. Nothing here needs HDF5.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from megaflow_hpc.trajectories.journal.frames import Frame, read_frames, unpack_record
+from megaflow_hpc.trajectories.journal.writer import base_of, owner_of
+from megaflow_hpc.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+Seals = Mapping[tuple[int, int], tuple[str, int]]
+"""(block, epoch) → (``<pod>.<start>`` or the name of its journal file, bytes of it that count)."""
+
+_FINAL = ("completed", "truncated")
+
+
+class Heading(NamedTuple):
+    """The fields of a trajectory's record that decide over winners."""
+
+    id: str
+    status: str
+    epoch: int
+    attempt: int
+    block: int
+    """-1 where the record names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One valid record: what decides, and where it lies."""
+
+    id: str
+    status: str
+    epoch: int
+    attempt: int
+    time_ns: int
+    """Commit time, monotone within the journal."""
+    journal: str
+    """File name within ``RUN/journal``."""
+    start: int
+    shard_row: int = -1
+    """Its row in the shard of the journal's file; -1 where there is none."""
+
+    @property
+    def rank(self) -> tuple[bool, int, int, int, str, int]:
+        """The lowest wins."""
+        return self.status not in _FINAL, self.epoch, self.attempt, self.time_ns, self.journal, self.start
+
+
+def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[tuple[Frame, Heading | None]]:
+    """Yields the frames of one journal file with their headings; damage is logged and skipped.
+
+    Args:
+        path: the file, a part of a journal.
+        start: end of a frame read before; what lies before it is left out.
+        limit: bytes of the file to look at.
+
+    Returns:
+        Frames in order, their ``time_ns`` made monotone; the heading is ``None`` for a record of another kind.
+    """
+    time_ns = 0
+    for frame in read_frames(path, limit, tolerant=True, start=start):
+        time_ns = max(time_ns, frame.time_ns)
+        heading = None
+        try:
+            record = _head(frame.payload)
+            if record.get("kind") == "trajectory":
+                data = _trajectory_data(record)
+                epoch, attempt = record.get("epoch", data.get("epoch", 0)), data.get("attempt", 0)
+                block = int(record.get("block", -1))
+                heading = Heading(str(data["id"]), str(data["status"]), int(epoch), int(attempt), block)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s: record at byte %d is no trajectory (%r); skipped", path, frame.start, error)
+        yield frame._replace(time_ns=time_ns), heading
+
+
+def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[Entry], int]:
+    """Returns the valid records of one journal file in order, and the end of the last whole record (or ``start``).
+
+    Args:
+        path, start, limit: as for :func:`headings`.
+        seals: what voids records.
+    """
+    found: list[Entry] = []
+    base, end = base_of(path), start
+    for frame, heading in headings(path, start, limit):
+        end = frame.end
+        if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
+            found.append(Entry(*heading[:4], frame.time_ns, path.name, frame.start))
+    return found, end
+
+
+def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool:
+    """Whether no seal voids a record of ``journal`` that ends at the logical offset ``end``."""
+    sealed = seals.get((block, epoch))
+    return sealed is None or (owner_of(sealed[0]) == owner_of(journal) and end <= sealed[1])
+
+
+def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
+    """The trajectory of a record; without its tokens, and saying so, where these contradict one another."""
+    data: Mapping[str, Any] = {}
+    try:
+        data = _trajectory_data(unpack_record(frame.payload))
+        return checked(Trajectory.from_record({**data, "epoch": epoch}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        data = data or _head(frame.payload)["trajectory"]
+        logger.warning("%s: record at byte %d (%s): %r; kept without its tokens", path, frame.start, data["id"], error)
+        lost = ("sequences", "turns", "attempts", "artifacts")
+        scalars = {key: value for key, value in data.items() if key not in lost}
+        for name in ("task_id", "group_id", "policy", "agent"):
+            scalars.setdefault(name, "")
+        trajectory = Trajectory.from_record({**scalars, "epoch": epoch})
+        trajectory.error = f"{trajectory.error}\n[tokens lost: the record is inconsistent: {error!r}]".lstrip()
+        return trajectory
+
+
+def checked(trajectory: Trajectory) -> Trajectory:
+    """The same trajectory.
+
+    Raises:
+        ValueError: its token columns differ in length, or a turn lies outside its sequence.
+    """
+    for number, sequence in enumerate(trajectory.sequences):
+        columns = (sequence.tokens, sequence.logprobs, sequence.loss_mask, sequence.weight_versions)
+        lengths = [len(column) for column in columns]
+        if len(set(lengths)) != 1:
+            raise ValueError(f"sequence {number} has columns of {lengths} tokens")
+    for number, turn in enumerate(trajectory.turns):
+        if turn.sequence < 0:
+            continue
+        if turn.sequence >= len(trajectory.sequences):
+            raise ValueError(f"turn {number} names sequence {turn.sequence} of {len(trajectory.sequences)}")
+        if not 0 <= turn.token_start <= turn.token_end <= len(trajectory.sequences[turn.sequence].tokens):
+            raise ValueError(f"turn {number} spans tokens {turn.token_start} to {turn.token_end}, outside its sequence")
+    return trajectory
+
+
+_WANTED = frozenset({"id", "status", "attempt", "epoch"})
+_HEAD_BYTES = 4096
+
+
+def _head(payload: bytes) -> dict[str, Any]:
+    """A record with only so much of its trajectory as decides; all of it where these do not come first."""
+    unpacker = msgpack.Unpacker(raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+    unpacker.feed(payload[:_HEAD_BYTES])
+    record: dict[str, Any] = {}
+    try:
+        for _ in range(unpacker.read_map_header()):
+            key = unpacker.unpack()
+            if key != "trajectory":
+                record[key] = unpacker.unpack()
+                continue
+            data: dict[str, Any] = {}
+            for _ in range(unpacker.read_map_header()):
+                name = unpacker.unpack()
+                if name in _WANTED:
+                    data[name] = unpacker.unpack()
+                else:
+                    unpacker.skip()
+                if len(data) == len(_WANTED) and {"kind", "epoch", "block"} <= record.keys():
+                    return {**record, "trajectory": data}
+            break
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        pass
+    return unpack_record(payload)
+
+
+def _trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The trajectory of a record; a worker's packed bytes may have been put in unopened."""
+    data = record["trajectory"]
+    if isinstance(data, bytes):
+        data = unpack_record(data)
+    if not isinstance(data, dict):
+        raise TypeError(f"a trajectory is a {type(data).__name__}, expected a map")
+    return data
