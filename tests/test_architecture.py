@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import megaflow_hpc
 from tests.rooms import circles_of_levels, imported, module_graph
+from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
@@ -48,6 +50,14 @@ KNOWN = (
 def test_there_is_no_import_circle() -> None:
     """On no level, deferred imports and those for types included; ``python -m tests.rooms`` prints the same."""
     assert [line for line in circles_of_levels(module_graph()) if not line.startswith(KNOWN)] == []
+
+
+def test_no_test_imports_a_test() -> None:
+    """What several tests share lies in tests/support, so that any of them can be read, run and moved by itself."""
+    tests = ROOT / "tests"
+    wrong = re.compile(r"tests(\.\w+)*\.(test_\w+|conftest)(\.|$)")
+    found = [f"{path.relative_to(tests)}: {name}" for path in tests.rglob("*.py") for name in imported(path)]
+    assert [line for line in found if wrong.search(line.partition(": ")[2])] == []
 
 
 def test_a_runner_comes_without_the_libraries_of_files() -> None:

@@ -16,13 +16,10 @@ from megaflow_hpc.model.engines.scripted.script import script_from_patch
 from megaflow_hpc.pod.wire import pack, unpack
 from megaflow_hpc.types import AgentResult, Budget, Recording, Task
 from tests.support.local_sandbox import LocalSandbox
+from tests.support.scripted import block
 from tests.support.serving import Servers
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"
-
-
-def block(command: str) -> str:
-    return f"THOUGHT: so.\n\n```mswea_bash_command\n{command}\n```"
 
 
 def make_task() -> Task:

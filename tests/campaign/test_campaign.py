@@ -8,40 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
 import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Rollout
+from tests.support.campaigns import CALL, cli, rows, run_local, running, small_rows, stored
+from tests.support.waiting import until
 
 Make = Callable[..., Path]
-
-
-def cli(*arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.CompletedProcess[str]]:
-    done = cli("run", campaign, "--launcher", "local", "--json", *arguments)
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout), done
-
-
-def rows(run: str | Path) -> dict[str, tuple[str, float]]:
-    """Read by plain h5py, as anyone would."""
-    with h5py.File(Path(run) / "trajectories.h5") as file:
-        table = file["trajectories"]
-        ids = [i.decode() for i in table["id"][:]]
-        statuses = [s.decode() for s in table["status"][:]]
-        assert len(ids) == len(set(ids))
-        return {i: (s, float(r)) for i, s, r in zip(ids, statuses, table["reward"][:], strict=True)}
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
@@ -50,10 +29,7 @@ def test_a_campaign_runs_in_one_process_and_under_mpiexec(make_campaign: Make, r
     assert done.returncode == 0, done.stderr
     assert result["state"] == "finished"
     assert result["rollouts"]["completed"] == result["rollouts"]["total"] == 6
-    expected = {
-        f"task{n}/{agent}/0": ("completed", reward) for n in range(3) for agent, reward in [("oracle", 1), ("nop", 0)]
-    }
-    assert rows(result["run"]) == expected
+    assert rows(result["run"]) == small_rows(3)
 
 
 def test_python_submits_waits_and_streams(make_campaign: Make) -> None:
@@ -117,10 +93,7 @@ def test_resume_of_a_finished_run_does_nothing(make_campaign: Make) -> None:
 def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, victim: str) -> None:
     run = Campaign.from_yaml(make_campaign(4, solution="sleep 1; echo 42 > answer")).submit(launcher="local")
     assert run.local is not None
-    deadline = time.monotonic() + 60
-    while not sum(run.status()["rollouts"][s] for s in ("completed", "failed")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: stored(run), "a rollout is stored", 60)
     pid = run.local.pod.pid
     if victim == "runner":
         pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
@@ -131,21 +104,7 @@ def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, vi
     again = Run(run.path)
     assert again.resume(launcher="local")
     again.wait(timeout_s=120)
-    assert rows(run.path) == {
-        f"task{n}/{agent}/0": ("completed", reward) for n in range(4) for agent, reward in [("oracle", 1), ("nop", 0)]
-    }
-
-
-def running(campaign: Path) -> tuple[subprocess.Popen[str], str]:
-    """``run`` of a campaign on this host, once one of its rollouts runs; and the run directory."""
-    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    run = process.stderr.readline().removeprefix("run directory: ").strip()
-    while not list(Path(run, "events").glob("*.jsonl")) or Run(run).status()["rollouts"]["running"] == 0:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.1)
-    return process, run
+    assert rows(run.path) == small_rows(4)
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) -> None:
@@ -186,16 +145,6 @@ def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
     assert "answers.yaml" in result["servers"][0]["cause"]
     with open_trajectories(result["run"]) as store:
         assert "answers.yaml" in store[0].error
-
-
-CALL = """\
-import json, os, socket, urllib.request
-body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "What is the answer?"}]}).encode()
-key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-with urllib.request.urlopen(urllib.request.Request(url, body, key)) as response:
-    open("answer", "w").write(json.load(response)["choices"][0]["message"]["content"])
-"""
 
 
 def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: Path, make_campaign: Make) -> None:

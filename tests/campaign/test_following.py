@@ -14,7 +14,8 @@ from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
 from megaflow_hpc.monitor.usage import Held, totals
-from tests.campaign.test_campaign import cli, running
+from tests.support.campaigns import cli, running
+from tests.support.waiting import until
 
 Make = Callable[..., Path]
 
@@ -50,8 +51,7 @@ def test_watch_follows_to_the_end_and_leaves(make_campaign: Make) -> None:
 def test_a_second_ctrl_c_ends_a_local_campaign_at_once(make_campaign: Make) -> None:
     process, path = running(make_campaign(1, agent="oracle", solution="sleep 300; echo 42 > answer"))
     process.send_signal(signal.SIGINT)
-    while Run(path).status()["pods"][0]["state"] == "started":
-        time.sleep(0.1)
+    until(lambda: Run(path).status()["pods"][0]["state"] != "started", "the pod drains")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaflow_hpc import open_trajectories
-from tests.tasks.test_phases import SEPARATE, write_files, write_steps
+from tests.support.harbor_tasks import SEPARATE, write_files, write_steps
 
 Make = Callable[..., Path]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
-from tests.campaign.test_campaign import cli
-from tests.lab.test_slurm_campaign import pods, until
+from tests.support.campaigns import cli
+from tests.support.labs import pods
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

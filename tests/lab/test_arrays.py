@@ -13,9 +13,9 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import limits
-from tests.campaign.test_campaign import cli, rows
-from tests.lab.test_slurm_campaign import expected, pods, until
-from tests.support.labs import Lab, own_lab
+from tests.support.campaigns import cli, rows, small_rows
+from tests.support.labs import Lab, own_lab, pods
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]
@@ -39,7 +39,7 @@ def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(small_site:
     assert [record["elements"] for record in run.fleet.arrays.records() if record["role"] == "pods"] == [3, 4]
     summary = run.wait(timeout_s=240)
     assert summary["state"] == "finished"
-    assert rows(run.path) == expected(8)
+    assert rows(run.path) == small_rows(8)
     assert len({pod["pod"] for pod in summary["pods"]}) <= 7
     nodes = [pod["node"] for pod in summary["pods"]]
     assert len(set(nodes)) < len(nodes), "pods of less than a node share one"

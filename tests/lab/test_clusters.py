@@ -12,9 +12,9 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import accounting, ids
-from tests.campaign.test_campaign import rows
-from tests.lab.test_slurm_campaign import stored, until
+from tests.support.campaigns import rows, stored
 from tests.support.labs import cluster_beside
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.lab,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import yaml
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
 
@@ -31,13 +31,6 @@ slurm:
 """
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 def states(run: Run) -> set[str]:
     return {server["state"] for server in run.status()["servers"]}
 
@@ -51,11 +44,12 @@ def test_no_server_runs_before_pods_have_work_and_none_after(
     run = Campaign.from_yaml(tmp_path / "campaign.yaml").plan()
     run.start("slurm")
     assert states(run) == {"held"}
-    until(lambda: run.status()["state"] == "finished")  # nobody but the pod's child lets a server go
+    # Nobody but the pod's child lets a server go.
+    until(lambda: run.status()["state"] == "finished", "the campaign is finished", 300)
     assert run.status()["rollouts"]["completed"] == 2
     (log,) = run.dir.logs.glob("pod-*.log")
     assert log.read_text().count("let engine server") == 1
-    until(lambda: not run.live_jobs(0))  # the held one too
+    until(lambda: not run.live_jobs(0), "every job has left", 300)  # the held one too
     (servers,) = run.job_ids("servers")
     shown = subprocess.check_output(["sacct", "-n", "-X", "-P", "-j", servers, "-o", "State"], text=True).split("\n")
     assert sorted(word.split()[0] for word in shown if word) == ["CANCELLED", "COMPLETED"]

@@ -16,9 +16,9 @@ from megaflow_hpc.rundir.layout import write_atomic
 from megaflow_hpc.slurm import limits
 from megaflow_hpc.trajectories.journal.frames import read_frames
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
-from tests.campaign.test_campaign import rows
-from tests.lab.test_slurm_campaign import pods, stored, until
-from tests.support.labs import Lab, own_lab
+from tests.support.campaigns import rows, stored
+from tests.support.labs import Lab, own_lab, pods
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.labs import Lab, alive, eventually, of_lab
+from tests.support.labs import Lab, alive, of_lab
+from tests.support.waiting import eventually
 
 DAEMONS = {
     "munged",

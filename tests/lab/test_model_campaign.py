@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +24,10 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.slurm import accounting
-from tests.conftest import required
 from tests.support.labs import processes_of
 from tests.support.places import TINY_MODEL
+from tests.support.requirements import required
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.engine, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(900)]
 
@@ -102,12 +102,20 @@ def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
     subprocess.run(["scontrol", "hold", pods], check=True)  # until both servers answer, so that both are asked
     names = subprocess.check_output(["squeue", "-h", "-o", "%j", "-j", ",".join(run.job_ids())], text=True).split()
     assert set(names) == {"model"}
-    until(lambda: {"tiny.0", "tiny.1"} <= {server["server"] for server in serving(run)})
+    until(lambda: {"tiny.0", "tiny.1"} <= {server["server"] for server in serving(run)}, "both serve", 600)
     subprocess.run(["scontrol", "release", pods], check=True)
-    until(lambda: run.status()["rollouts"]["completed"] + run.status()["rollouts"]["truncated"] > 0)
+    until(
+        lambda: run.status()["rollouts"]["completed"] + run.status()["rollouts"]["truncated"] > 0,
+        "a rollout is stored",
+        600,
+    )
     with held(run):  # so that what is left to do, and some must be, meets the new weights
         assert weights.publish(run.dir, folder / "models" / "trained", "tiny").version == 1
-        until(lambda: {server["weight_version"] for server in serving(run) if server["server"] == "tiny.1"} == {1})
+        until(
+            lambda: {server["weight_version"] for server in serving(run) if server["server"] == "tiny.1"} == {1},
+            "version 1 serves",
+            600,
+        )
     os.kill(server_process(run, 0), signal.SIGKILL)  # as the kernel does to what takes too much memory
     summary = run.wait(timeout_s=600)
     assert summary["state"] == "finished", summary
@@ -117,13 +125,6 @@ def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
 
 def serving(run: Run) -> list[dict[str, Any]]:
     return [server for server in run.status()["servers"] if server["state"] == "serving"]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
 
 
 def server_process(run: Run, number: int) -> int:
@@ -235,10 +236,7 @@ def test_another_program_scores_the_recorded_ids_as_the_engine_did(folder: Path,
 
 
 def test_engines_end_with_the_campaign_and_accounting_knows_all_three_jobs(run: Run) -> None:
-    deadline = time.monotonic() + 60
-    while run.live_jobs(0):
-        assert time.monotonic() < deadline
-        time.sleep(1)
+    until(lambda: not run.live_jobs(0), "every job has left", 60, every_s=1)
     states = accounting.finished_jobs(run.job_ids())
     assert len(states) == 5  # three engines, one pod, the gather job
     killed = f"{min(run.job_ids('servers'))}_0"  # it was requeued: it served again, or came too late

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(300)]
 
@@ -20,13 +19,6 @@ model: {engine: scripted, script: answers.yaml, gpus: 0, nodes: 2}
 pool: {}
 slurm: {servers: {partition: cpu, time: 10, extra: {mem: 200M}}}
 """
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def parts(script: Path) -> dict[int, int]:
@@ -49,17 +41,17 @@ def test_an_engine_over_two_nodes_comes_back_and_goes_whole(tmp_path: Path) -> N
     run = Campaign.from_yaml(tmp_path / "campaign.yaml").submit(launcher="slurm")
     try:
         endpoint = run.dir.endpoint("default.0")
-        until(endpoint.exists)
+        until(endpoint.exists, "the engine is registered")
         first = parts(script)
         assert set(first) == {0, 1}
         (node,) = run.dir.logs.glob("server-*.log")
         os.kill(first[1], signal.SIGKILL)
-        until(lambda: node.read_text().count("serving the campaign") == 2)
+        until(lambda: node.read_text().count("serving the campaign") == 2, "the second node serves again")
         assert "task 1: Exited with exit code 137" in node.read_text()
         second = parts(script)
         assert set(second) == {0, 1}
         assert not set(second.values()) & set(first.values())
     finally:
         run.cancel()
-    until(lambda: not parts(script) and not run.live_jobs(0))
+    until(lambda: not parts(script) and not run.live_jobs(0), "every part and job has left")
     assert not endpoint.exists()

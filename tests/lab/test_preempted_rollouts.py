@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
-from tests.lab.test_slurm_campaign import until
-from tests.pod.rollout.test_partial_rollouts import ENGINE, block
+from tests.support.scripted import ENGINE, block
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 

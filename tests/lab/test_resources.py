@@ -11,7 +11,8 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import accounting
-from tests.lab.test_slurm_campaign import pods, until
+from tests.support.labs import pods
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

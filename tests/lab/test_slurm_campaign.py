@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,36 +17,13 @@ from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
-from tests.campaign.test_campaign import cli, rows
-from tests.support.labs import processes_of
+from tests.support.campaigns import cli, rows, small_rows, stored
+from tests.support.labs import pods, processes_of
 from tests.support.places import ROOT
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]
-
-PODS = """\
-slurm:
-  pods: {{partition: {partition}, count: {count}, ranks_per_node: {ranks}, slots_per_rank: 2, mem_gb: 1, time: {time}}}
-"""
-
-
-def pods(partition: str = "cpu", count: int = 2, time: int = 10, ranks: int = 2) -> str:
-    return PODS.format(partition=partition, count=count, time=time, ranks=ranks)
-
-
-def expected(tasks: int) -> dict[str, tuple[str, float]]:
-    return {f"task{n}/{a}/0": ("completed", reward) for n in range(tasks) for a, reward in [("oracle", 1), ("nop", 0)]}
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.3)
-
-
-def stored(run: Run) -> int:
-    return sum(run.status()["rollouts"][state] for state in ("completed", "truncated", "failed"))
 
 
 def test_a_campaign_runs_from_one_command_is_accounted_for_and_leaves_nothing(make_campaign: Make) -> None:
@@ -55,7 +31,7 @@ def test_a_campaign_runs_from_one_command_is_accounted_for_and_leaves_nothing(ma
     done = cli("run", campaign, "--launcher", "slurm", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert rows(result["run"]) == expected(4)
+    assert rows(result["run"]) == small_rows(4)
     run = Run(result["run"])
     until(lambda: not run.live_jobs(0), "every job has left")
     states = accounting.finished_jobs(run.job_ids("pods"))
@@ -81,7 +57,7 @@ def test_the_by_hand_way_runs_the_same(tmp_path: Path, make_campaign: Make) -> N
         "both elements have ended, as accounting knows",
     )
     assert cli("gather", run).returncode == 0
-    assert rows(run) == expected(2)
+    assert rows(run) == small_rows(2)
 
 
 def test_dry_run_prints_every_script_and_touches_nothing(tmp_path: Path, make_campaign: Make) -> None:
@@ -103,7 +79,7 @@ def test_a_pod_job_killed_half_way_is_resumed_with_every_rollout_once(make_campa
     assert not run.ledger.finished
     done = cli("resume", run.path)
     assert done.returncode == 0, done.stderr
-    assert rows(run.path) == expected(6)
+    assert rows(run.path) == small_rows(6)
 
 
 def test_cancel_keeps_what_is_done(make_campaign: Make) -> None:

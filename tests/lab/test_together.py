@@ -12,9 +12,10 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
-from tests.campaign.test_campaign import CALL, cli, rows
-from tests.lab.test_slurm_campaign import pods, until
+from tests.support.campaigns import CALL, cli, rows
+from tests.support.labs import pods
 from tests.support.places import ROOT
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
 Make = Callable[..., Path]

@@ -28,8 +28,8 @@ from typing import Any
 import yaml
 
 from megaflow_hpc.trajectories import open_trajectories
-from tests.conftest import _write_task
 from tests.support.accounts import GROUP, Account, intrude, tell
+from tests.support.harbor_tasks import write_solved_task
 from tests.support.places import ROOT
 
 ALICE, BOB, STRANGER = "mfa", "mfb", "mfc"
@@ -90,7 +90,7 @@ def site() -> Iterator[tuple[Path, Account, Account, Account]]:
 
 def campaign(account: Account, name: str, tasks: int, **fields: Any) -> Path:
     for number in range(tasks):
-        _write_task(account.home / name / "tasks", f"task{number}", solution="sleep 3; echo 42 > answer")
+        write_solved_task(account.home / name / "tasks", f"task{number}", solution="sleep 3; echo 42 > answer")
     image = os.environ["MEGAFLOW_TEST_BASE_SIF"]
     content = {
         "name": name,

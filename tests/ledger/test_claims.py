@@ -11,7 +11,7 @@ from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_b
 from megaflow_hpc.ledger.blocks import deal, split
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
-from tests.ledger.conftest import Clock, rollouts
+from tests.support.ledgers import Clock, rollouts
 
 COMMIT_S, LEASE_S = TIMES.commit_s, TIMES.lease_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaflow_hpc.ledger.leader_lease import STALE_S, LeaderLease
 from megaflow_hpc.rundir.layout import RunDir
-from tests.ledger.conftest import Clock
+from tests.support.ledgers import Clock
 
 
 def test_one_process_leads_and_another_takes_over_when_it_is_gone(run: RunDir) -> None:

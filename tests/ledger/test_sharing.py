@@ -17,7 +17,7 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import Events
 from megaflow_hpc.rundir.layout import RunDir
-from tests.ledger.conftest import rollouts
+from tests.support.ledgers import rollouts
 
 
 def holdings(run: RunDir, name: str, ahead: int = 0) -> tuple[Ledger, Holdings]:

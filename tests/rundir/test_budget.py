@@ -13,7 +13,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.budget import Budget, Meter, cores_of, gpus_of
 from megaflow_hpc.rundir.layout import RunDir
-from tests.campaign.test_campaign import cli
+from tests.support.campaigns import cli
 
 
 def said(run: RunDir, pod: str, *core_s: float, began: float | None = None) -> Path:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.slurm import site
 from tests.support.places import LAUNCHERS
+from tests.support.waiting import eventually
 
 LAB = LAUNCHERS / "lab.py"
 
@@ -99,15 +99,6 @@ def alive(daemon: dict[str, Any]) -> bool:
     return fields[0] not in "ZX" and daemon["start"].endswith(f"/{fields[19]}")
 
 
-def eventually(condition: Any, timeout_s: float = 30) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def of_lab(directory: Path) -> list[str]:
     """Command lines of processes that mention the lab's directory in their arguments or environment."""
     found = []
@@ -125,3 +116,13 @@ def of_lab(directory: Path) -> list[str]:
 def processes_of(*words: str) -> list[int]:
     """Pids of this host's processes that have each of ``words`` as an argument, ``srun`` apart; lowest first."""
     return sorted(pid for pid, said in processes() if set(words) <= set(said) and "srun" not in said[0])
+
+
+PODS = """\
+slurm:
+  pods: {{partition: {partition}, count: {count}, ranks_per_node: {ranks}, slots_per_rank: 2, mem_gb: 1, time: {time}}}
+"""
+
+
+def pods(partition: str = "cpu", count: int = 2, time: int = 10, ranks: int = 2) -> str:
+    return PODS.format(partition=partition, count=count, time=time, ranks=ranks)

@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 
 from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.types import ModelEndpoint
 
 
 class Servers:
@@ -151,3 +153,11 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
     """Engine servers over a run directory below ``tmp_path``; all of them end with the test."""
     with Servers(tmp_path) as started:
         yield started
+
+
+async def call(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions", key: str | None = None):
+    headers = {"Authorization": f"Bearer {model.api_key if key is None else key}"}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(model.base_url + path, json=body, headers=headers) as response:
+            text = await response.text()
+            return response.status, text if response.content_type == "text/event-stream" else json.loads(text)

@@ -26,7 +26,7 @@ from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.rewards import parse_rewards, read_logs, read_rewards
 from megaflow_hpc.tasks.verifier import Court, Verdict, check_fresh, verify
 from megaflow_hpc.types import Task
-from tests.tasks.test_loading import write_task
+from tests.support.harbor_tasks import write_task
 
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 600\n'
 TEST = "if grep -q 42 answer 2>/dev/null; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"

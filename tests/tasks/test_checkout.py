@@ -16,7 +16,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.steps import name_of, steps_of
 from megaflow_hpc.tasks.verifier import Verdict, verify
-from tests.tasks.test_loading import write_task
+from tests.support.harbor_tasks import write_task
 
 FILES = {
     "a.txt": "one\ntwo\n",

@@ -13,36 +13,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.types import Limits, Task
-
-TOML = """\
-version = "1.0"
-[metadata]
-difficulty = "easy"
-[agent]
-timeout_sec = 120.0
-[verifier]
-timeout_sec = 30
-env = { MODE = "strict" }
-[environment]
-docker_image = "org/base:1"
-workdir = "/app"
-cpus = 2
-memory = "2G"
-storage_mb = 500
-allow_internet = false
-"""
-
-
-def write_task(root: Path, name: str = "one", toml: str = TOML, dockerfile: str | None = None) -> Path:
-    task = root / name
-    (task / "tests").mkdir(parents=True)
-    (task / "environment").mkdir()
-    (task / "task.toml").write_text(toml)
-    (task / "instruction.md").write_text("Fix it.\n")
-    (task / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
-    if dockerfile is not None:
-        (task / "environment" / "Dockerfile").write_text(textwrap.dedent(dockerfile))
-    return task
+from tests.support.harbor_tasks import TOML, write_task
 
 
 def test_a_task_is_read_with_its_limits_and_survives_json(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,68 +20,7 @@ from megaflow_hpc.tasks.steps import StepVerdict, combine, goes_on, steps_of
 from megaflow_hpc.tasks.validation import Validation, validate
 from megaflow_hpc.tasks.verifier import Court, Verdict, verify
 from megaflow_hpc.types import Task
-
-STEPS = """\
-schema_version = "1.4"
-multi_step_reward_strategy = "mean"
-artifacts = ["/app/log"]
-[environment]
-docker_image = "base"
-workdir = "/app"
-[agent]
-timeout_sec = 650
-[verifier]
-timeout_sec = 620
-env = { WHO = "all" }
-[solution]
-env = { WORD = "solved" }
-[[steps]]
-name = "first"
-min_reward = 0.5
-[steps.agent]
-timeout_sec = 630
-user = "1000"
-[steps.healthcheck]
-command = "test -f ready"
-[[steps]]
-name = "second"
-min_reward = { reward = 0, extra = 0 }
-[steps.verifier]
-timeout_sec = 610
-env = { WHO = "second" }
-"""
-
-
-def write_files(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-    return root
-
-
-def write_steps(tmp_path: Path, **more: str) -> Path:
-    files = {
-        "task.toml": STEPS,
-        "tests/.harborignore": "*.draft\n",
-        "tests/notes.draft": "",
-        "steps/first/solution/.harborignore": "/large\n",
-        "steps/first/solution/large": "",
-        "tests/common.sh": "test -e /tests/notes.draft && exit 1; n=$(grep -c $WORDS log 2>/dev/null || true)\n",
-        "steps/first/instruction.md": "<!-- a canary of the benchmark -->\n# another CANARY\n\nDo the first.\n",
-        "steps/first/workdir/setup.sh": "touch ready; echo begun >> log\n",
-        "steps/first/solution/solve.sh": "test ! -e /solution/large || exit 9; echo $WORD one by $(id -u) >> log\n",
-        "steps/first/tests/test.sh": "WORDS=solved . /tests/common.sh; echo $n > /logs/verifier/reward.txt\n"
-        "test $WHO = all; echo private > /tests/secret; cat log\n",
-        "steps/second/instruction.md": "Do the second.\n",
-        "steps/second/solution/solve.sh": "test ! -e /tests/secret -a ! -e /logs/verifier/reward.txt || exit 9\n"
-        "echo $WORD two by $(id -u) >> log\n",
-        "steps/second/tests/test.sh": "cat log; test -e /tests/secret && exit 1; . /tests/common.sh\n"
-        'echo "{\\"reward\\": $(grep -c solved log), \\"extra\\": 1, \\"who\\": $(test $WHO = second && echo 1)}"'
-        " > /logs/verifier/reward.json\n",
-        **more,
-    }
-    return write_files(tmp_path / "walk", files)
+from tests.support.harbor_tasks import SEPARATE, STEPS, write_files, write_steps
 
 
 def validated(task: Task, images: dict[str, str], scratch: Path) -> Validation:
@@ -181,21 +119,6 @@ def test_files_of_a_task_that_lead_out_of_it_are_refused(tmp_path: Path) -> None
 
 # --- artifacts and separate verifiers -------------------------------------------------------------------------------
 
-SEPARATE = """\
-schema_version = "1.4"
-artifacts = ["answer", { source = "/data", destination = "kept", exclude = ["*.tmp"] }, "/missing"]
-[environment]
-docker_image = "base"
-workdir = "/app"
-[verifier]
-timeout_sec = 620
-environment_mode = "separate"
-[[verifier.collect]]
-command = "cat hidden > answer; id -u > /logs/artifacts/first; chmod 777 /logs/artifacts"
-[[verifier.collect]]
-command = "id -u > /logs/artifacts/second"
-user = 1000
-"""
 JUDGE = """\
 #!/usr/bin/env python3
 import os, pathlib

@@ -16,7 +16,7 @@ from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.rewards import parse_rewards
 from megaflow_hpc.tasks.verifier import Verdict, verify
 from megaflow_hpc.types import Task
-from tests.tasks.test_loading import write_task
+from tests.support.harbor_tasks import write_task
 
 TOML = (
     '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 600\nenv = { MODE = "strict" }\n'

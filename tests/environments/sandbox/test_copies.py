@@ -25,9 +25,9 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.verifier import Court, verify
 from megaflow_hpc.types import ExecResult
-from tests.environments.sandbox.test_modes import restricted
+from tests.support.harbor_tasks import write_task
+from tests.support.namespaces import restricted
 from tests.support.sandboxes import runs
-from tests.tasks.test_loading import write_task
 
 InSandbox = Callable[..., Any]
 

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.host.proctree import descendants
 from megaflow_hpc.types import ExecResult
+from tests.support.namespaces import restricted
 
 GB = 10**9
 IMAGE = Room(GB // 2, 15_000)
@@ -140,20 +140,6 @@ def test_what_a_sandbox_writes_on_scratch_in_memory_counts_as_its_memory(rootfs:
 
 
 # --- what the node can do -------------------------------------------------------------------------------------------
-
-
-def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a user namespace of its own, in which ``before`` first takes something away."""
-    script = f'{before} && exec "$@"'
-    words = ["unshare", "--user", "--map-current-user", "--keep-caps", "--mount", "sh", "-c", script, "sh"]
-    return subprocess.run(
-        [*words, sys.executable, *argv],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 NO_NETWORKS = "echo 0 > /proc/sys/user/max_net_namespaces"

@@ -21,7 +21,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.services import Services, sandbox_spec
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.types import Network, Task
-from tests.tasks.test_loading import write_task
+from tests.support.harbor_tasks import write_task
 
 LOOK = (
     "ls -A /tmp /dev/shm; ls -d /kept /opt 2>&1; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 500'; pwd"

@@ -10,8 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.rundir import weights
 from tests.support.places import TINY_MODEL
 from tests.support.serving import Servers, conversation
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 MAKE = """
@@ -44,13 +43,6 @@ about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha":
 about |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": model}
 (out / "adapter_config.json").write_text(json.dumps(about))
 """
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(servers: Servers, tmp_path: Path) -> None:
@@ -79,7 +71,7 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
 
     def published(name: str) -> int:
         version = weights.publish(servers.run, tmp_path / name).version
-        until(lambda: servers.record(0)["weight_version"] == version)
+        until(lambda: servers.record(0)["weight_version"] == version, f"version {version} serves", 300)
         return version
 
     async def scenario() -> None:
@@ -125,10 +117,10 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
     (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
     (broken / "adapter_config.json").write_text(json.dumps({"r": 4}))
     bad = weights.publish(servers.run, broken).version
-    until(lambda: (servers.record(0).get("refused") or {}).get("version") == bad)
+    until(lambda: (servers.record(0).get("refused") or {}).get("version") == bad, "the bad one is refused", 300)
     assert servers.record(0)["weight_version"] == 2
     weights.publish(servers.run, tmp_path / "lora1")
-    until(lambda: servers.record(0)["weight_version"] == 4)
+    until(lambda: servers.record(0)["weight_version"] == 4, "version 4 serves", 300)
     servers.signal(0, signal.SIGTERM)
     assert servers.processes[0].wait(60) == 0
     servers.serve(0, "--poll-s", "0.3")  # a later start finds the adapter there

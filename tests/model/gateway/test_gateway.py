@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import time
-from typing import Any
 
 import aiohttp
 import pytest
@@ -15,17 +14,9 @@ import pytest
 from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.engines.scripted import engine
 from megaflow_hpc.types import Budget, ModelEndpoint, Recording
-from tests.support.serving import Servers, conversation, descendants, in_loop
+from tests.support.serving import Servers, call, conversation, descendants, in_loop
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
-
-
-async def call(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions", key: str | None = None):
-    headers = {"Authorization": f"Bearer {model.api_key if key is None else key}"}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(model.base_url + path, json=body, headers=headers) as response:
-            text = await response.text()
-            return response.status, text if response.content_type == "text/event-stream" else json.loads(text)
 
 
 def check_against_raw(recording: Recording) -> None:

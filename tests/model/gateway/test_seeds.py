@@ -12,8 +12,7 @@ from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.engines.scripted import engine as scripted
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
 from megaflow_hpc.types import Rollout
-from tests.model.gateway.test_gateway import call
-from tests.support.serving import conversation, in_loop
+from tests.support.serving import call, conversation, in_loop
 
 ROLLOUT = Rollout("sum", "default", 3, "mini-swe-agent")
 

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from megaflow_hpc.model.server.weight_updates import Follower
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.serving import Servers, conversation, in_loop
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -213,13 +213,6 @@ def answers(folder: Path, text: str, delay_s: float = 0.0) -> Path:
     return folder
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def fleet(servers: Servers, count: int, **settings: str) -> None:
     file = servers.run.path / "script.yaml"
     file.write_text(yaml.safe_dump({"default": [{"text": "old", "delay_s": 0.05}]}))
@@ -294,27 +287,29 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
     broken = answers(tmp_path / "broken", "x")
     (broken / "script.yaml").write_text("default: {")
     weights.publish(servers.run, answers(tmp_path / "good", "good"))
-    until(lambda: [r["weight_version"] for r in servers.records()] == [1, 1])
+    until(lambda: [r["weight_version"] for r in servers.records()] == [1, 1], "both serve version 1")
     weights.publish(servers.run, broken)
-    until(lambda: [bool(r.get("refused")) for r in servers.records()][:1] == [True])
+    until(lambda: [bool(r.get("refused")) for r in servers.records()][:1] == [True], "a server refuses")
     (first, *_) = sorted(servers.records(), key=lambda r: r["server"])
     assert first["weight_version"] == 1
     assert first["refused"]["version"] == 2
     assert "script.yaml" in first["refused"]["cause"]
     started = servers.record(1)["started_at"]
-    until(lambda: megaflow("weights", "list", servers.run).stdout.count("script.yaml") >= 1)
+    until(
+        lambda: megaflow("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal"
+    )
     time.sleep(1)  # several looks of the second server, which must not try
     assert servers.record(1)["started_at"] == started
     rows = {row["version"]: row for row in json.loads(megaflow("weights", "list", servers.run, "--json").stdout)}
     assert rows[1]["servers"] == 2
     assert rows[2]["current"] is True
     weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again
-    until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3])
+    until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3], "both serve version 3")
 
 
 def test_a_server_that_starts_later_starts_with_the_current_version(servers: Servers, tmp_path: Path) -> None:
     fleet(servers, 1)
     weights.publish(servers.run, answers(tmp_path / "new", "new"))
-    until(lambda: servers.records() and servers.records()[0]["weight_version"] == 1)
+    until(lambda: servers.records() and servers.records()[0]["weight_version"] == 1, "version 1 serves")
     number = servers.start(servers.entries[0]["model"], "default")
     assert servers.record(number)["weight_version"] == 1

@@ -17,6 +17,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.environments.sandbox.provider import default_scratch
 from megaflow_hpc.pod.rollout.partial import new_name
 from megaflow_hpc.types import Rollout
+from tests.support.scripted import ENGINE, block
 
 Make = Callable[..., Path]
 
@@ -36,12 +37,7 @@ user = "1000"
 name = "second"
 """
 
-ENGINE = "engine: scripted, script: answers.yaml"
 SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 3}}\n"
-
-
-def block(command: str) -> str:
-    return f"THOUGHT: so.\n\n```mswea_bash_command\n{command}\n```"
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -14,33 +13,13 @@ import pytest
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, read_journal, valid_length, validate
 from megaflow_hpc.trajectories.hdf5.publishing import clean_up
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
-from megaflow_hpc.trajectories.journal.shards import shard_entries, shard_path, write_shard
-from megaflow_hpc.trajectories.journal.winners import index, journals
+from megaflow_hpc.trajectories.journal.shards import shard_entries, shard_path
+from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.trajectories.journal.writer import base_of, parts
+from tests.support.journals import digests, record, write_parts, write_shards
 from tests.support.samples import run_dir, trajectory
 
 ROWS = 120
-
-
-def record(block: int, epoch: int, t):
-    return {"kind": "trajectory", "block": block, "epoch": epoch, "trajectory": t.to_record()}
-
-
-def write_parts(run, pod: str, numbers, rotate_bytes: int = 40_000) -> list[int]:
-    """One journal in several parts; returns the logical offset behind each record."""
-    ends = []
-    with JournalWriter(run.journal_file(pod, "0"), rotate_bytes) as journal:
-        for n in numbers:
-            ends.append(journal.append(record(n // 10, 0, trajectory(n))))
-            journal.commit()
-    return ends
-
-
-def write_shards(run) -> None:
-    """Shards of all parts but the last of each journal."""
-    for pod in {path.name.partition("+")[0].removesuffix(".journal") for path in journals(run)}:
-        for part in parts(run.journal / f"{pod}.journal")[:-1]:
-            write_shard(run, part)
 
 
 @pytest.fixture
@@ -48,21 +27,6 @@ def run(tmp_path):
     run = run_dir(tmp_path / "run")
     write_parts(run, "a", range(ROWS))
     return run
-
-
-def digests(path) -> dict[str, str]:
-    """SHA-256 of every column."""
-    found = {}
-    with h5py.File(path) as file:
-
-        def collect(name, item):
-            if isinstance(item, h5py.Dataset):
-                text = h5py.check_string_dtype(item.dtype)
-                values = b"\0".join(item[:].tolist()) if text and text.length is None else item[:].tobytes()
-                found[name] = hashlib.sha256(values).hexdigest()
-
-        file.visititems(collect)
-    return found
 
 
 def test_a_journal_goes_on_in_parts_and_counts_over_them(tmp_path):

@@ -1,0 +1,72 @@
+"""The command line in a process of its own, small campaigns on this host, and what a run has stored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+
+from megaflow_hpc.campaign.facade import Run
+from tests.support.waiting import until
+
+
+def cli(*arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Runs ``megaflow-hpc`` with these arguments to its end, whatever its exit status."""
+    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.CompletedProcess[str]]:
+    """Runs a campaign without Slurm; returns the summary it prints as JSON, and the ended process."""
+    done = cli("run", campaign, "--launcher", "local", "--json", *arguments)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done
+
+
+def rows(run: str | Path) -> dict[str, tuple[str, float]]:
+    """The status and reward of every stored rollout by id, read by plain h5py, as anyone would."""
+    with h5py.File(Path(run) / "trajectories.h5") as file:
+        table = file["trajectories"]
+        ids = [i.decode() for i in table["id"][:]]
+        statuses = [s.decode() for s in table["status"][:]]
+        assert len(ids) == len(set(ids))
+        return {i: (s, float(r)) for i, s, r in zip(ids, statuses, table["reward"][:], strict=True)}
+
+
+def running(campaign: Path) -> tuple[subprocess.Popen[str], str]:
+    """Starts ``run`` of a campaign on this host; returns its process and run directory once a rollout runs."""
+    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    run = process.stderr.readline().removeprefix("run directory: ").strip()
+
+    def rollout_runs() -> bool:
+        assert process.poll() is None, process.stderr.read()
+        return bool(list(Path(run, "events").glob("*.jsonl"))) and Run(run).status()["rollouts"]["running"] > 0
+
+    until(rollout_runs, "a rollout runs")
+    return process, run
+
+
+CALL = """\
+import json, os, socket, urllib.request
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "What is the answer?"}]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, body, key)) as response:
+    open("answer", "w").write(json.load(response)["choices"][0]["message"]["content"])
+"""
+"""A program for a sandbox: asks the rollout's model and writes what it says into ``answer``."""
+
+
+def small_rows(tasks: int) -> dict[str, tuple[str, float]]:
+    """What :func:`rows` returns of a finished campaign of ``make_campaign(tasks)``."""
+    return {f"task{n}/{a}/0": ("completed", reward) for n in range(tasks) for a, reward in [("oracle", 1), ("nop", 0)]}
+
+
+def stored(run: Run) -> int:
+    """The number of rollouts that a run has stored, whatever became of them."""
+    return sum(run.status()["rollouts"][state] for state in ("completed", "truncated", "failed"))

@@ -1,0 +1,18 @@
+"""Rollouts for the blocks of a ledger."""
+
+from __future__ import annotations
+
+from megaflow_hpc.types import Rollout
+
+
+def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:
+    """``samples`` rollouts of each of ``tasks`` tasks, in the order of a plan."""
+    return [Rollout(f"t{i:03d}", "oracle", s, "oracle") for i in range(tasks) for s in range(samples)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,0 +1,21 @@
+"""Python in a user namespace, from which something of the node is taken away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with ``argv`` in a user namespace, after the shell command ``before`` has changed something there."""
+    script = f'{before} && exec "$@"'
+    words = ["unshare", "--user", "--map-current-user", "--keep-caps", "--mount", "sh", "-c", script, "sh"]
+    return subprocess.run(
+        [*words, sys.executable, *argv],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

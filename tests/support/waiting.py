@@ -1,0 +1,21 @@
+"""Bounded waits for a condition."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> None:
+    """Waits until ``condition()`` is true; the test fails, naming ``what``, if that takes over ``timeout_s``."""
+    assert eventually(condition, timeout_s, every_s), f"{what}: not within {timeout_s:g} s"
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.1) -> bool:
+    """Whether ``condition()`` becomes true within ``timeout_s``; asked every ``every_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every_s)
+    return True
