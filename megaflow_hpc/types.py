@@ -271,6 +271,18 @@ class Artifact:
     """Bounded by the one who collects it."""
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """``error`` is empty exactly when there is a reward; ``output`` is what the tests printed, bounded."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    output: str = ""
+    error: str = ""
+    artifacts: list[Artifact] = field(default_factory=list)
+    """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
+
+
 @dataclass
 class Trajectory:
     """Everything that is kept of one rollout; one journal record, one row of ``trajectories.h5``."""

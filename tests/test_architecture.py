@@ -43,7 +43,6 @@ KNOWN = (
     "megaflow_hpc/model: ",
     "megaflow_hpc/model/engines: ",
     "megaflow_hpc/model/engines/scripted: ",
-    "megaflow_hpc/tasks: ",
 )
 
 

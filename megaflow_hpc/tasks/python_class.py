@@ -47,8 +47,7 @@ from weakref import WeakKeyDictionary
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
-from megaflow_hpc.tasks.verifier import Verdict
-from megaflow_hpc.types import ExecResult, Limits, Task
+from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
 SETTINGS: Mapping[str, tuple[type, ...]] = {
@@ -101,11 +100,11 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
     task = _guard(lambda: cls(**keywords), f"{where}: {name}", ConfigError)
     if not callable(getattr(task, "score", None)):
         raise ConfigError(f"{where}: has no 'score(self, sandbox)'; without it nothing can be rewarded")
-    told: Any = getattr(task, "instruction", None)
-    if callable(told):
-        told = _guard(told, f"{where}: instruction", ConfigError)
-    if not isinstance(told, str) or not told.strip():
-        raise ConfigError(f"{where}: instruction is {told!r:.80}: expected a text, or a method that returns one")
+    instruction: Any = getattr(task, "instruction", None)
+    if callable(instruction):
+        instruction = _guard(instruction, f"{where}: instruction", ConfigError)
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise ConfigError(f"{where}: instruction is {instruction!r:.80}: expected a text, or a method that returns one")
     values: dict[str, Any] = {}
     for key, kinds in SETTINGS.items():
         value = getattr(task, key, None)
@@ -118,7 +117,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
     user = values["user"]
     made = Task(
         id=name,
-        instruction=told,
+        instruction=instruction,
         image=values["image"],
         path=source,
         kind="python",
@@ -238,7 +237,7 @@ async def _call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbo
             raise UserCodeError(
                 f"{_code(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
             ) from None
-        raise _told(task, method, error) from error
+        raise _user_error(task, method, error) from error
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
@@ -271,7 +270,7 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
     return await done
 
 
-def _told(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
+def _user_error(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
     return UserCodeError(f"{_origin(error)}: {method.__name__} of task {task.id} raised {error!r}")
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.tasks.healthcheck import wait_healthy
-from megaflow_hpc.tasks.verifier import Verdict
-from megaflow_hpc.types import Sandbox, Task
+from megaflow_hpc.types import Sandbox, Task, Verdict
 
 SETUP_S = 600.0
 

@@ -19,7 +19,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
-from megaflow_hpc.tasks.verifier import Court, verify
+from megaflow_hpc.tasks.verifier import VerificationContext, verify
 from megaflow_hpc.types import Agent, Network, Task
 
 
@@ -120,7 +120,7 @@ async def validate(
 async def _run(
     task: Task, images: Mapping[str, str], agent: Agent | None, provider: ApptainerProvider, network: Network
 ) -> Run:
-    court = Court(network=network, start=lambda other: provider.start(_spec(other, images, network)))
+    context = VerificationContext(network=network, start=lambda other: provider.start(_spec(other, images, network)))
     started = time.monotonic()
     steps = steps_of(task)
     verdicts: list[StepVerdict] = []
@@ -137,7 +137,7 @@ async def _run(
                     if result.exit_code:
                         return Run(error=result.error)
                 await sandbox.kill_processes()
-                verdict = await verify(step, sandbox, court, stay=step is not steps[-1])
+                verdict = await verify(step, sandbox, context, stay=step is not steps[-1])
                 verdicts.append(StepVerdict(name_of(step), verdict))
                 if not goes_on(step, verdict):
                     break

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from megaflow_hpc.tasks import checkout, formats
 from megaflow_hpc.tasks.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.rewards import read_logs, read_rewards
-from megaflow_hpc.types import Artifact, Network, Task
+from megaflow_hpc.types import Network, Task, Verdict
 
 _SHELL = (
     'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
@@ -41,19 +41,7 @@ _SHELL = (
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """``error`` is empty exactly when there is a reward; ``output`` is what the tests printed, bounded."""
-
-    reward: float | None = None
-    rewards: dict[str, float] = field(default_factory=dict)
-    output: str = ""
-    error: str = ""
-    artifacts: list[Artifact] = field(default_factory=list)
-    """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
-
-
-@dataclass(frozen=True)
-class Court:
+class VerificationContext:
     """How a campaign verifies."""
 
     fresh: bool = False
@@ -63,7 +51,9 @@ class Court:
     """Starts the sandbox of a separate verifier, from its environment as a task."""
 
 
-async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), *, stay: bool = False) -> Verdict:
+async def verify(
+    task: Task, sandbox: ApptainerSandbox, context: VerificationContext = VerificationContext(), *, stay: bool = False
+) -> Verdict:
     """Collects the artifacts and runs the tests of a task (or of a step). The agent must have ended.
 
     Where the work directory is a git checkout, what the agent changed there is the artifact ``patch``.
@@ -90,9 +80,9 @@ async def verify(task: Task, sandbox: ApptainerSandbox, court: Court = Court(), 
         collected = await collect(task, sandbox, folder)
         artifacts = to_artifacts(collected, prefix)
         if rules.get("environment"):
-            verdict = await _judge_elsewhere(task, sandbox, rules, court, collected, stay)
+            verdict = await _judge_elsewhere(task, sandbox, rules, context, collected, stay)
         else:
-            verdict = await _judge(task, sandbox, rules, court, fresh=court.fresh, stay=stay)
+            verdict = await _judge(task, sandbox, rules, context, fresh=context.fresh, stay=stay)
     finally:
         await asyncio.to_thread(remove_tree, folder)
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
@@ -112,25 +102,31 @@ async def _judge_elsewhere(
     task: Task,
     sandbox: ApptainerSandbox,
     rules: Mapping[str, Any],
-    court: Court,
+    context: VerificationContext,
     collected: Sequence[Collected],
     stay: bool,
 ) -> Verdict:
-    if court.start is None:
+    if context.start is None:
         raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
     if not stay:
         await sandbox.stop()
-    other = await court.start(replace(Task.from_dict(rules["environment"]), id=task.id))
+    other = await context.start(replace(Task.from_dict(rules["environment"]), id=task.id))
     try:
         await carry(collected, other)
         there = replace(task, workdir=other.spec.workdir)
-        return await _judge(there, other, rules, court, fresh=False, stay=False)
+        return await _judge(there, other, rules, context, fresh=False, stay=False)
     finally:
         await other.stop()
 
 
 async def _judge(
-    task: Task, sandbox: ApptainerSandbox, rules: Mapping[str, Any], court: Court, *, fresh: bool, stay: bool
+    task: Task,
+    sandbox: ApptainerSandbox,
+    rules: Mapping[str, Any],
+    context: VerificationContext,
+    *,
+    fresh: bool,
+    stay: bool,
 ) -> Verdict:
     home = Path(sandbox.directory, "verifier")
     tests, logs, aside = home / "tests", home / "logs", Path(sandbox.directory, "layer", "agent")
@@ -156,7 +152,7 @@ async def _judge(
     try:
         await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
-        await sandbox.restart(_spec(before, rules, court, binds), enter)
+        await sandbox.restart(_spec(before, rules, context, binds), enter)
         if not fresh:
             restored += await _clear_path(sandbox, dict(rules.get("env", {})))
         result = await sandbox.exec(
@@ -202,10 +198,12 @@ async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list
     return found
 
 
-def _spec(before: SandboxSpec, rules: Mapping[str, Any], court: Court, binds: Sequence[str]) -> SandboxSpec:
+def _spec(
+    before: SandboxSpec, rules: Mapping[str, Any], context: VerificationContext, binds: Sequence[str]
+) -> SandboxSpec:
     network = before.network
     if rules.get("network") is not None:
-        network = rules["network"] or court.network or network
+        network = rules["network"] or context.network or network
     return replace(before, binds=(*before.binds, *binds), network=network, user=rules.get("user") or before.user)
 
 

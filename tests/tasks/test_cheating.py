@@ -24,8 +24,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.rewards import parse_rewards, read_logs, read_rewards
-from megaflow_hpc.tasks.verifier import Court, Verdict, check_fresh, verify
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.verifier import VerificationContext, check_fresh, verify
+from megaflow_hpc.types import Task, Verdict
 from tests.support.harbor_tasks import write_task
 
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 600\n'
@@ -51,7 +51,7 @@ async def verdict_of(provider: ApptainerProvider, spec: SandboxSpec, task: Task,
         await prepare(task, sandbox)
         await sandbox.exec(agent, timeout_s=600)
         await sandbox.kill_processes()
-        return await verify(task, sandbox, Court(fresh=fresh))
+        return await verify(task, sandbox, VerificationContext(fresh=fresh))
 
 
 @pytest.fixture

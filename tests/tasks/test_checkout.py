@@ -15,7 +15,8 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.steps import name_of, steps_of
-from megaflow_hpc.tasks.verifier import Verdict, verify
+from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.types import Verdict
 from tests.support.harbor_tasks import write_task
 
 FILES = {

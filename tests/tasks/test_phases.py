@@ -18,8 +18,8 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.steps import StepVerdict, combine, goes_on, steps_of
 from megaflow_hpc.tasks.validation import Validation, validate
-from megaflow_hpc.tasks.verifier import Court, Verdict, verify
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.verifier import VerificationContext, verify
+from megaflow_hpc.types import Task, Verdict
 from tests.support.harbor_tasks import SEPARATE, STEPS, write_files, write_steps
 
 
@@ -129,7 +129,7 @@ pathlib.Path("/logs/verifier/reward.txt").write_text(str(int(ok)))
 """
 
 
-def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **court: Any) -> Verdict:
+def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **context: Any) -> Verdict:
     async def main() -> Verdict:
         async with ApptainerProvider(scratch, max_sandboxes=1) as provider:
 
@@ -139,7 +139,9 @@ def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **
             async with await provider.start(spec(task)) as sandbox:
                 await prepare(task, sandbox)
                 await sandbox.exec(agent, timeout_s=600)
-                return await verify(task, sandbox, Court(start=lambda other: provider.start(spec(other)), **court))
+                return await verify(
+                    task, sandbox, VerificationContext(start=lambda other: provider.start(spec(other)), **context)
+                )
 
     return asyncio.run(main())
 

@@ -18,8 +18,8 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.errors import ConfigError, UserCodeError
 from megaflow_hpc.tasks.loading import load_tasks, prepare
 from megaflow_hpc.tasks.python_class import solve
-from megaflow_hpc.tasks.verifier import Verdict, verify
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.types import Task, Verdict
 
 CODE = """\
 class Base:

@@ -25,8 +25,8 @@ from megaflow_hpc.tasks.loading import load_tasks, prepare
 from megaflow_hpc.tasks.swebench import package as swebench_package
 from megaflow_hpc.tasks.swebench.instances import Instance, load, read_instances
 from megaflow_hpc.tasks.swebench.runs import MARKERS, judge
-from megaflow_hpc.tasks.verifier import Verdict, verify
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.types import Task, Verdict
 from tests.support.swebench_samples import Made, Pair, build_image, make, with_checkout, write_lines
 
 PLAIN = {

@@ -14,8 +14,8 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.rewards import parse_rewards
-from megaflow_hpc.tasks.verifier import Verdict, verify
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.types import Task, Verdict
 from tests.support.harbor_tasks import write_task
 
 TOML = (

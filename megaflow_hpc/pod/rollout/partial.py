@@ -26,8 +26,7 @@ from typing import Any, BinaryIO
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.pod import wire
 from megaflow_hpc.tasks.steps import StepVerdict
-from megaflow_hpc.tasks.verifier import Verdict
-from megaflow_hpc.types import Artifact, Trajectory
+from megaflow_hpc.types import Artifact, Trajectory, Verdict
 
 FORMAT = 1
 _LENGTH = struct.Struct("<Q")
@@ -178,7 +177,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _verdict(record: dict[str, Any]) -> StepVerdict:
-    said = record["verdict"]
-    return StepVerdict(
-        record["name"], Verdict(**{**said, "artifacts": [Artifact(**artifact) for artifact in said["artifacts"]]})
-    )
+    fields = record["verdict"]
+    artifacts = [Artifact(**artifact) for artifact in fields["artifacts"]]
+    return StepVerdict(record["name"], Verdict(**{**fields, "artifacts": artifacts}))

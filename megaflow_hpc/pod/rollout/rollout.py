@@ -3,7 +3,7 @@
 Sandbox, agent, everything of the agent killed, verifier, in this order (the last three for each step of a task that has
 steps); whatever goes wrong becomes a status and a cause, never an exception. Infrastructure that fails is ``failed``
 with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other. One that the
-allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was (ending.py).
+allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was (suspension.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, Sand
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
-from megaflow_hpc.pod.rollout.services import Services, court, sandbox_spec
+from megaflow_hpc.pod.rollout.services import Services, sandbox_spec, verification_context
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
@@ -102,7 +102,7 @@ async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt
     trajectory = ended.trajectory
     try:
         await _run(services, rollout, task, trajectory, partial)
-        if services.ending.preempted:
+        if services.suspension.preempted:
             raise asyncio.CancelledError
     except CutShort as cut:
         ended.trajectory = trajectory = blank(rollout, attempt)  # what it was is in the file, or forgotten
@@ -111,7 +111,7 @@ async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt
     except asyncio.CancelledError:
         _cancel(services, trajectory, "stopped before it ended")
     except SandboxError as error:
-        if services.ending.preempted:
+        if services.suspension.preempted:
             _cancel(services, trajectory, f"preempted: {error}")
         else:
             _fail(trajectory, "sandbox", str(error))
@@ -128,7 +128,7 @@ async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt
 
 
 def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
-    trajectory.status, trajectory.error_kind, trajectory.error = "cancelled", services.ending.kind, error
+    trajectory.status, trajectory.error_kind, trajectory.error = "cancelled", services.suspension.kind, error
 
 
 def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
@@ -173,7 +173,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
                 if cut.agent is not None:
                     passed = _passed(sandbox, before, resumed)
                     kept = Partial(trajectory, number, verdicts, spent_s, cut.agent, cut.recorded, passed)
-                    cut.kept, cut.why = await services.ending.keep(rollout.id, kept, sandbox)
+                    cut.kept, cut.why = await services.suspension.keep(rollout.id, kept, sandbox)
                 raise
             _say_limits(result, _passed(sandbox, before, resumed))
             resumed = None
@@ -182,7 +182,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
                 await asyncio.sleep(SETTLE_S)
             await sandbox.kill_processes()
             with _timed(trajectory, "verify_s"):
-                verdict = await verify(step, sandbox, court(services), stay=step is not steps[-1])
+                verdict = await verify(step, sandbox, verification_context(services), stay=step is not steps[-1])
             verdicts.append(StepVerdict(name_of(step), verdict))
             if not goes_on(step, verdict):
                 break
@@ -209,7 +209,7 @@ async def _sandbox(
     try:
         binds = getattr(create(policy.agent), "binds", ())
         spec = replace(sandbox_spec(services, task), binds=tuple(binds))
-        resumed = await services.ending.read(partial)
+        resumed = await services.suspension.read(partial)
         if resumed is not None:
             try:
                 sandbox = await services.provider.start(spec, resumed.layer)
@@ -217,7 +217,7 @@ async def _sandbox(
             except SandboxError as error:
                 print(f"{error}; the rollout starts anew", file=sys.stderr)
             finally:
-                services.ending.used(partial)
+                services.suspension.used(partial)
         return await services.provider.start(spec), None
     except SandboxError as error:
         raise NoSandbox(str(error)) from error
@@ -284,7 +284,7 @@ async def _run_agent(
     left_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
     recording = Recording()
     goes_on = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"  # its code has a state too
-    watching = services.ending.watching(rollout.id, sandbox) if goes_on else nullcontext()
+    watching = services.suspension.watching(rollout.id, sandbox) if goes_on else nullcontext()
     try:
         try:
             forks = forked(policy.agent.name)

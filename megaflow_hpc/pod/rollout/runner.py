@@ -69,7 +69,7 @@ class Runner:
     def _preempted(self) -> None:
         """Preemption and cancelling reach every process of a step; what dies of it is nobody's failure."""
         assert self._services is not None
-        self._services.ending.preempt()
+        self._services.suspension.preempt()
 
     async def _on_start(self, message: Message) -> None:
         rollout = Rollout(**message["rollout"])
@@ -79,9 +79,9 @@ class Runner:
         """The allocation ends: agents that can go on elsewhere finish their turn, those that wait for the model for
         longer than ``patience_s`` do not."""
         assert self._services is not None, "rank 0 sends init first"
-        ending = self._services.ending
-        ending.suspend(now=message["patience_s"] <= 0)
-        asyncio.get_running_loop().call_later(message["patience_s"], ending.suspend, True)
+        suspension = self._services.suspension
+        suspension.suspend(now=message["patience_s"] <= 0)
+        asyncio.get_running_loop().call_later(message["patience_s"], suspension.suspend, True)
 
     async def _on_cancel(self, message: Message) -> None:
         """Nobody waits for this rollout any more; its result will say ``cancelled``."""

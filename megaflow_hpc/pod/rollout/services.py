@@ -13,8 +13,8 @@ from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.recordings import replays_of
-from megaflow_hpc.pod.rollout.suspension import Ending
-from megaflow_hpc.tasks.verifier import Court
+from megaflow_hpc.pod.rollout.suspension import Suspension
+from megaflow_hpc.tasks.verifier import VerificationContext
 from megaflow_hpc.types import Task
 
 
@@ -34,7 +34,7 @@ class Services:
     """Where rollouts that are cut short are kept; ``None``: nowhere."""
 
     def __post_init__(self) -> None:
-        self.ending = Ending(self.gateway, self.partials, self.config.scheduling.partial_mb * 10**6)
+        self.suspension = Suspension(self.gateway, self.partials, self.config.scheduling.partial_mb * 10**6)
 
     @classmethod
     async def open(
@@ -74,10 +74,10 @@ def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
     )
 
 
-def court(services: Services) -> Court:
+def verification_context(services: Services) -> VerificationContext:
     """Where and how this campaign verifies."""
     environment = services.config.environment
-    return Court(
+    return VerificationContext(
         fresh=environment.verification == "fresh",
         network="none" if environment.network == "gateway" else environment.network,
         start=lambda other: services.provider.start(sandbox_spec(services, other)),

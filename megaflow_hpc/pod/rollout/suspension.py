@@ -22,7 +22,7 @@ from megaflow_hpc.pod.rollout.partial import Damaged, Partial, new_name
 from megaflow_hpc.tasks import checkout
 
 
-class Ending:
+class Suspension:
     """
     Args:
         folder: where partial rollouts are published; ``None``: none are.
@@ -37,7 +37,7 @@ class Ending:
         self._suspending = self._now = False
         self._at_work: dict[str, ApptainerSandbox] = {}
         """Rollouts whose agents can be resumed and run."""
-        self._hit: set[str] = set()
+        self._interrupted: set[str] = set()
         """Those that the signal found at work in their sandboxes."""
 
     @property
@@ -57,7 +57,7 @@ class Ending:
         for rollout, sandbox in self._at_work.items():
             waiting = self._gateway.suspend(rollout, now=True)
             if not waiting or sandbox.busy:
-                self._hit.add(rollout)
+                self._interrupted.add(rollout)
 
     @contextmanager
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Ending:
         assert self.folder is not None, "nothing else was suspended"
         if not partial.turns:
             return "", "it had not begun"
-        if rollout in self._hit or sandbox.busy:
+        if rollout in self._interrupted or sandbox.busy:
             return "", "processes were at work in its sandbox"
         name = new_name(rollout)
         try:

@@ -26,8 +26,7 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
 from megaflow_hpc.tasks.swebench.instances import Instance, load
 from megaflow_hpc.tasks.swebench.plan import ask, short
-from megaflow_hpc.tasks.verifier import Verdict
-from megaflow_hpc.types import ExecResult, Task
+from megaflow_hpc.types import ExecResult, Task, Verdict
 
 LOG_LIMIT = 32 << 20
 """Bytes kept of a test run's output."""
@@ -195,8 +194,10 @@ def _share(tests: dict[str, Any], kind: str) -> float:
 def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done: ExecResult) -> Verdict:
     reward = float(resolved)
     rewards = {"reward": reward} | {kind.lower(): share for kind, share in shares.items()}
-    told = "".join(f"not as it should be: {problem}\n" for problem in problems[:100])
-    return Verdict(reward=reward, rewards=rewards, output=f"{told}{done.stdout}\n--- stderr ---\n{done.stderr}")
+    problems_text = "".join(f"not as it should be: {problem}\n" for problem in problems[:100])
+    return Verdict(
+        reward=reward, rewards=rewards, output=f"{problems_text}{done.stdout}\n--- stderr ---\n{done.stderr}"
+    )
 
 
 async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, command: str) -> ExecResult:
@@ -222,8 +223,8 @@ def _marked(eval_script: str) -> str:
     end = next((number for number, line in enumerate(lines) if MARKERS[1] in line), None)
     if end is None:
         return eval_script
-    told = f'echo "{MARKERS[2]}: $SWEBENCH_TEST_EXIT_CODE"'
-    return "\n".join([*lines[:end], "SWEBENCH_TEST_EXIT_CODE=$?", lines[end], told, *lines[end + 1 :]])
+    report = f'echo "{MARKERS[2]}: $SWEBENCH_TEST_EXIT_CODE"'
+    return "\n".join([*lines[:end], "SWEBENCH_TEST_EXIT_CODE=$?", lines[end], report, *lines[end + 1 :]])
 
 
 def _place_tests(instance: Instance) -> list[str]:

@@ -23,7 +23,7 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.verifier import Court, verify
+from megaflow_hpc.tasks.verifier import VerificationContext, verify
 from megaflow_hpc.types import ExecResult
 from tests.support.harbor_tasks import write_task
 from tests.support.namespaces import restricted
@@ -242,7 +242,7 @@ def test_a_verdict_on_a_copy_is_honest(
     async def use(sandbox: ApptainerSandbox) -> tuple[float | None, str]:
         await prepare(task, sandbox)
         await sandbox.exec(agent, timeout_s=30)
-        verdict = await verify(task, sandbox, Court(fresh=fresh))
+        verdict = await verify(task, sandbox, VerificationContext(fresh=fresh))
         return verdict.reward, verdict.error
 
     assert copied(use, workdir=task.workdir) == (reward, "")
