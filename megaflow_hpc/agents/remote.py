@@ -85,7 +85,7 @@ class RemoteSandbox:
         await self._writer.drain()
         answer = await future
         if "error" in answer:
-            raise wire.raised(answer)
+            raise wire.decode_error(answer)
         return answer["value"]
 
 
@@ -140,7 +140,7 @@ class Zygote:
                 if "result" in message:
                     return AgentResult(**message["result"])
                 if "error" in message:
-                    raise wire.raised(message)
+                    raise wire.decode_error(message)
                 step = asyncio.create_task(_carry_out(sandbox, message, writer))
                 work.add(step)
                 step.add_done_callback(work.discard)
@@ -205,7 +205,7 @@ async def _carry_out(sandbox: Sandbox, message: dict[str, Any], writer: asyncio.
         value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
         answer = {"id": message["id"], "value": dict(vars(value)) if isinstance(value, ExecResult) else None}
     except MegaflowError as error:
-        answer = {"id": message["id"], **wire.told(error)}
+        answer = {"id": message["id"], **wire.encode_error(error)}
     except (TypeError, ValueError, OSError) as error:
         answer = {"id": message["id"], "error": "UserCodeError", "text": repr(error)}
     with contextlib.suppress(ConnectionError, RuntimeError):

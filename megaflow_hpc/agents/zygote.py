@@ -127,7 +127,7 @@ async def _rollout(connection: socket.socket) -> None:
         message = {"result": dict(vars(result))}
         wire.frame(message)
     except MegaflowError as error:
-        message = wire.told(error)
+        message = wire.encode_error(error)
     except Exception as error:  # whatever the user's code raises
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = {"error": "UserCodeError", "text": f"{error!r} at {last}"}

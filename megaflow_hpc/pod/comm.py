@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-from megaflow_hpc.pod.wire import Link, Message, pack, unpack_all
+from megaflow_hpc.host.wire import Link, Message, pack, unpack_all
 
 TAG = 77
 SWEEP = 1024

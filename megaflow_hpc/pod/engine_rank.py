@@ -14,7 +14,7 @@ import time
 
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
-from megaflow_hpc.pod.wire import BEAT, STOP
+from megaflow_hpc.pod.messages import BEAT, STOP
 from megaflow_hpc.pod.worker import MASTER_LOST_S, PRIVATE
 from megaflow_hpc.rundir.layout import RunDir
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megaflow_hpc.pod.wire import Message, pack
+from megaflow_hpc.host.wire import Message, pack
 from megaflow_hpc.types import Attempt, Trajectory
 
 

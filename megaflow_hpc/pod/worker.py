@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 
+from megaflow_hpc.host.wire import Link
 from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
-from megaflow_hpc.pod.wire import BEAT, STOP, Link
+from megaflow_hpc.pod.messages import BEAT, STOP
 
 MASTER_LOST_S = 30.0
 STOP_S = 20.0

@@ -12,8 +12,8 @@ import pytest
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
+from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted.script import script_from_patch
-from megaflow_hpc.pod.wire import pack, unpack
 from megaflow_hpc.types import AgentResult, Budget, Recording, Task
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.scripted import block

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from megaflow_hpc.host.wire import Link
 from megaflow_hpc.pod import comm
 from megaflow_hpc.pod.comm import ChildComm
-from megaflow_hpc.pod.wire import Link
 
 
 def test_a_busy_runner_that_says_nothing_counts_as_alive_and_a_dead_one_as_gone(

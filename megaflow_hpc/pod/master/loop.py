@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from megaflow_hpc.host.process import node_name
+from megaflow_hpc.host.wire import Message
 from megaflow_hpc.ledger import Claim
 from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.master.claimed_blocks import Holdings
@@ -24,12 +25,12 @@ from megaflow_hpc.pod.master.run_io import LOOK_S, Clerk
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.master.start_messages import Starts
 from megaflow_hpc.pod.master.work_stealing import Sharing
+from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.stragglers import Stragglers
 from megaflow_hpc.pod.scheduling.work import Work
-from megaflow_hpc.pod.wire import STOP, Message
 from megaflow_hpc.rundir.budget import cores_of
 from megaflow_hpc.types import Rollout
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import BEAT_S, Comm
-from megaflow_hpc.pod.wire import BEAT, Message
+from megaflow_hpc.pod.messages import BEAT
 
 LOST_S = 30.0
 JOIN_S = 120.0

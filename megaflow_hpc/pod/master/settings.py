@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.host.wire import Message
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.run_io import Journal
@@ -14,7 +15,6 @@ from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.scheduling.failures import Pattern
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
-from megaflow_hpc.pod.wire import Message
 from megaflow_hpc.rundir.budget import Budget
 from megaflow_hpc.rundir.events import Events
 from megaflow_hpc.rundir.layout import RunDir

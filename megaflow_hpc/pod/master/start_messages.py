@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
+from megaflow_hpc.host.wire import pack
 from megaflow_hpc.pod.scheduling.work import Work
-from megaflow_hpc.pod.wire import pack
 from megaflow_hpc.types import Attempt
 
 TASKS_KEPT = 4096

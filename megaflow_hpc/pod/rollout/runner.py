@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import signal
 import socket
-import struct
 import sys
 from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.host.process import node_name
+from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
+from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import Ended, attempt_once, blank
 from megaflow_hpc.pod.rollout.services import Services
-from megaflow_hpc.pod.wire import STOP, Message, frame, unpack_all
 from megaflow_hpc.types import Attempt, Rollout, Task
 
 
@@ -33,7 +33,7 @@ class Runner:
 
     async def serve(self) -> None:
         try:
-            while (parcel := await self._read()) is not None and parcel != STOP:
+            while (parcel := await read_parcel(self._reader)) is not None and parcel != STOP:
                 for message in unpack_all(parcel):
                     await getattr(self, f"_on_{message['op']}")(message)
         finally:
@@ -43,15 +43,8 @@ class Runner:
             if self._services:
                 await self._services.close()
 
-    async def _read(self) -> bytes | None:
-        try:
-            (length,) = struct.unpack("<I", await self._reader.readexactly(4))
-            return await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
     async def _send(self, message: Message) -> None:
-        self._writer.write(frame(message))
+        self._writer.write(frame(pack(message)))
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted import engine
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
-from megaflow_hpc.pod.wire import pack, unpack
 from megaflow_hpc.types import TokenSequence
 
 IDS = st.lists(st.integers(0, 300), max_size=12)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from megaflow_hpc.host.wire import Link
 from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.scheduling.failures import RULES
-from megaflow_hpc.pod.wire import Link
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import read_journal
 from megaflow_hpc.types import Rollout

@@ -1,15 +1,13 @@
-"""Messages between master, ranks and runners: msgpack maps, framed on sockets by a 4-byte length.
+"""Messages between processes: msgpack maps, framed on sockets by a length of four bytes, little-endian.
 
-``op`` names a message. Master to worker: ``init`` ``start`` ``cancel`` ``endpoints`` ``images`` ``suspend`` ``beat``
-``stop``.
-Worker to master: ``ready`` ``result`` ``beat`` ``left``.
-
-What travels is a *parcel*: one message or several, one packed behind another. A rank between the two ends passes
-parcels on unopened, and what gathers while it is busy goes out as one.
+A frame holds a *parcel*: one packed message or several, one behind another. A process between two ends passes parcels
+on unopened, and what gathers while it is busy goes out as one. Text may hold lone surrogates, as undecodable output of
+a sandbox does; they pass through unchanged.
 """
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import struct
@@ -25,38 +23,49 @@ MAX_MESSAGE = 512 * 1024 * 1024
 Message = dict[str, Any]
 
 
-def pack(message: Any) -> bytes:
-    # Text from a sandbox may hold lone surrogates (undecodable bytes); they pass through unchanged.
-    return msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass", default=str)
+def pack(message: Any, strict: bool = False) -> bytes:
+    """Packs one message, or a part of one.
+
+    Args:
+        strict: refuses values that msgpack does not know; else ``str`` of them is sent.
+
+    Raises:
+        TypeError: a value msgpack does not know, where ``strict``.
+        ValueError, OverflowError: an integer or a length beyond 64 bits.
+    """
+    return msgpack.packb(message, unicode_errors="surrogatepass", default=None if strict else str)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Message:
-    return msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass", strict_map_key=False)
+    """Unpacks one message.
+
+    Raises:
+        ValueError: ``data`` is not exactly one.
+    """
+    return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
 
 
 def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
-    """The messages of a parcel, in order."""
+    """Yields the messages of a parcel, in order."""
     unpacker = msgpack.Unpacker(
-        raw=False,
-        unicode_errors="surrogatepass",
-        strict_map_key=False,
-        max_buffer_size=MAX_MESSAGE,
-        read_size=1 << 16,
+        unicode_errors="surrogatepass", strict_map_key=False, max_buffer_size=MAX_MESSAGE, read_size=1 << 16
     )
     unpacker.feed(parcel)
     yield from unpacker
 
 
-BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
-"""Each travels as a parcel of its own, so that a rank knows it unopened."""
-
-
-def frame(message: Message) -> bytes:
-    return frame_parcel(pack(message))
-
-
-def frame_parcel(parcel: bytes) -> bytes:
+def frame(parcel: bytes) -> bytes:
+    """Puts the length before a parcel."""
     return _HEADER.pack(len(parcel)) + parcel
+
+
+async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
+    """Reads the next frame; ``None`` when the peer has closed, or sends what is no frame."""
+    try:
+        (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+        return await reader.readexactly(length) if length <= MAX_MESSAGE else None
+    except (asyncio.IncompleteReadError, OSError):
+        return None
 
 
 class Link:
@@ -72,15 +81,15 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the peer is gone."""
+        """Sends a parcel of one message. Raises OSError when the peer is gone."""
         self.send_parcel(pack(message))
 
     def send_parcel(self, parcel: bytes) -> None:
-        """Raises OSError when the peer is gone."""
-        self._socket.sendall(frame_parcel(parcel))
+        """Sends a parcel; blocks until it has left. Raises OSError when the peer is gone."""
+        self._socket.sendall(frame(parcel))
 
     def receive(self) -> Message | None:
-        """The next message, or ``None`` if there is none yet.
+        """Returns the next message, or ``None`` if there is none yet.
 
         Raises:
             EOFError: the peer closed.
@@ -92,7 +101,7 @@ class Link:
         return self._messages.pop() if self._messages else None
 
     def receive_parcel(self, enough: int = 1 << 20) -> bytes | None:
-        """What has arrived whole, as one parcel of about ``enough`` bytes at most, or ``None``.
+        """Returns what has arrived whole, as one parcel of about ``enough`` bytes at most, or ``None``.
 
         Raises:
             EOFError: the peer closed.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.pod.wire import Link, frame, pack, unpack
+from megaflow_hpc.host.wire import Link, frame, pack, unpack
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -32,7 +32,7 @@ def test_frames_arrive_whole_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
     link = Link(ours)
     messages = [{"op": "x", "n": n, "data": b"z" * (n * 50_000)} for n in range(6)]
-    data = b"".join(frame(message) for message in messages)
+    data = b"".join(frame(pack(message)) for message in messages)
 
     def send() -> None:
         for start in range(0, len(data), 7919):
