@@ -40,9 +40,6 @@ KNOWN = (
     "megaflow_hpc: ",
     "megaflow_hpc/campaign: ",
     "megaflow_hpc/environments/sandbox: ",
-    "megaflow_hpc/model: ",
-    "megaflow_hpc/model/engines: ",
-    "megaflow_hpc/model/engines/scripted: ",
 )
 
 

@@ -163,8 +163,8 @@ async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: s
     """Holds ``count`` conversations at one gateway, eight at a time."""
     from aiohttp import web
 
-    from megaflow_hpc.model import ModelGateway
     from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+    from megaflow_hpc.model.gateway.server import ModelGateway
 
     engine = SplitEngine(RandomScript(seed), "m", drift=drift, seed=seed)
     runner = web.AppRunner(engine.application(), access_log=None)

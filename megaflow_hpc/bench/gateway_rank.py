@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from megaflow_hpc.bench.fixed_engine import ANSWERS, sampled
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Recording
 
 

@@ -29,7 +29,7 @@ def parts(script: Path) -> dict[int, int]:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except (OSError, UnicodeDecodeError):
             continue
-        if words[1:3] == ["-m", "megaflow_hpc.model.engines.scripted.engine"] and str(script) in words:
+        if words[1:3] == ["-m", "megaflow_hpc.model.engines.scripted"] and str(script) in words:
             found[int(words[words.index("--node-rank") + 1])] = int(folder.name)
     return found
 

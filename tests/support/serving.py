@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 import yaml
 
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import ModelEndpoint
 

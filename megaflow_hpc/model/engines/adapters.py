@@ -17,39 +17,16 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import address, free_port
 from megaflow_hpc.model.engines import container, multinode
+from megaflow_hpc.model.engines.launch import Launch
 
 MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket's path (sun_path has 108)."""
-
-
-@dataclass
-class Launch:
-    """An engine about to be started, or one that is there (``command`` empty)."""
-
-    command: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    uds: str | None = None
-    base_url: str = ""
-    """Without ``/v1``."""
-    key: str = field(default="", repr=False)
-    model_name: str = ""
-    protocol: str = "text"
-    """What of :mod:`megaflow_hpc.model.gateway.protocols` it can do."""
-    reload: str = ""
-    """How it loads weights in place (:data:`.weight_updates.RELOADERS`); empty: it is started anew."""
-    metrics: bool = False
-    """Its ``/metrics`` tell how many requests wait."""
-    slots: int = 0
-    """Requests that it answers at once, where that is known without its telling."""
-    start_timeout_s: float = 900.0
-    """Seconds from the start to the first completion; large models load for minutes."""
 
 
 def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:
@@ -145,7 +122,7 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         options["script"] = str(model["script"])
     options |= model.get("args") or {}
     python = interpreter(model) if model.get("image") else sys.executable
-    command = [python, "-m", "megaflow_hpc.model.engines.scripted.engine", *flags(options)]
+    command = [python, "-m", "megaflow_hpc.model.engines.scripted", *flags(options)]
     slots = int(options.get("slots") or 0)
     env = {"PYTHONPATH": str(Path(__file__).parents[3])} if model.get("image") else {}
     return Launch(command, env, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)

@@ -18,12 +18,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.engines.launch import Launch
 
 PASSED = re.compile(
     r"(VLLM|SGLANG|SGL|HF|HUGGING_FACE|TRANSFORMERS|SAFETENSORS|TORCH|PYTORCH|TRITON|CUDA|NVIDIA|NCCL|HIP|ROCR|RCCL|"

@@ -7,7 +7,7 @@
 
 The first node is the server's own, so its proxy reaches the engine's Unix socket as that of any other. Each part hangs
 on the step's standard input: end-of-file there, however the server ended, ends all of them, and the end of one part
-ends the step. What ``srun`` starts on each node is :mod:`.engine_part`.
+ends the step. What ``srun`` starts on each node is :mod:`.node_part`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaflow_hpc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.engines.launch import Launch
 
 
 def spread(launch: Launch, nodes: int, private: Path, environ: Mapping[str, str] = os.environ) -> Launch:

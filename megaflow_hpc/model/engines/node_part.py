@@ -1,4 +1,4 @@
-"""One node's part of an engine over several: what ``srun`` starts, ``engine_part PRIVATE COMMAND…``.
+"""One node's part of an engine over several: what ``srun`` starts, ``node_part PRIVATE COMMAND…``.
 
 It makes the server's private directory on this node too, under the same name, since the command names it, and runs the
 command with its node's rank under a lifeline that hangs on standard input.

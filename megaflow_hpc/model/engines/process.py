@@ -6,16 +6,19 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines import failure
-from megaflow_hpc.model.engines.adapters import Launch
-from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.engines.launch import Launch
 
+Ask = Callable[[str, dict[str, Any], float], Awaitable[tuple[int, str]]]
+"""Path, JSON body and timeout in seconds → status and text of the answer."""
 WARM_UP = 3
 """Tokens of the first completion: one is the prompt's work alone, the next ones compile the decoding."""
 TAIL = 200_000
@@ -83,8 +86,11 @@ class EngineProcess:
             tail = ""
         return failure.cause(tail, self._process.returncode if self._process else None)
 
-    async def until_healthy(self, proxy: Proxy) -> None:
+    async def until_healthy(self, ask: Ask) -> None:
         """Waits for a real completion.
+
+        Args:
+            ask: Posts one request to the engine.
 
         Raises:
             ModelServiceError: There was none in the time that the engine has.
@@ -95,14 +101,14 @@ class EngineProcess:
         messages = [{"role": "user", "content": "Are you ready?"}]
         scores = launch.protocol != "text"  # as the gateway will ask, so that all is compiled before it does
         tries: list[tuple[str, dict[str, Any]]] = [
-            ("/v1/chat/completions", {"messages": messages, **({"logprobs": True} if scores else {})}),
-            ("/v1/completions", {"prompt": "Are you ready?", **({"logprobs": 1} if scores else {})}),
+            (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
+            (COMPLETIONS, {"prompt": "Are you ready?", **({"logprobs": 1} if scores else {})}),
         ]
         while time.monotonic() < deadline:
             for path, body in tries:
                 try:
                     request = {"model": launch.model_name, "max_tokens": WARM_UP, **body}
-                    status, text = await proxy.ask(path, request, timeout_s=120)
+                    status, text = await ask(path, request, 120.0)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     last = f"{type(error).__name__}: {error}"
                     break

@@ -50,7 +50,7 @@ class Caller:
         """Makes one call.
 
         Raises:
-            backend.Refused: The request is at fault.
+            protocols.Refused: The request is at fault.
             ModelServiceError: No server answered in time; the session's ``trouble`` says why.
         """
         arrived = time.monotonic()

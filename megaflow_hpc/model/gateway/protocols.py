@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.gateway import answer
 from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.server.proxy import VERSION
 
 LACKING = frozenset({404, 405, 501})
 """Answers of a server that has no such path."""
@@ -100,7 +100,7 @@ async def post(
     if not isinstance(found, dict):
         raise Unavailable(f"{server.name}: the answer is not a JSON object")
     reply = Reply(found)
-    said = response.headers.get(VERSION.lower(), "")
+    said = response.headers.get(WEIGHT_VERSION.lower(), "")
     reply.weight_version = int(said) if said.isdecimal() else server.weight_version
     return reply
 
@@ -188,7 +188,7 @@ async def split(call: Call) -> Answer:
     server = call.server
     asked = call.asked(logprobs=True)
     try:
-        request = await call.post(call.path + "/render", asked)
+        request = await call.post(RENDER, asked)
     except Refused as refusal:
         if refusal.status not in LACKING:
             raise
@@ -201,16 +201,14 @@ async def split(call: Call) -> Answer:
             sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
         generate = {**request, "token_ids": prompt, "sampling_params": sampling, "stream": False}
-        generated = await call.post("/inference/v1/generate", generate)
+        generated = await call.post(GENERATE, generate)
         (choice,) = generated["choices"]
         tokens = list(choice["token_ids"])
         scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         _check(tokens, scores)
         spans = _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
         told = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
-        reply = await call.post(
-            call.path + "/derender", {"model": server.model_name, "prompt_tokens": len(prompt), **told}
-        )
+        reply = await call.post(DERENDER, {"model": server.model_name, "prompt_tokens": len(prompt), **told})
         message = _brief(reply["choices"][0]["message"])
         finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -240,7 +238,7 @@ async def count(call: Call) -> int:
     """Tokens of the prompt that the request makes; raises as :func:`post` does."""
     try:
         if call.server.protocol == "split":
-            return len((await call.post(call.path + "/render", call.asked()))["token_ids"])
+            return len((await call.post(RENDER, call.asked()))["token_ids"])
         reply = await call.post(call.path, call.asked(max_tokens=1))  # the one count that every engine gives
         return int(reply["usage"]["prompt_tokens"])
     except (KeyError, TypeError, ValueError) as error:
@@ -265,7 +263,7 @@ async def _continued(call: Call, rendered: list[int]) -> list[int]:
         # A limit cut the answer off, so no token in it marks its end: what follows an answer without text is the rest.
         emptied = [dict(m) for m in messages]
         emptied[tip.messages] = {"role": "assistant", "content": ""}
-        bare = list((await call.post(call.path + "/render", call.asked(messages=emptied)))["token_ids"])
+        bare = list((await call.post(RENDER, call.asked(messages=emptied)))["token_ids"])
         tail = bare[len(tip.rendered) :]
         if bare[: len(tip.rendered)] != list(tip.rendered) or not tail or after[-len(tail) :] != tail:
             return rendered

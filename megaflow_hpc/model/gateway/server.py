@@ -34,6 +34,7 @@ import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
+from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, dialect_of, messages
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
@@ -49,7 +50,6 @@ LOG = logging.getLogger(__name__)
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
-CHAT = "/v1/chat/completions"
 MAX_BODY = 256 * 2**20
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ class ModelGateway:
             session.recorder.recording.over_budget = over
             raise _Failure(429, over, BUDGET_EXCEEDED)
         session.recorder.request_arrived()
-        path = "/v1/completions" if place == "/completions" else CHAT
+        path = COMPLETIONS if place == "/completions" else CHAT
         session.in_flight += 1
         try:
             if not body.get("stream"):

@@ -7,8 +7,8 @@ engine serves there.
 A pool's server also answers its members' keys, each user's requests within that user's caps and fair share
 (:mod:`.guests`).
 
-Every answer carries the version of the weights that sampled it in the header :data:`VERSION`: while the weights change,
-the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).
+Every answer carries the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
+the weights change, the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.api import CHAT, COMPLETIONS, GENERATE, WEIGHT_VERSION
+from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.tenants import Guests
 
-VERSION = "X-Megaflow-Weight-Version"
-GENERATE = "/inference/v1/generate"
-_DIALECTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+_DIALECTS = (CHAT, COMPLETIONS, "/v1/messages", "/v1/responses")
 MODEL_PATHS = frozenset(
     {
         ("GET", "/health"),
@@ -208,7 +207,7 @@ class Proxy:
                 for name, value in answer.headers.items():
                     if name.lower() not in HOP:
                         response.headers[name] = value
-                response.headers[VERSION] = str(self.weight_version)
+                response.headers[WEIGHT_VERSION] = str(self.weight_version)
                 response.content_length = answer.content_length
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import address
-from megaflow_hpc.model.engines.adapters import Launch
 from megaflow_hpc.model.engines.failure import lasting
+from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.rundir.engine_pool import Pool
 from megaflow_hpc.rundir.layout import RunDir, write_json

@@ -33,8 +33,9 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.engines.container import clear
+from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess
-from megaflow_hpc.model.server.load import Gauge
+from megaflow_hpc.model.server.gauge import Gauge
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.registration import Assignment, Registration, assignment, in_slurm
 from megaflow_hpc.model.server.tenants import Guests
@@ -100,7 +101,7 @@ class EngineServer:
         self._fingerprint = ""
         self._status = 0
         self._scaler = LeaderLease(run, SCALER)
-        self._launch: adapters.Launch
+        self._launch: Launch
         self._gauge: Gauge
         self._proxy: Proxy
 
@@ -183,7 +184,7 @@ class EngineServer:
         await engine.start()
         ended = asyncio.create_task(engine.wait())
         leaving = asyncio.create_task(self._leave.wait())
-        healthy = asyncio.create_task(engine.until_healthy(self._proxy))
+        healthy = asyncio.create_task(engine.until_healthy(self._proxy.ask))
         following: asyncio.Task[None] | None = None
         try:
             self._proxy.opened = False
@@ -218,7 +219,7 @@ class EngineServer:
             self._proxy.draining = False
             await engine.end()
 
-    async def _follow(self, launch: adapters.Launch) -> None:
+    async def _follow(self, launch: Launch) -> None:
         """Loads what is published; ends with :class:`_OtherWeights` where the engine must be started anew."""
         while True:
             await asyncio.sleep(self.poll_s)

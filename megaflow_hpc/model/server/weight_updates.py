@@ -28,7 +28,8 @@ from typing import Any
 import aiohttp
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.api import GENERATE
+from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
@@ -177,7 +178,7 @@ async def _tells_versions(proxy: Proxy) -> bool:
     """Whether the engine's generate says which tokens were sampled by which version (vLLM 0.32 does)."""
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
     try:
-        choice = json.loads(await _post(proxy, "/inference/v1/generate", body))["choices"][0]
+        choice = json.loads(await _post(proxy, GENERATE, body))["choices"][0]
     except (ModelServiceError, ValueError, LookupError, TypeError):
         return False
     return bool(choice.get("weight_versions"))

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
 from tests.support.places import TINY_MODEL
 from tests.support.serving import Servers, conversation

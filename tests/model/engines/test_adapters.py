@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import yaml
 
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Recording
 from tests.support.places import TINY_MODEL
 from tests.support.serving import Servers, conversation, listeners

@@ -35,7 +35,7 @@ def engine_of(wrapper: int) -> int:
     """The engine's own process."""
     for pid in descendants(wrapper):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if words[1:3] == [b"-m", b"megaflow_hpc.model.engines.scripted.engine"]:
+        if words[1:3] == [b"-m", b"megaflow_hpc.model.engines.scripted"]:
             return pid
     raise AssertionError("no engine")
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.types import ModelEndpoint, Recording, TokenSequence
 from tests.support.places import TINY_MODEL

@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
 from megaflow_hpc.model.gateway.connection import Broken, Connections
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import ModelEndpoint, Recording
 from tests.support.serving import in_loop
 

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Budget, ModelEndpoint, Recording
 from tests.support.serving import Servers, in_loop
 

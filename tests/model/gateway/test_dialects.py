@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.model.engines.scripted import engine
+from megaflow_hpc.model.engines.scripted.tokens import END, render, written
 from megaflow_hpc.model.gateway import dialects
 from megaflow_hpc.model.gateway.dialects import BadRequest, chat, messages, responses
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
@@ -130,8 +130,8 @@ def test_an_agent_that_only_appends_has_one_sequence_of_what_was_sampled(
     for message, results in script:
         asked = agent.dialect.request(agent.body())
         conversation = recorder.restore(asked["messages"])
-        prompt = engine.render(conversation)
-        sampled.append([*engine.written(message).encode(), engine.END])
+        prompt = render(conversation)
+        sampled.append([*written(message).encode(), END])
         recorder.add(Sample(prompt, sampled[-1], [-1.0] * len(sampled[-1]), message=message), conversation)
         agent.take(agent.dialect.answer(reply_of(message), agent.body()), results)
     (sequence,) = recorder.recording.sequences

@@ -11,8 +11,8 @@ import time
 import aiohttp
 import pytest
 
-from megaflow_hpc.model import ModelGateway
-from megaflow_hpc.model.engines.scripted import engine
+from megaflow_hpc.model.engines.scripted.tokens import END, render
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Budget, ModelEndpoint, Recording
 from tests.support.serving import Servers, call, conversation, descendants, in_loop
 
@@ -51,7 +51,7 @@ async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> No
     assert bytes(t for t, m in zip(sequence.tokens, sequence.loss_mask, strict=True) if m and t < 256).decode() == (
         "hélloagainand again"
     )
-    assert list(sequence.tokens) == [*engine.render(recording.messages[:-1]), *b"and again", engine.END]
+    assert list(sequence.tokens) == [*render(recording.messages[:-1]), *b"and again", END]
     assert all(t.agent_s >= 0 and t.model_s > 0 and t.server == "default.0" for t in recording.turns)
 
 

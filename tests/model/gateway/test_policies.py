@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.serving import in_loop
 

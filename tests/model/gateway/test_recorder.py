@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaflow_hpc.host.wire import pack, unpack
-from megaflow_hpc.model.engines.scripted import engine
+from megaflow_hpc.model.engines.scripted.tokens import END, logprob, render
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.types import TokenSequence
 
@@ -20,7 +20,7 @@ STEP = st.tuples(
 
 
 def sample(prompt: list[int], tokens: list[int], version: int = 0) -> Sample:
-    return Sample(prompt, tokens, [engine.logprob(t, n) for n, t in enumerate(tokens)], weight_version=version)
+    return Sample(prompt, tokens, [logprob(t, n) for n, t in enumerate(tokens)], weight_version=version)
 
 
 def check_columns(sequence: TokenSequence) -> None:
@@ -64,7 +64,7 @@ def test_an_append_only_conversation_is_one_sequence(exchanges: list[tuple[str, 
     recorder, messages = Recorder("p"), []
     for question, answer in exchanges:
         messages.append({"role": "user", "content": question})
-        recorder.add(sample(engine.render(messages), [*answer.encode(), engine.END]), messages)
+        recorder.add(sample(render(messages), [*answer.encode(), END]), messages)
         messages.append({"role": "assistant", "content": answer})
     recording = recorder.finish()
     assert len(recording.sequences) == 1

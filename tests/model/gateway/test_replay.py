@@ -14,9 +14,9 @@ from aiohttp import web
 
 from megaflow_hpc.bench.conversations import AGENTS, ChatAgent, RandomScript, _events
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.gateway.replay import Replay
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Artifact, Recording, Trajectory
 from tests.support.serving import in_loop
 

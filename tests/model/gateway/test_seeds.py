@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model import ModelGateway
 from megaflow_hpc.model.engines.scripted import engine as scripted
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Rollout
 from tests.support.serving import call, conversation, in_loop
 

@@ -19,7 +19,7 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.config import parse
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model import ModelGateway
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Guests
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.engine_pool import Pool, digest_of

@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.config.sections import ServerCount
-from megaflow_hpc.model.server.load import QUEUES, Load, wanted
+from megaflow_hpc.model.server.gauge import QUEUES
+from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 

@@ -4,59 +4,23 @@ It speaks the engines' plain dialect (``/v1/chat/completions``, ``/v1/completion
 ``--split`` also :mod:`vLLM's in three requests <megaflow_hpc.model.engines.scripted.scale_out>`, and is run by the same
 wrapper as any engine, so a campaign can be driven to a known end without weights. The format of the file is
 :mod:`megaflow_hpc.model.engines.scripted.script`'s.
-
-Tokens are UTF-8 bytes (ids 0 to 255) with 256 as end of turn and 257 as start of turn; log-probabilities are a function
-of id and position. Reasoning and tool calls are text too, between marks, as models write them. So every invariant of
-the recording holds: a conversation's prompt extends the one before.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
-import signal
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.engines.scripted.script import Answer, Script, load, text_of
-
-END, START, OTHER = 256, 257, 512
-"""Ids of :data:`OTHER` and above are bytes too; only the engine in three requests samples them."""
-
-
-def written(message: Mapping[str, Any]) -> str:
-    """An assistant message as the model writes it."""
-    thought = message.get("reasoning")
-    calls = [
-        f"\n<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
-        for call in message.get("tool_calls") or ()
-    ]
-    return (f"<think>{thought}</think>\n" if thought else "") + text_of(message) + "".join(calls)
-
-
-def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-    """A conversation's prompt: ``START role NEWLINE content END NEWLINE`` per message, then the head of the answer.
-
-    Tools come first, as in most chat templates: a list that changes makes another prompt.
-    """
-    tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
-    for message in messages:
-        text = written(message) if message.get("role") == "assistant" else text_of(message)
-        tokens += [START, *f"{message.get('role', 'user')}\n".encode(), *text.encode("utf-8", "replace"), END, 10]
-    return [*tokens, START, *b"assistant\n"]
-
-
-def logprob(token: int, position: int) -> float:
-    """A made-up log-probability in (-2, 0)."""
-    return -(1 + (token * 31 + position * 17) % 199) / 100
+from megaflow_hpc.model.api import CHAT, COMPLETIONS
+from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, logprob, render, written
 
 
 class ScriptedEngine:
@@ -70,8 +34,8 @@ class ScriptedEngine:
         app = web.Application(client_max_size=256 * 2**20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post(CHAT, self._chat)
+        app.router.add_post(COMPLETIONS, self._complete)
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -199,38 +163,3 @@ def _response(
 def error(status: int, message: str) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m megaflow_hpc.model.engines.scripted.engine", description="answers from a script"
-    )
-    parser.add_argument("--script", type=Path)
-    parser.add_argument("--served-model-name", default="scripted")
-    parser.add_argument("--max-model-len", type=int, default=1_000_000)
-    parser.add_argument("--split", action="store_true", help="serve render, generate and derender, as vLLM may")
-    parser.add_argument("--slots", type=int, default=0, help="answers that it gives at once; default: any number")
-    parser.add_argument("--node-rank", type=int, default=0, help="of an engine over several nodes")
-    parser.add_argument("--headless", action="store_true", help="serve nothing: another node does")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--uds")
-    where.add_argument("--port", type=int, help="on 127.0.0.1")
-    arguments = parser.parse_args(argv)
-    if arguments.headless:
-        signal.pause()
-    try:
-        script = load(arguments.script) if arguments.script else Script()
-    except ConfigError as mistake:
-        raise SystemExit(f"error: wrong script: {mistake}") from None
-    kind: type[ScriptedEngine] = ScriptedEngine
-    if arguments.split:
-        from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-
-        kind = SplitEngine
-    engine = kind(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
-    place: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": "127.0.0.1", "port": arguments.port}
-    web.run_app(engine.application(), **place, access_log=None, print=lambda *_: print(json.dumps(place), flush=True))
-
-
-if __name__ == "__main__":
-    main()

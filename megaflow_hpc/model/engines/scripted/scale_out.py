@@ -1,14 +1,13 @@
 """The scripted engine as a vLLM with ``--enable-scale-out``: render, generate and derender, as three requests.
 
-``--split`` of ``python -m megaflow_hpc.model.engines.scripted.engine``. With ``drift`` (0 to 1) that part of an
-answer's bytes is sampled as other ids, of :data:`~megaflow_hpc.model.engines.scripted.engine.OTHER` and above, that say
+``--split`` of ``python -m megaflow_hpc.model.engines.scripted``. With ``drift`` (0 to 1) that part of an
+answer's bytes is sampled as other ids, of :data:`~megaflow_hpc.model.engines.scripted.tokens.OTHER` and above, that say
 the same: its text encodes to other ids than were sampled, as with real tokenizers. An engine keeps in ``log`` what it
 was given and what it sampled, for tests to compare with.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,29 +15,10 @@ from typing import Any
 
 from aiohttp import web
 
+from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER
 from megaflow_hpc.model.engines.scripted import engine
-from megaflow_hpc.model.engines.scripted.engine import OTHER
 from megaflow_hpc.model.engines.scripted.script import Answer
-
-CHAT = "/v1/chat/completions"
-
-
-def decoded(tokens: Sequence[int]) -> tuple[list[dict[str, str]], list[str]]:
-    """The messages of a prompt, and the names of the tools that it offers."""
-    messages, tools = [], []
-    part = bytearray()
-    for token in tokens:
-        if token == engine.START:
-            part = bytearray()
-        elif token == engine.END:
-            head, _, text = part.decode("utf-8", "replace").partition("\n")
-            if head == "tools":
-                tools = [tool["function"]["name"] for tool in json.loads(text)]
-            else:
-                messages.append({"role": head, "content": text})
-        else:
-            part.append(token - OTHER if token >= OTHER else token)
-    return messages, tools
+from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, decoded, logprob, render, written
 
 
 class SplitEngine(engine.ScriptedEngine):
@@ -53,14 +33,14 @@ class SplitEngine(engine.ScriptedEngine):
 
     def application(self) -> web.Application:
         app = super().application()
-        app.router.add_post(f"{CHAT}/render", self._render)
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_post(f"{CHAT}/derender", self._derender)
+        app.router.add_post(RENDER, self._render)
+        app.router.add_post(GENERATE, self._generate)
+        app.router.add_post(DERENDER, self._derender)
         return app
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
         written = [b + OTHER if self._random.random() < self.drift else b for b in text.encode()]
-        return [*written, engine.END]
+        return [*written, END]
 
     def sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         self.log.append((list(prompt), list(tokens)))
@@ -70,7 +50,7 @@ class SplitEngine(engine.ScriptedEngine):
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             return engine.error(400, "messages: expected a list of at least one message")
-        tokens = engine.render(messages, body.get("tools") or [])
+        tokens = render(messages, body.get("tools") or [])
         room = self.max_model_len - len(tokens)
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
         return web.json_response({"token_ids": tokens, "sampling_params": {"max_tokens": wanted}, "features": None})
@@ -83,15 +63,15 @@ class SplitEngine(engine.ScriptedEngine):
         if refused := await self.refused(answer, len(prompt), limit):
             return refused
         message = engine.message_of(answer)
-        tokens, finish = self.sample(engine.written(message), prompt), "stop"
+        tokens, finish = self.sample(written(message), prompt), "stop"
         if len(tokens) > limit:
             tokens, finish = tokens[:limit], "length"
-            text = bytes(t % OTHER for t in tokens if t != engine.END).decode("utf-8", "replace")
+            text = bytes(t % OTHER for t in tokens if t != END).decode("utf-8", "replace")
             message = {"role": "assistant", "content": text}
         self.sampled(prompt, tokens)
         name = f"gen-{uuid.uuid4().hex}"
         self._answers[name] = message, "tool_calls" if finish == "stop" and answer.calls else finish
-        scores = [{"logprob": engine.logprob(t, len(prompt) + n)} for n, t in enumerate(tokens)]
+        scores = [{"logprob": logprob(t, len(prompt) + n)} for n, t in enumerate(tokens)]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": scores}, "finish_reason": finish}
         return web.json_response({"request_id": name, "choices": [choice]})
 

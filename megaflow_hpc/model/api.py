@@ -1,0 +1,12 @@
+"""Names of the engines' HTTP API on which engines, proxy and gateway agree: paths, and the header of the weights."""
+
+from __future__ import annotations
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
+"""vLLM's endpoint from token ids to token ids (``--enable-scale-out``)."""
+RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
+"""vLLM's endpoints from messages to token ids and back."""
+WEIGHT_VERSION = "X-Megaflow-Weight-Version"
+"""Header of every answer of a proxy: the version of the weights that sampled it."""
