@@ -25,8 +25,8 @@ class Gauge:
         waiting = max(0, in_flight - launch.slots) if launch.slots else 0
         if launch.metrics and (text := await self._proxy.metrics()):
             waiting = round(sum(float(value) for value in QUEUES.findall(text)))
-        if self._proxy.guests is not None:
-            waiting += self._proxy.guests.waiting
+        if self._proxy.tenants is not None:
+            waiting += self._proxy.tenants.waiting
         answered, seconds = self._proxy.requests - in_flight - self._answered, now - self._at
         self._answered, self._at = self._proxy.requests - in_flight, now
         pace = max(answered, 1) / max(seconds, 1e-3)

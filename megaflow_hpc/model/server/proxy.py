@@ -5,7 +5,7 @@ the endpoint file; paths that change the engine pass with the admin key only; al
 engine serves there.
 
 A pool's server also answers its members' keys, each user's requests within that user's caps and fair share
-(:mod:`.guests`).
+(:mod:`.tenants`).
 
 Every answer carries the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
 the weights change, the proxy holds requests back until each of them is sampled by one version (:meth:`Proxy.hold`).
@@ -21,14 +21,15 @@ import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, GENERATE, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.server.tenants import Guests
+from megaflow_hpc.model.server.tenants import Tenants
+from megaflow_hpc.rundir.weights import Version
 
 _DIALECTS = (CHAT, COMPLETIONS, "/v1/messages", "/v1/responses")
 MODEL_PATHS = frozenset(
@@ -54,48 +55,58 @@ HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer
 DRAINING = 503
 
 
-class Proxy:
-    """Listens for one engine. ``requests`` counts what passed on to a model; ``last_request`` is ``time.monotonic``."""
+class Serving(NamedTuple):
+    """The weights that an engine samples with."""
 
-    def __init__(
-        self, context: ssl.SSLContext | None = None, host: str = "0.0.0.0", guests: Guests | None = None
-    ) -> None:
-        self.guests = guests
+    weights: Version
+    adapter_name: str = ""
+    """The engine's name for them where they are a LoRA adapter; requests are renamed to it."""
+
+
+class Proxy:
+    """Listens for one engine.
+
+    Args:
+        host: Address to listen on; the port is chosen by the kernel.
+        tenants: The users of a pool; ``None`` outside of one.
+    """
+
+    def __init__(self, host: str = "0.0.0.0", tenants: Tenants | None = None) -> None:
+        self.tenants = tenants
         self.key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.host, self.port = host, 0
         self.requests, self.in_flight = 0, 0
+        """POST requests passed on so far, and requests of any kind that wait for the engine now."""
         self.last_request = time.monotonic()
         self.draining = False
-        self.weight_version = 0
-        """Of the weights that the engine samples with now."""
-        self.served_as = ""
-        """The model's name at the engine, where it is not the one that is asked for (a LoRA adapter)."""
+        self.serving = Serving(Version())
         self.opened = True
-        """Whether an engine that is attached may be asked by others: not before its version is known."""
+        """Whether clients may ask the attached engine; not before the version of its weights is known."""
         self._sampling = {True: 0, False: 0}
-        """Requests that the engine samples for now: by generate, and others."""
+        """Requests that the engine is sampling for: by the generate endpoint (``True``), by others (``False``)."""
         self._gate = asyncio.Event()
         self._gate.set()
-        self._context = context
         self._engine: Launch | None = None
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
+    async def start(self, context: ssl.SSLContext | None = None) -> None:
+        """Listens, with TLS where there is a ``context``; sets ``port``."""
         app = web.Application(client_max_size=256 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, 0, ssl_context=self._context, backlog=1024).start()
+        await web.TCPSite(self._runner, self.host, 0, ssl_context=context, backlog=1024).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
+        """Closes the listener and the connections to the engine."""
         if self._runner is not None:
             await self._runner.cleanup()
         await self.attach(None)
 
     async def attach(self, engine: Launch | None) -> None:
-        """From now on requests go to this engine."""
+        """Sends requests to this engine from now on; ``None`` refuses them with 503."""
         before, self._engine, self._session = self._session, engine, None
         if before is not None:
             await before.close()
@@ -114,7 +125,11 @@ class Proxy:
         return self._session is not None
 
     async def drain(self, seconds: float) -> bool:
-        """Refuses new requests and waits for those in flight; whether all were answered."""
+        """Refuses new requests and waits up to ``seconds`` for those in flight.
+
+        Returns:
+            Whether all were answered.
+        """
         self.draining = True
         deadline = time.monotonic() + seconds
         while self.in_flight and time.monotonic() < deadline:
@@ -123,10 +138,10 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def hold(self, *, continued: bool) -> AsyncIterator[None]:
-        """Nothing new is sampled inside, and what is being sampled has been answered.
+        """A context in which nothing new is sampled and, on entry, all that was being sampled has been answered.
 
         Args:
-            continued: Not those by generate, whose answer tells the version of every token.
+            continued: Do not wait for requests to the generate endpoint, whose answers tell each token's version.
         """
         self._gate.clear()
         try:
@@ -137,7 +152,11 @@ class Proxy:
             self._gate.set()
 
     async def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> tuple[int, str]:
-        """A request of our own to the engine: status and text."""
+        """Posts a request of the server's own to the engine and returns status and text.
+
+        Raises:
+            aiohttp.ClientError, OSError, TimeoutError: No answer within ``timeout_s`` seconds.
+        """
         assert self._engine is not None
         assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -147,7 +166,7 @@ class Proxy:
             return response.status, await response.text()
 
     async def metrics(self) -> str:
-        """The engine's ``/metrics``; empty where it has none now."""
+        """Returns the text of the engine's ``/metrics``; empty where there is none now."""
         if self._engine is None or self._session is None:
             return ""
         timeout = aiohttp.ClientTimeout(total=10)
@@ -160,27 +179,27 @@ class Proxy:
             return ""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        place = (request.method, request.path)
+        endpoint = (request.method, request.path)
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         is_model = hmac.compare_digest(given, self.key.encode())
         is_admin = hmac.compare_digest(given, self.admin_key.encode())
-        guest = self.guests.user(given.decode()) if self.guests and not is_model and not is_admin else None
-        if not is_model and not is_admin and guest is None:
+        tenant = self.tenants.user(given.decode()) if self.tenants and not is_model and not is_admin else None
+        if not is_model and not is_admin and tenant is None:
             return _refuse(401, "no key, or a wrong one")
-        if place not in MODEL_PATHS and not (is_admin and place in ADMIN_PATHS):
+        if endpoint not in MODEL_PATHS and not (is_admin and endpoint in ADMIN_PATHS):
             return _refuse(404, f"{request.method} {request.path} is not served here")
-        if guest is not None and self.guests is not None and place in SAMPLING:
-            async with self.guests.room(guest):
-                return await self._pass(request, place)
-        return await self._pass(request, place)
+        if tenant is not None and self.tenants is not None and endpoint in SAMPLING:
+            async with self.tenants.admit(tenant):
+                return await self._pass(request, endpoint)
+        return await self._pass(request, endpoint)
 
-    async def _pass(self, request: web.Request, place: tuple[str, str]) -> web.StreamResponse:
-        while place in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
+    async def _pass(self, request: web.Request, endpoint: tuple[str, str]) -> web.StreamResponse:
+        while endpoint in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
             await self._gate.wait()
         if self.draining or not self.opened or self._engine is None or self._session is None:
             return _refuse(DRAINING, "this server is leaving" if self.draining else "the engine is being restarted")
         self.in_flight += 1
-        self._sampling[request.path == GENERATE] += place in SAMPLING
+        self._sampling[request.path == GENERATE] += endpoint in SAMPLING
         if request.method == "POST":
             self.requests += 1
             self.last_request = time.monotonic()
@@ -188,7 +207,7 @@ class Proxy:
             return await self._forward(request, self._engine, self._session)
         finally:
             self.in_flight -= 1
-            self._sampling[request.path == GENERATE] -= place in SAMPLING
+            self._sampling[request.path == GENERATE] -= endpoint in SAMPLING
             self.last_request = time.monotonic() if request.method == "POST" else self.last_request
 
     async def _forward(
@@ -197,8 +216,8 @@ class Proxy:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP | {"authorization", "x-api-key"}}
         headers |= self._headers(engine)
         body = await request.read() if request.can_read_body else None
-        if body and self.served_as and (request.method, request.path) in SAMPLING:
-            body = _renamed(body, self.served_as)
+        if body and self.serving.adapter_name and (request.method, request.path) in SAMPLING:
+            body = _with_model(body, self.serving.adapter_name)
         try:
             async with session.request(
                 request.method, self._url(request.path_qs), data=body, headers=headers, allow_redirects=False
@@ -207,7 +226,7 @@ class Proxy:
                 for name, value in answer.headers.items():
                     if name.lower() not in HOP:
                         response.headers[name] = value
-                response.headers[WEIGHT_VERSION] = str(self.weight_version)
+                response.headers[WEIGHT_VERSION] = str(self.serving.weights.version)
                 response.content_length = answer.content_length
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
@@ -228,13 +247,13 @@ class Proxy:
         return {"Authorization": f"Bearer {engine.key}"} if engine.key else {}
 
 
-def _renamed(body: bytes, model: str) -> bytes:
-    """The same request of another model; what is no request stays as it is."""
+def _with_model(body: bytes, model: str) -> bytes:
+    """Sets the ``model`` of a request; a body that is no JSON object is returned as it is."""
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except ValueError:
         return body
-    return json.dumps({**asked, "model": model}).encode() if isinstance(asked, dict) else body
+    return json.dumps({**request, "model": model}).encode() if isinstance(request, dict) else body
 
 
 def _refuse(status: int, message: str) -> web.Response:

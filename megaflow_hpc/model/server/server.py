@@ -1,4 +1,4 @@
-"""One element of the engine array: ``python -m megaflow_hpc.model.server RUN [--policy P] [--index N]``.
+"""The engine server: ``python -m megaflow_hpc.model.server RUN [--policy P] [--index N]``.
 
 ::
 
@@ -9,7 +9,7 @@
                                                                           ▼
              SIGTERM, SIGUSR2, campaign finished, idle: unregister, answer what is in flight, leave
 
-Which model an element serves is element ``SLURM_ARRAY_TASK_ID`` of ``servers`` in run.json:
+A server's model is entry ``SLURM_ARRAY_TASK_ID`` of ``servers`` in run.json:
 ``[{"policy": …, "model": {…}}, …]``. A server that gives up leaves ``<policy>.<index>.failed.json`` with one line of
 cause, and its engine's output in ``RUN/logs/<policy>.<index>.engine.log``.
 """
@@ -38,8 +38,8 @@ from megaflow_hpc.model.engines.process import EngineProcess
 from megaflow_hpc.model.server.gauge import Gauge
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.registration import Assignment, Registration, assignment, in_slurm
-from megaflow_hpc.model.server.tenants import Guests
-from megaflow_hpc.model.server.weight_updates import Follower
+from megaflow_hpc.model.server.tenants import Tenants
+from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
 from megaflow_hpc.rundir.engine_pool import Pool
 from megaflow_hpc.rundir.layout import RunDir
@@ -93,8 +93,10 @@ class EngineServer:
         self.run_dir, self.what, self.idle_s, self.poll_s, self.beat_s = run, what, idle_s, poll_s, beat_s
         pool = Pool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
-        self._guests = Guests(pool, caps) if pool is not None and caps is not None else None
-        self.weights = Follower(run, what)
+        self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
+        self._proxy = Proxy(tenants=self._tenants)
+        self._gauge = Gauge(self._proxy)
+        self.weights = WeightUpdater(run, what, self._proxy)
         gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
         self._meter = Meter(run, what.name, gpus_of(gpus))
         self._leave = asyncio.Event()
@@ -102,8 +104,6 @@ class EngineServer:
         self._status = 0
         self._scaler = LeaderLease(run, SCALER)
         self._launch: Launch
-        self._gauge: Gauge
-        self._proxy: Proxy
 
     async def run(self) -> int:
         """Serves until told to leave; the exit status."""
@@ -119,9 +119,7 @@ class EngineServer:
                 except ImportError as error:
                     raise ConfigError(f"{error}: TLS needs it; install it with: pip install cryptography") from error
                 context, self._fingerprint = make_context(private)
-            self._proxy = Proxy(context, guests=self._guests)
-            await self._proxy.start()
-            self._gauge = Gauge(self._proxy)
+            await self._proxy.start(context)
             watcher = asyncio.create_task(self._watch())
             try:
                 return await self._keep_running(private)
@@ -177,8 +175,8 @@ class EngineServer:
             _OtherWeights: It was ended, since other weights are to be served than it can load.
         """
         launch = adapters.launch(self.weights.model(version), self.what.policy, private, [self.run_dir.weights])
-        if self._guests is not None:
-            self._guests.engine_answers(launch.slots)
+        if self._tenants is not None:
+            self._tenants.set_capacity(launch.slots)
         engine = EngineProcess(launch, self.files.log_file)
         self._say(f"starting {' '.join(launch.command[:3])} … ({_named(version)}); output in {self.files.log_file}")
         await engine.start()
@@ -195,7 +193,7 @@ class EngineServer:
             if ended.done():
                 raise ModelServiceError(engine.cause())
             healthy.result()
-            await self.weights.started(version, self._proxy, launch)
+            await self.weights.complete_start(version, launch)
             self._proxy.opened = True
             self._say(f"serving {_named(version)} at {self.files.register(launch, self._proxy, self._fingerprint)}")
             self._launch = launch
@@ -231,7 +229,7 @@ class EngineServer:
             try:
                 if not launch.reload or not version.path:
                     raise ModelServiceError("this engine is started anew for other weights")
-                await self.weights.load(version, self._proxy, launch)
+                await self.weights.load(version, launch)
             except ModelServiceError as error:
                 self._say(str(error))
                 self.files.loading(version.version)
@@ -247,7 +245,7 @@ class EngineServer:
     async def _beat(self) -> None:
         refused = [{"version": v, "cause": cause} for v, cause in self.weights.refused.items()]
         load = await self._gauge.read(self._launch, time.monotonic())
-        version = self.weights.serving.version
+        version = self._proxy.serving.weights.version
         if self._proxy.attached:  # still, after asking the engine
             self.files.beat(weight_version=version, refused=refused[-1] if refused else None, **vars(load))
 
@@ -308,7 +306,7 @@ def scratch() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one model server")
+    parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one engine server")
     parser.add_argument("run", help="run directory")
     parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")
     parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")

@@ -1,20 +1,20 @@
-"""How a model server comes from one version of its policy's weights to the next, without losing a request.
+"""How an engine server changes from one version of its policy's weights to the next without losing a request.
 
-``RUN/weights/current.<policy>.json`` says which version shall be served; a server reads it every few seconds and loads
-another one in place where its engine can, else by starting the engine anew. Meanwhile its proxy holds new requests back
+``RUN/weights/current.<policy>.json`` names the version to serve. A server reads it every few seconds and loads another
+version in place where its engine can, else by restarting the engine. Meanwhile its proxy holds new requests back
 instead of refusing them, so that each is sampled by one version:
 
-``running: finish``     what is being sampled is answered by the old version first.
-``running: continue``   the engine pauses, changes the weights, computes what its requests have so far anew and goes on.
-                        Only requests whose answer tells which token is of which version (vLLM's generate) are
-                        continued; others finish first, so that every token's version is known in either case.
+``running: finish``     requests being sampled are answered by the old version first.
+``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
+                        Only requests whose answer tells each token's version (vLLM's generate) are continued; others
+                        finish first, so that every token's version is known in either case.
 
 ``update: rolling`` lets a policy's servers load one after the other, ``together`` all at once. A version that a server
-cannot load is *refused*: the server says so in its endpoint file and serves the one before, and with ``rolling`` the
-servers behind it do not even try.
+cannot load is *refused*: the server reports it in its endpoint file and serves the one before, and with ``rolling`` the
+servers after it do not try.
 
-A version that is a LoRA adapter lies on the campaign's own model. vLLM has it under a name of its own beside that of
-the version before; once it is there and nothing is being sampled, the proxy asks for the new name instead of the old.
+A LoRA adapter is applied to the campaign's own model. vLLM holds it under a name of its own beside the previous one;
+once it is loaded and nothing is being sampled, the proxy renames requests to the new one.
 """
 
 from __future__ import annotations
@@ -30,35 +30,40 @@ import aiohttp
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import GENERATE
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import Version
 
 STALE_S = 100.0
-"""A server whose heartbeat has not moved for three of its periods is not waited for."""
+"""Seconds without a new heartbeat (three periods) after which a server is not waited for."""
 AWAY_S = 900.0
-"""How long a server that starts its engine anew is waited for."""
+"""Seconds for which a server that restarts its engine is waited for."""
 LOAD_S = 1800.0
-"""Seconds that one step of loading may take: a large model from a busy file system."""
+"""Timeout in seconds of one step of loading: a large model from a busy file system."""
 
 
-class Follower:
-    """Which version one server serves, and which comes next."""
+class WeightUpdater:
+    """Chooses the version that one server serves, and loads it.
 
-    def __init__(self, run: RunDir, what: Assignment) -> None:
+    Args:
+        run: The campaign's run directory.
+        what: The server's policy, number and model section.
+        proxy: The server's proxy; its ``serving`` is the one record of the version served now.
+    """
+
+    def __init__(self, run: RunDir, what: Assignment, proxy: Proxy) -> None:
         settings: Mapping[str, Any] = what.model.get("weights") or {}
         self.continues = settings.get("running", "finish") == "continue"
         self._rolling = settings.get("update", "rolling") == "rolling"
-        self._run, self._what = run, what
-        self.serving = Version(policy=what.policy)
+        self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
-        """Versions that could not be loaded here, and why."""
+        """Versions that could not be loaded here → cause."""
         self._seen: dict[str, tuple[Any, float]] = {}
 
     def choose(self) -> Version:
-        """What to start the engine with: the current version, or the latest before it that was not refused."""
+        """Returns the version to start the engine with: the current one, or the latest not refused before it."""
         wanted = weights.current(self._run, self._what.policy)
         if wanted.version in self.refused:
             older = weights.versions(self._run, self._what.policy)
@@ -67,16 +72,17 @@ class Follower:
         return wanted
 
     def model(self, version: Version) -> Mapping[str, Any]:
-        """The campaign's model section with that version's files in it."""
+        """Returns the campaign's model section with this version's files in it."""
         if not version.path or version.adapter:
             return self._what.model
-        place = {"script": f"{version.path}/script.yaml"} if "script" in _needs(self._what) else {"path": version.path}
-        return {**self._what.model, **place}
+        if self._what.model.get("engine") == "scripted":
+            return {**self._what.model, "script": f"{version.path}/script.yaml"}
+        return {**self._what.model, "path": version.path}
 
     def next(self) -> Version | None:
-        """The version to load now; ``None`` while there is no other, or others are to load it first."""
+        """Returns the version to load now; ``None`` if it is served already, or other servers are to load it first."""
         wanted = weights.current(self._run, self._what.policy)
-        if wanted.version in (self.serving.version, *self.refused):
+        if wanted.version in (self._proxy.serving.weights.version, *self.refused):
             return None
         if self._rolling and not self._my_turn(wanted.version):
             return None
@@ -105,77 +111,84 @@ class Follower:
                 return False
         return True
 
-    async def load(self, version: Version, proxy: Proxy, launch: Launch) -> None:
-        """Loads ``version`` in place, or refuses it where that changed nothing.
+    async def load(self, version: Version, launch: Launch) -> None:
+        """Loads ``version`` in place, or notes it as refused if the engine still serves the version before.
 
         Raises:
-            ModelServiceError: The engine cannot, or failed; what it serves now is not known.
+            ModelServiceError: The engine cannot load it, or failed and must be restarted.
         """
-        if version.adapter and not (self.serving.path and not self.serving.adapter):
+        serving, proxy = self._proxy.serving, self._proxy
+        if version.adapter and (serving.adapter_name or not serving.weights.path):
             try:
-                await self._adapt(version, proxy)
+                await self._load_adapter(version)
             except ModelServiceError as error:
                 self.refused[version.version] = str(error)
             return
-        if version.adapter or self.serving.adapter:
+        if version.adapter or serving.adapter_name:
             raise ModelServiceError("a LoRA adapter is on the campaign's own model: the engine is started anew for it")
         reload = RELOADERS.get(launch.reload)
         if reload is None:
             raise ModelServiceError("this engine loads no weights in place")
-        goes_on = self.continues and launch.reload == "vllm" and await _tells_versions(proxy)
-        async with proxy.hold(continued=goes_on):
-            await reload(proxy, version, goes_on)
-            self.serving = version
-            proxy.weight_version = version.version
+        keep_running = self.continues and launch.reload == "vllm" and await _tells_versions(proxy)
+        async with proxy.hold(continued=keep_running):
+            await reload(proxy, version, keep_running)
+            proxy.serving = Serving(version)
 
-    async def started(self, version: Version, proxy: Proxy, launch: Launch) -> None:
-        """The engine answers, started with ``version``."""
-        self.serving, proxy.weight_version, proxy.served_as = Version(policy=version.policy), version.version, ""
+    async def complete_start(self, version: Version, launch: Launch) -> None:
+        """Brings an engine that was started for ``version`` and answers to serve it: loads an adapter, sets the number.
+
+        Raises:
+            ModelServiceError: The engine cannot load the adapter.
+        """
+        proxy = self._proxy
         if version.adapter:
-            await self._adapt(version, proxy)
-        self.serving = version
+            proxy.serving = Serving(Version(policy=version.policy))
+            await self._load_adapter(version)
+        else:
+            proxy.serving = Serving(version)
         if launch.reload == "vllm":
             try:
                 await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             except ModelServiceError:
                 pass  # started without its development mode, or an older one: it tells no versions then
 
-    async def _adapt(self, version: Version, proxy: Proxy) -> None:
-        """Has vLLM load an adapter, and then asks for that one only."""
-        name, before = f"{version.policy}@{version.version}", proxy.served_as
+    async def _load_adapter(self, version: Version) -> None:
+        """Has vLLM load an adapter, switches requests to it and unloads the previous one."""
+        proxy = self._proxy
+        name, before = f"{version.policy}@{version.version}", proxy.serving.adapter_name
         await _post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
         async with proxy.hold(continued=False):
             await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
-            self.serving, proxy.weight_version, proxy.served_as = version, version.version, name
+            proxy.serving = Serving(version, name)
         if before:
-            with contextlib.suppress(ModelServiceError):  # it costs memory and nothing else
+            with contextlib.suppress(ModelServiceError):  # an adapter left behind costs only memory
                 await _post(proxy, "/v1/unload_lora_adapter", {"lora_name": before})
 
 
-async def _vllm(proxy: Proxy, version: Version, goes_on: bool) -> None:
-    await _post(proxy, f"/pause?mode={'keep' if goes_on else 'wait'}", {})
+async def _vllm(proxy: Proxy, version: Version, keep_running: bool) -> None:
+    await _post(proxy, f"/pause?mode={'keep' if keep_running else 'wait'}", {})
     load = {"method": "reload_weights", "kwargs": {"weights_path": version.path}}
     await _post(proxy, "/collective_rpc", load)
     # Nothing computed with the old weights is used again, not by the requests that go on either.
-    told = await _post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if goes_on else 'false'}", {})
-    if json.loads(told or "{}").get("success") is False:
+    reply = await _post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
+    if json.loads(reply or "{}").get("success") is False:
         raise ModelServiceError("the engine could not drop its prefix cache")
     await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
     await _post(proxy, "/resume", {})
 
 
-async def _sglang(proxy: Proxy, version: Version, goes_on: bool) -> None:
-    told = await _post(proxy, "/update_weights_from_disk", {"model_path": version.path, "flush_cache": True})
-    if json.loads(told or "{}").get("success") is False:
-        raise ModelServiceError(f"/update_weights_from_disk: {told[:300]}")
+async def _sglang(proxy: Proxy, version: Version, keep_running: bool) -> None:
+    reply = await _post(proxy, "/update_weights_from_disk", {"model_path": version.path, "flush_cache": True})
+    if json.loads(reply or "{}").get("success") is False:
+        raise ModelServiceError(f"/update_weights_from_disk: {reply[:300]}")
 
 
 RELOADERS: Mapping[str, Callable[[Proxy, Version, bool], Awaitable[None]]] = {"vllm": _vllm, "sglang": _sglang}
-"""By :attr:`~megaflow_hpc.model.engines.adapters.Launch.reload`."""
+""":attr:`~megaflow_hpc.model.engines.launch.Launch.reload` → function that loads a version in place."""
 
 
 async def _tells_versions(proxy: Proxy) -> bool:
-    """Whether the engine's generate says which tokens were sampled by which version (vLLM 0.32 does)."""
+    """Returns whether the engine's generate endpoint tells each token's version (vLLM 0.32 does)."""
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
     try:
         choice = json.loads(await _post(proxy, GENERATE, body))["choices"][0]
@@ -192,7 +205,3 @@ async def _post(proxy: Proxy, path: str, body: dict[str, Any]) -> str:
     if status != 200:
         raise ModelServiceError(f"{path}: HTTP {status}: {text[:300]}")
     return text
-
-
-def _needs(what: Assignment) -> str:
-    return "script" if what.model.get("engine") == "scripted" else "path"

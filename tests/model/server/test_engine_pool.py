@@ -20,7 +20,7 @@ from megaflow_hpc.config import parse
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.model.server.tenants import Guests
+from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.engine_pool import Pool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
@@ -94,10 +94,10 @@ def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers
             return said
 
     assert asyncio.run(scenario()) == "from the pool"
-    guests = Guests(Pool(pool.path), {})
-    assert guests.user(record["key"])
+    tenants = Tenants(Pool(pool.path), {})
+    assert tenants.user(record["key"])
     (Pool(pool.path).members / digest_of(record["key"])).unlink()
-    assert Guests(Pool(pool.path), {}).user(record["key"]) is None
+    assert Tenants(Pool(pool.path), {}).user(record["key"]) is None
 
 
 def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
@@ -139,12 +139,12 @@ def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path)
 
 
 def test_requests_a_second_are_spaced_for_each_user_apart(tmp_path: Path) -> None:
-    guests = Guests(Pool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
+    tenants = Tenants(Pool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
 
     async def spend(name: str) -> float:
         began = time.monotonic()
         for _ in range(6):
-            async with guests.room(name):
+            async with tenants.admit(name):
                 pass
         return time.monotonic() - began
 
@@ -163,12 +163,12 @@ def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path:
         {"in_flight": 2, "users": {"quick": {"weight": 3}, "many": {"in_flight": 4}}}
     )
 
-    async def most(guests: Guests, name: str) -> int:
+    async def most(tenants: Tenants, name: str) -> int:
         inside, found = 0, 0
 
         async def one() -> None:
             nonlocal inside, found
-            async with guests.room(name):
+            async with tenants.admit(name):
                 inside += 1
                 found = max(found, inside)
                 await asyncio.sleep(0.01)
@@ -178,10 +178,10 @@ def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path:
         return found
 
     async def scenario() -> None:
-        guests = Guests(Pool(tmp_path), section.model_dump(mode="json"))
-        assert [await most(guests, name) for name in ("quick", "many", "other")] == [2, 4, 2]
-        guests.engine_answers(1)
-        assert await most(guests, "many") == 1
+        tenants = Tenants(Pool(tmp_path), section.model_dump(mode="json"))
+        assert [await most(tenants, name) for name in ("quick", "many", "other")] == [2, 4, 2]
+        tenants.set_capacity(1)
+        assert await most(tenants, "many") == 1
 
     asyncio.run(scenario())
 

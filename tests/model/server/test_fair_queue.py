@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.model.server.fair_queue import FairTurns
+from megaflow_hpc.model.server.fair_queue import FairQueue
 from tests.support.serving import in_loop
 
 
@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, places: int) -> None:
         self.now = 0.0
-        self.turns = FairTurns(places, lambda: self.now)
+        self.turns = FairQueue(places, lambda: self.now)
         self.had: Counter[str] = Counter()
         """Place-seconds of each user."""
         self.begun: Counter[str] = Counter()
@@ -153,9 +153,9 @@ async def test_more_places_are_given_at_once_and_fewer_as_turns_end() -> None:
 async def test_who_is_cancelled_while_a_place_becomes_free_leaves_it_to_the_next() -> None:
     """In one instant: the one before it leaves, and it is told to go; whichever comes first, nothing is lost."""
     for first in (True, False):
-        turns, leave, done = FairTurns(1), asyncio.Event(), []
+        turns, leave, done = FairQueue(1), asyncio.Event(), []
 
-        async def ask(turns: FairTurns = turns, leave: asyncio.Event = leave, done: list[int] = done) -> None:
+        async def ask(turns: FairQueue = turns, leave: asyncio.Event = leave, done: list[int] = done) -> None:
             async with turns.turn("a"):
                 await leave.wait()
                 done.append(1)

@@ -18,9 +18,9 @@ from openai import AsyncOpenAI
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines.adapters import Launch
-from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
-from megaflow_hpc.model.server.weight_updates import Follower
+from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.serving import Servers, conversation, in_loop
@@ -116,8 +116,8 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
         *("adapter_config.json", "adapter_model.safetensors", weights.ABOUT)
     }
     assert not weights.publish(run, trained(tmp_path / "step"), "a").adapter
-    follower = Follower(run, Assignment(0, "a", content["policies"]["a"]["model"]))
-    assert follower.model(published) == content["policies"]["a"]["model"], "it lies on the campaign's own model"
+    updater = WeightUpdater(run, Assignment(0, "a", content["policies"]["a"]["model"]), Proxy())
+    assert updater.model(published) == content["policies"]["a"]["model"], "it lies on the campaign's own model"
 
 
 @in_loop
@@ -146,7 +146,7 @@ async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_
                 return reply.status
 
         assert await ask("/v1/completions") == 503
-        proxy.opened, proxy.served_as = True, "solver@3"
+        proxy.opened, proxy.serving = True, Serving(weights.Version(3), "solver@3")
         for path in ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render"):
             assert await ask(path) == 200
         assert await ask("/v1/load_lora_adapter") == 404
