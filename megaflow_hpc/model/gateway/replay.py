@@ -11,18 +11,20 @@ weight versions. Times are those of the replay.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import orjson
-
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.recorder import Sample, digest
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.types import Artifact, Recording, Trajectory
 
-ARTIFACT = "engine.jsonl"
+ARTIFACT = "calls.jsonl"
+"""Name of the artifact with one line of JSON per turn: :attr:`~megaflow_hpc.types.Recording.calls`."""
+_OLD_ARTIFACT = "engine.jsonl"
+"""Its name in older recordings, whose lines also have the sampled ids, and end at 8 MiB."""
 
 
 class Recordings(Protocol):
@@ -38,37 +40,45 @@ class _Call:
     used: bool = False
 
 
+def calls_artifact(recording: Recording) -> Artifact:
+    """The artifact by which a rollout can be replayed; its size is bounded by the tokens that were sampled."""
+    lines = (json.dumps(call, ensure_ascii=False, separators=(",", ":")) + "\n" for call in recording.calls)
+    return Artifact(ARTIFACT, "".join(lines).encode("utf-8", "backslashreplace"))
+
+
 def calls_of(trajectory: Trajectory) -> list[_Call]:
-    """The recorded calls of a rollout, with all that the engine said.
+    """The recorded calls of a rollout: ids, log-probabilities and weight versions from its token columns, what was
+    asked and answered from its artifact.
 
     Raises:
-        ModelServiceError: Its tokens or its raw answers were not kept.
+        ModelServiceError: the artifact lacks calls, as in older recordings of long rollouts.
     """
-    lines = [line for a in trajectory.artifacts if a.name == ARTIFACT for line in a.data.splitlines()]
+    kept = (ARTIFACT, _OLD_ARTIFACT)
+    lines = [line for a in trajectory.artifacts if a.name in kept for line in a.data.split(b"\n") if line]
     found = []
     for number, turn in enumerate(trajectory.turns):
         try:
-            raw = orjson.loads(lines[number])
-        except (IndexError, ValueError):
+            call = json.loads(lines[number])
+            message = call.get("message") or {"role": "assistant", "content": call["text"]}
+        except (IndexError, KeyError, ValueError):
             raise ModelServiceError(
                 f"replay: of rollout {trajectory.id} {number} of {len(trajectory.turns)} calls were kept whole; the "
-                "others cannot be answered (raw answers are kept up to a bound)"
+                "others cannot be answered (older recordings end at 8 MiB): leave the rollout out"
             ) from None
         sequence = trajectory.sequences[turn.sequence]
         part = slice(turn.token_start, turn.token_end)
-        message = raw.get("message") or {"role": "assistant", "content": raw["text"]}
         sample = Sample(
             prompt=sequence.tokens[: turn.token_start],
             tokens=list(sequence.tokens[part]),
             logprobs=list(sequence.logprobs[part]),
-            text=raw["text"],
+            text=message.get("content") or "",
             finish_reason=turn.finish_reason,
             weight_spans=_spans(sequence.weight_versions[part]),
             server=turn.server,
             message=message,
-            request_id=raw.get("id", ""),
+            request_id=call.get("id", ""),
         )
-        found.append(_Call(raw.get("asked", ""), sample))
+        found.append(_Call(call.get("asked", ""), sample))
     return found
 
 

@@ -9,7 +9,6 @@ allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -25,6 +24,7 @@ from megaflow_hpc.config import Policy
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, LimitError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.process import node_name
+from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
 from megaflow_hpc.pod.rollout.services import Services, sandbox_spec, verification_context
@@ -248,7 +248,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
     trajectory.turns = [*trajectory.turns, *recording.turns]
     trajectory.inexact += recording.inexact
-    _keep_raw(trajectory, recording)
+    if recording.calls:
+        trajectory.artifacts.append(calls_artifact(recording))
 
 
 def _passed(sandbox: ApptainerSandbox, before: int, resumed: Partial | None) -> list[str]:
@@ -330,12 +331,3 @@ async def _open_model(
         return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget, seed)
     endpoint = await services.gateway.open(rollout.id, rollout.policy, None, budget, seed, recorded)
     return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
-
-
-def _keep_raw(trajectory: Trajectory, recording: Recording) -> None:
-    """The engine's own answers, so that anyone can check the columns against them."""
-    if recording.raw:
-        lines = "".join(json.dumps(call) + "\n" for call in recording.raw)
-        trajectory.artifacts.append(
-            Artifact("engine.jsonl", lines.encode("utf-8", "backslashreplace")[: 8 * MAX_ARTIFACT])
-        )

@@ -111,9 +111,9 @@ async def call(model: ModelEndpoint, text: str = "hello", **more: Any) -> tuple[
 
 def says_good(recording: Recording, calls: int) -> None:
     assert [turn.server for turn in recording.turns] == ["p.1"] * calls
-    for turn, raw in zip(recording.turns, recording.raw, strict=True):
+    for turn, call in zip(recording.turns, recording.calls, strict=True):
         tokens = recording.sequences[turn.sequence].tokens[turn.token_start : turn.token_end]
-        assert bytes(t for t in tokens if t < 256) == raw["text"].encode() == b"good"
+        assert bytes(t for t in tokens if t < 256) == call["text"].encode() == b"good"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

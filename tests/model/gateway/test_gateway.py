@@ -13,22 +13,11 @@ import pytest
 
 from megaflow_hpc.model.engines.scripted.tokens import END, render
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Budget, ModelEndpoint, Recording
+from megaflow_hpc.types import Budget, ModelEndpoint
+from tests.support.reported import check_against_reported
 from tests.support.serving import Servers, call, conversation, descendants, in_loop
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
-
-
-def check_against_raw(recording: Recording) -> None:
-    """Ids and scores of every turn are those of the engine's raw answer."""
-    assert len(recording.raw) == len(recording.turns)
-    for turn, raw in zip(recording.turns, recording.raw, strict=True):
-        sequence = recording.sequences[turn.sequence]
-        part = slice(turn.token_start, turn.token_end)
-        assert list(sequence.tokens[part]) == raw["token_ids"]
-        assert list(sequence.logprobs[part]) == pytest.approx(raw["logprobs"])
-        assert set(sequence.loss_mask[part]) <= {1}
-        assert turn.token_start == raw["prompt_tokens"]
 
 
 @in_loop
@@ -45,7 +34,7 @@ async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> No
             assert reply["choices"][0]["logprobs"] is None
             texts += [reply["choices"][0]["message"]["content"], "go on"]
         recording = await gateway.close("t/default/0")
-    check_against_raw(recording)
+    check_against_reported(recording)
     (sequence,) = recording.sequences
     assert [m["content"] for m in recording.messages if m["role"] == "assistant"] == ["héllo", "again", "and again"]
     assert bytes(t for t, m in zip(sequence.tokens, sequence.loss_mask, strict=True) if m and t < 256).decode() == (
@@ -66,8 +55,8 @@ async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
         )
         for n in range(20):
             recording = await gateway.close(f"t{n}/default/0")
-            assert [r["text"] for r in recording.raw] == [f"answer {n}"] * 5
-            check_against_raw(recording)
+            assert [call["text"] for call in recording.calls] == [f"answer {n}"] * 5
+            check_against_reported(recording)
 
 
 @in_loop
@@ -83,7 +72,7 @@ async def test_a_stream_carries_the_same_answer(servers: Servers) -> None:
         parsed = [json.loads(c) for c in chunks]
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in parsed if c["choices"]) == "héllo"
         assert parsed[-1]["usage"]["completion_tokens"] == 7
-        check_against_raw(await gateway.close("t/default/0"))
+        check_against_reported(await gateway.close("t/default/0"))
 
 
 @in_loop
@@ -214,7 +203,7 @@ async def test_a_server_that_answers_500_is_left_for_another(servers: Servers) -
         answers = await asyncio.gather(*(call(m, {"messages": conversation("hello")}) for m in models))
         assert {status for status, _ in answers} == {200}
         for n in range(8):
-            check_against_raw(await gateway.close(f"t{n}/default/0"))
+            check_against_reported(await gateway.close(f"t{n}/default/0"))
 
 
 @in_loop
@@ -241,7 +230,7 @@ async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None
         used = set()
         for n in range(30):
             recording = await gateway.close(f"t{n}/default/0")
-            check_against_raw(recording)
+            check_against_reported(recording)
             assert len(recording.turns) == 4
             used |= {t.server for t in recording.turns}
         assert used == {"default.0", "default.1"}

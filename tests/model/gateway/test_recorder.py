@@ -90,8 +90,10 @@ def test_a_token_without_log_probability_is_refused() -> None:
         Recorder("p").add(Sample([1], [2, 3], [-0.1]))
 
 
-def test_raw_answers_are_bounded() -> None:
-    recorder = Recorder("p", raw_tokens=10)
+def test_every_call_is_kept_with_its_answer_and_without_its_tokens() -> None:
+    recorder = Recorder("p")
     for _ in range(5):
-        recorder.add(sample([1], [2] * 4))
-    assert len(recorder.finish().raw) == 2
+        recorder.add(sample([1], [2] * 400_000))
+    calls = recorder.finish().calls
+    assert len(calls) == 5
+    assert all(len(str(call)) < 200 for call in calls)

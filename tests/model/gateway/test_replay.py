@@ -15,7 +15,8 @@ from aiohttp import web
 from megaflow_hpc.bench.conversations import AGENTS, ChatAgent, RandomScript, _events
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.gateway.replay import Replay
+from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Artifact, Recording, Trajectory
 from tests.support.serving import in_loop
@@ -32,10 +33,9 @@ class Kept:
 
     def keep(self, rollout_id: str, recording: Recording) -> None:
         task, policy, _ = rollout_id.rsplit("/", 2)
-        lines = "".join(json.dumps(call) + "\n" for call in recording.raw).encode()
         trajectory = Trajectory(rollout_id, task, f"{task}/{policy}", policy, "a", "completed")
         trajectory.sequences, trajectory.turns = recording.sequences, recording.turns
-        trajectory.messages, trajectory.artifacts = recording.messages, [Artifact("engine.jsonl", lines)]
+        trajectory.messages, trajectory.artifacts = recording.messages, [calls_artifact(recording)]
         self.rollouts[rollout_id] = Trajectory.from_record(trajectory.to_record())
 
 
@@ -56,7 +56,7 @@ async def hold(gateway: ModelGateway, name: str, agent: ChatAgent, seed: int, tu
     return await gateway.close(name)
 
 
-def columns(recording: Recording) -> list[Any]:
+def columns(recording: Recording | Trajectory) -> list[Any]:
     sequences = [
         [s.policy, *(column.tobytes() for column in (s.tokens, s.logprobs, s.loss_mask, s.weight_versions))]
         for s in recording.sequences
@@ -113,7 +113,7 @@ async def test_an_agent_that_does_something_else_is_told_where_it_differs() -> N
 
 
 @in_loop
-async def test_calls_whose_raw_answers_were_not_all_kept_are_named() -> None:
+async def test_calls_whose_answers_were_not_all_kept_are_named() -> None:
     kept = Kept()
     await recorded(kept, 1)
     (artifact,) = kept.rollouts["t0/p/0"].artifacts
@@ -121,3 +121,66 @@ async def test_calls_whose_raw_answers_were_not_all_kept_are_named() -> None:
     async with ModelGateway(replays={"p": Replay(kept)}) as gateway:
         with pytest.raises(ModelServiceError, match="4 of 5 calls were kept whole"):
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=0)
+
+
+def as_older_software_kept_it(trajectory: Trajectory) -> None:
+    """The artifact with the sampled ids a second time, cut at 8 MiB."""
+    lines = []
+    for turn, line in zip(trajectory.turns, trajectory.artifacts[0].data.splitlines(), strict=True):
+        call, sequence = json.loads(line), trajectory.sequences[turn.sequence]
+        part = slice(turn.token_start, turn.token_end)
+        old = {"id": call["id"], "policy": sequence.policy, "asked": call["asked"], "server": turn.server}
+        old |= {"prompt_tokens": turn.token_start, "token_ids": list(sequence.tokens[part])}
+        old |= {"logprobs": list(sequence.logprobs[part]), "text": call.get("text", "")}
+        old |= {"finish_reason": turn.finish_reason}
+        if "message" in call:
+            old |= {"text": call["message"].get("content") or "", "message": call["message"]}
+        lines.append(json.dumps(old) + "\n")
+    trajectory.artifacts = [Artifact("engine.jsonl", "".join(lines).encode()[: 8 << 20])]
+
+
+@in_loop
+async def test_a_recording_of_older_software_is_replayed() -> None:
+    kept = Kept()
+    first = await recorded(kept, 3)
+    for trajectory in kept.rollouts.values():
+        as_older_software_kept_it(trajectory)
+    async with ModelGateway(replays={"p": Replay(kept)}, wait_s=0.1) as gateway:
+        again = [await hold(gateway, f"t{n}/p/0", AGENTS[n % 3](), n) for n in range(3)]
+    assert {f"t{n}/p/0": columns(r) for n, r in enumerate(again)} == first
+
+
+@in_loop
+async def test_a_rollout_is_replayed_whatever_its_length() -> None:
+    """One whose ids and log-probabilities as text would be far over the 8 MiB at which recordings once ended."""
+    recorder, messages = Recorder("p"), [{"role": "user", "content": "go"}]
+    chance = random.Random(1)
+    for number in range(12):
+        ids, text = [chance.randrange(1 << 17) for _ in range(30_000)], f"answer {number} é " * 9000
+        prompt = [*recorder.recording.sequences[0].tokens, 7] if number else [1, 2]
+        answer = {"role": "assistant", "content": text}
+        scores = [chance.uniform(-9, 0) for _ in ids]
+        spans = [(number, 10_000), (number + 1, len(ids))]
+        recorder.add(Sample(prompt, ids, scores, text, "stop", number, spans, "p.0", answer, f"r{number}"), messages)
+        messages = [*messages, answer, {"role": "user", "content": "on"}]
+    kept = Kept()
+    kept.keep("t0/p/0", recorder.finish())
+    first = columns(kept.rollouts["t0/p/0"])
+    (artifact,) = kept.rollouts["t0/p/0"].artifacts
+    said = sum(len(m["content"].encode()) for m in messages if m["role"] == "assistant")
+    assert len(artifact.data) < said + 12 * 200  # nothing but what was said, once
+    async with ModelGateway(replays={"p": Replay(kept)}) as gateway:
+        model = await gateway.open("t0/p/0", "p")
+        said_again, conversation = [], [{"role": "user", "content": "go"}]
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
+            for _ in range(12):
+                body = {"model": "m", "messages": conversation}
+                async with session.post(f"{model.base_url}/chat/completions", json=body) as response:
+                    answer = (await response.json())["choices"][0]["message"]
+                said_again.append(answer)
+                conversation = [*conversation, answer, {"role": "user", "content": "on"}]
+        recording = await gateway.close("t0/p/0")
+    assert [a["content"] for a in said_again] == [m["content"] for m in messages if m["role"] == "assistant"]
+    assert columns(recording) == first
+    as_older_software_kept_it(kept.rollouts["t0/p/0"])
+    assert len(kept.rollouts["t0/p/0"].artifacts[0].data) == 8 << 20

@@ -273,9 +273,9 @@ def test_engines_that_load_nothing_in_place_are_started_anew_and_no_request_is_l
                 assert fewest == 1
             for number in range(4):
                 recording = await gateway.close(f"t/default/{number}")
-                for turn, raw in zip(recording.turns, recording.raw, strict=True):
+                for turn, call in zip(recording.turns, recording.calls, strict=True):
                     sampled = recording.sequences[turn.sequence].weight_versions[turn.token_start : turn.token_end]
-                    assert set(sampled) == {{"old": 0, "new": 1}[raw["text"]]}
+                    assert set(sampled) == {{"old": 0, "new": 1}[call["text"]]}
 
     scenario()
 

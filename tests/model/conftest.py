@@ -1,0 +1,12 @@
+"""For all tests of models: what engines report is kept, to be compared with what is recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.reported import keep_reported
+
+
+@pytest.fixture(autouse=True)
+def keep_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_reported(monkeypatch)

@@ -1,0 +1,43 @@
+"""What engines reported to the gateways of a test, kept beside what was recorded of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.types import Recording, Turn
+
+_REPORTED: dict[int, list[Sample]] = {}
+"""By the identity of the recording that a sample went into."""
+
+
+def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps every sample until the next test."""
+    add = Recorder.add
+
+    def keeping(self: Recorder, sample: Sample, *arguments: Any, **options: Any) -> Turn:
+        _REPORTED.setdefault(id(self.recording), []).append(sample)
+        return add(self, sample, *arguments, **options)
+
+    _REPORTED.clear()
+    monkeypatch.setattr(Recorder, "add", keeping)
+
+
+def reported(recording: Recording) -> list[Sample]:
+    """The samples of a recording, one per turn."""
+    return _REPORTED.get(id(recording), [])
+
+
+def check_against_reported(recording: Recording, abs_: float | None = None) -> None:
+    """Ids and scores of every turn are those that the engine reported, and so is the text of its call."""
+    assert len(recording.calls) == len(recording.turns)
+    for turn, call, sample in zip(recording.turns, recording.calls, reported(recording), strict=True):
+        sequence = recording.sequences[turn.sequence]
+        part = slice(turn.token_start, turn.token_end)
+        assert list(sequence.tokens[part]) == list(sample.tokens)
+        assert list(sequence.logprobs[part]) == pytest.approx(list(sample.logprobs), abs=abs_)
+        assert set(sequence.loss_mask[part]) <= {1}
+        assert turn.token_start == len(sample.prompt)
+        assert (call["text"] if "text" in call else call["message"].get("content") or "") == sample.text
