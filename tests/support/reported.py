@@ -9,8 +9,8 @@ import pytest
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.types import Recording, Turn
 
-_REPORTED: dict[int, list[Sample]] = {}
-"""By the identity of the recording that a sample went into."""
+_REPORTED: dict[int, tuple[Recording, list[Sample]]] = {}
+"""By the identity of the recording that a sample went into, which is kept so that no other one has it."""
 
 
 def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Recorder.add
 
     def keeping(self: Recorder, sample: Sample, *arguments: Any, **options: Any) -> Turn:
-        _REPORTED.setdefault(id(self.recording), []).append(sample)
+        _REPORTED.setdefault(id(self.recording), (self.recording, []))[1].append(sample)
         return add(self, sample, *arguments, **options)
 
     _REPORTED.clear()
@@ -27,7 +27,7 @@ def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reported(recording: Recording) -> list[Sample]:
     """The samples of a recording, one per turn."""
-    return _REPORTED.get(id(recording), [])
+    return _REPORTED[id(recording)][1] if id(recording) in _REPORTED else []
 
 
 def check_against_reported(recording: Recording, abs_: float | None = None) -> None:
