@@ -1,4 +1,4 @@
-"""Rollouts for the blocks of a ledger."""
+"""Rollouts for the blocks of a ledger, and a clock set by hand."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:
 
 
 class Clock:
+    """A clock that a test sets by hand: seconds in ``now``."""
+
     def __init__(self) -> None:
         self.now = 0.0
 
