@@ -1,7 +1,9 @@
-"""Benchmarks of the product beside its peers, one module each; ``megaflow-hpc bench NAME`` runs them.
+"""Benchmarks with which a user measures a site; only ``megaflow-hpc bench NAME`` calls them.
 
-A benchmark module offers ``HELP`` (one line), ``add_arguments(parser)`` and
-``run(arguments, note) -> list[Figure]``, where ``note(text)`` says on stderr what is being measured.
+A benchmark is a module with ``HELP`` (one line), ``add_arguments(parser)`` and ``run(arguments, note) -> list[Figure]``:
+parsed arguments come in, ``note(text)`` says on stderr what is being measured, and figures with unit, spread and goal go
+out. What compares with peers, counts system calls, injects faults or drives a Slurm lab lies in ``tests/bench`` of a
+checkout; ``checkout.from_checkout`` imports it, or says how to get it.
 """
 
 BENCHMARKS: tuple[str, ...] = ("sandbox", "exec", "dispatch", "gateway", "images", "modes", "store", "campaign")

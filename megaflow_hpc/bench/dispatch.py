@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
 from megaflow_hpc.errors import SiteError
 
@@ -41,18 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+    """Measures a real pod, or a campaign's shape in virtual time with ``--simulate``."""
     if arguments.simulate:
         return simulated(arguments, note)
     if arguments.metadata:
-        from megaflow_hpc.bench import metadata
-
-        return metadata.figures(arguments.ranks, note)
+        return list(from_checkout("metadata", "--metadata").figures(arguments.ranks, note))
+    peers = from_checkout("dispatch_peers", "--peers") if arguments.peers else None
     figures = real(arguments.rollouts or 100_000, arguments.ranks, note)
-    if arguments.peers:
-        from megaflow_hpc.bench.dispatch_peers import measure
-
-        for name, version, per_s in measure(arguments.ranks, note):
-            figures[0] = figures[0].beside(name, version, round(per_s, 1))
+    for name, version, per_s in peers.measure(arguments.ranks, note) if peers else ():
+        figures[0] = figures[0].beside(name, version, round(per_s, 1))
     return figures
 
 
@@ -62,6 +60,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
 def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     from megaflow_hpc.pod.scheduling.simulation import LEARNED, pareto
 
+    policies = from_checkout("policies", "--policies") if arguments.policies else None
     count = arguments.rollouts or 100_000
     shapes: dict[str, list[list[float]]] = {}
     if arguments.durations:
@@ -83,12 +82,16 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
             with ProcessPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0))), mp_context=context) as pool:
                 outcomes = list(pool.map(_one, jobs))
             goal = 1.03 if order == "longest" and name == "Pareto 1.5" else None
-            figures.append(_simulated(f"makespan over ideal, {name}, {label}", "ratio", [o[0] for o in outcomes], goal))
-            figures.append(_simulated(f"slots busy, {name}, {label}", "%", [o[1] for o in outcomes], 98.0, "higher"))
+            figures.append(
+                simulated_figure(f"makespan over ideal, {name}, {label}", "ratio", [o[0] for o in outcomes], goal)
+            )
+            figures.append(
+                simulated_figure(f"slots busy, {name}, {label}", "%", [o[1] for o in outcomes], 98.0, "higher")
+            )
     megabytes = max(outcome[2] for outcome in outcomes)
     size = f"{arguments.slots} slots, {arguments.pods} pods, {count} rollouts"
-    figures.append(_simulated(f"peak memory, {size}", "MB", [megabytes], 2000.0))
-    return [*figures, _flat(), *(_policies(arguments.seeds, note) if arguments.policies else [])]
+    figures.append(simulated_figure(f"peak memory, {size}", "MB", [megabytes], 2000.0))
+    return [*figures, _flat(), *(policies.figures(arguments.seeds, note) if policies else [])]
 
 
 def _flat() -> Figure:
@@ -99,25 +102,13 @@ def _flat() -> Figure:
     counts = (1, 10, 100, 1000, 10_000)
     spans = [simulate(Shape([60.0] * n, [0.0] * n, 1, n, dispatch_s=DECISION_S)).makespan_s for n in counts]
     name = "longest over shortest makespan of 1, 10, 100, 1,000 and 10,000 tasks of 60 s on as many slots"
-    return _simulated(name, "ratio", [max(spans) / min(spans)], 1.05)
+    return simulated_figure(name, "ratio", [max(spans) / min(spans)], 1.05)
 
 
-def _policies(seeds: int, note: Callable[[str], None]) -> list[Figure]:
-    from megaflow_hpc.bench.policies import compare
-
-    note(f"policies: {seeds} campaigns of 10,000 rollouts, each with every policy")
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(seeds, len(os.sched_getaffinity(0))), mp_context=context) as pool:
-        compared = list(pool.map(compare, range(seeds)))
-    return [
-        _simulated(f"makespan over fifo without policies, {policy}", "ratio", [one[policy] for one in compared], None)
-        for policy in compared[0]
-    ]
-
-
-def _simulated(
-    name: str, unit: str, samples: Sequence[float], goal: float | None, better: str = "lower"
-) -> Figure:  # fmt: skip
+def simulated_figure(
+    name: str, unit: str, samples: Sequence[float], goal: float | None = None, better: str = "lower"
+) -> Figure:
+    """The median of ``samples``, marked as simulated."""
     figure = median(f"simulated: {name}", unit, samples, goal, "higher" if better == "higher" else "lower")
     return Figure(**{**figure.__dict__, "simulated": True})
 

@@ -11,9 +11,9 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
 from megaflow_hpc.errors import ConfigError
 
@@ -44,12 +44,12 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 
 
 async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
-    from megaflow_hpc.bench.container_peers import peers
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     image = os.path.abspath(arguments.image or "")
     if not os.path.exists(image):
         raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     async with ApptainerProvider() as provider:
         async with await provider.start(spec) as sandbox:
@@ -65,21 +65,8 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
             median("a line of shell in a running sandbox, p50", "ms", line),
             median(f"/bin/true over {arguments.sandboxes} sandboxes", "per s", rates, 3000, "higher"),
         ]
-        if arguments.peers:
-            unpacked = await provider.stage(image)
-            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note, unpacked):
-                note(f"{peer.name} {peer.version}")
-                box = await peer.start()
-                try:
-                    taken = [await _timed(box.command) for _ in range(arguments.peer_commands)]
-                    began = time.perf_counter()
-                    await asyncio.gather(*(box.command() for _ in range(arguments.peer_commands)))
-                    rate = arguments.peer_commands / (time.perf_counter() - began)
-                finally:
-                    await box.stop()
-                    await peer.close()
-                for number, value in ((0, quantile(taken, 0.5)), (1, quantile(taken, 0.99)), (3, rate)):
-                    figures[number] = figures[number].beside(peer.name, peer.version, value)
+        if peers:
+            figures = await peers.beside_commands(figures, provider, image, arguments.peer_commands, note)
     return figures
 
 

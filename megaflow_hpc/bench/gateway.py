@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
 
 if TYPE_CHECKING:
-    from megaflow_hpc.bench.gateway_peers import Peer
     from megaflow_hpc.bench.load import Load
 
 HELP = "the model gateway: latency added, completions a second, beside LiteLLM and vllm-router"
@@ -64,19 +64,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (5)")
     parser.add_argument("--rounds", type=int, default=3, help="times that each is measured (3)")
     parser.add_argument("--clients", type=int, default=64, help="calls in flight (64)")
-    parser.add_argument("--conversations", type=int, default=200, help="random ones, 0 for none (200)")
+    parser.add_argument("--conversations", type=int, default=0, metavar="N", help="hold N random conversations too (0)")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    """Measures every shape of load, then the random conversations where they are asked for."""
+    conversations = from_checkout("conversations", "--conversations") if arguments.conversations else None
+    if arguments.peers:
+        from_checkout("gateway_peers", "--peers")  # before minutes have passed
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         for name in arguments.shapes:
             figures += _shape(SHAPES[name], arguments, Path(folder), note)
-    if arguments.conversations:
-        from megaflow_hpc.bench.conversations import figures as conversations
-
+    if conversations:
         note(f"{arguments.conversations} random conversations over every dialect")
-        figures += conversations(arguments.conversations)
+        figures += conversations.figures(arguments.conversations)
     return figures
 
 
@@ -107,13 +109,13 @@ class Rounds:
 
 def _shape(shape: Shape, arguments: argparse.Namespace, folder: Path, note: Note) -> list[Figure]:
     engine = _Child("fixed_engine", *_words(prompt=shape.prompt, sampled=shape.sampled, delay_s=shape.delay_s))
-    peers: list[Peer] = []
+    peers: list[Any] = []
     try:
         address = f"http://127.0.0.1:{engine.answer()['port']}"
         rank = _Rank(address, arguments.clients)
         try:
             if arguments.peers:
-                peers = _peers(address, folder, note)
+                peers = from_checkout("gateway_peers", "--peers").start(address, folder, note)
             direct, ours = Rounds("direct"), Rounds("gateway")
             theirs = [(peer, Rounds(peer.name, peer.version)) for peer in peers]
             for number in range(arguments.rounds):
@@ -190,22 +192,6 @@ def _load(shape: Shape, arguments: argparse.Namespace, address: Callable[[int], 
 
 def _same(address: tuple[str, str], client: int) -> tuple[str, str]:
     return address
-
-
-def _peers(engine: str, folder: Path, note: Note) -> list[Peer]:
-    from megaflow_hpc.bench.gateway_peers import KINDS, environment
-
-    place = environment(note)
-    found: list[Peer] = []
-    for kind in KINDS if place else ():
-        assert place is not None
-        peer = kind(place, engine, folder)
-        if trouble := peer.wait():
-            note(f"{peer.name} {peer.version}: left out: {trouble}")
-            peer.stop()
-        else:
-            found.append(peer)
-    return found
 
 
 def _words(**options: object) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.errors import ConfigError
 
@@ -62,12 +63,12 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 
 
 async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
-    from megaflow_hpc.bench.container_peers import peers
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     image = os.path.abspath(arguments.image or "")
     if not os.path.exists(image):
         raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     async with ApptainerProvider() as provider:
         await provider.stage(image)
@@ -88,29 +89,8 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         note("an owner killed by SIGKILL, then the janitor")
         left = await asyncio.to_thread(_leftovers, image, arguments.owned, provider)
         figures += [Figure(f"{what} left by a killed owner", "count", n, 1, goal=0) for what, n in left.items()]
-        if arguments.peers:
-            unpacked = await provider.stage(image)
-            for peer in await peers(provider.apptainer, image, Path(provider.scratch), note, unpacked):
-                note(f"{peer.name} {peer.version}")
-                began_all, ended_all = [], []
-                for _ in range(arguments.peer_starts):
-                    began = time.perf_counter()
-                    box = await peer.start()
-                    await box.command()
-                    began_all.append((time.perf_counter() - began) * 1000)
-                    began = time.perf_counter()
-                    await box.stop()
-                    ended_all.append((time.perf_counter() - began) * 1000)
-                began = time.perf_counter()
-                boxes = await asyncio.gather(*(peer.start() for _ in range(arguments.peer_starts)))
-                await asyncio.gather(*(box.command() for box in boxes))
-                rate = len(boxes) / (time.perf_counter() - began)
-                await asyncio.gather(*(box.stop() for box in boxes))
-                await peer.close()
-                measured = ((0, sorted(began_all)[len(began_all) // 2]), (1, rate))
-                for number, value in measured:
-                    name = f"{peer.name}, with its first command"
-                    figures[number] = figures[number].beside(name, peer.version, value)
+        if peers:
+            figures = await peers.beside_starts(figures, provider, image, arguments.peer_starts, note)
     return figures
 
 

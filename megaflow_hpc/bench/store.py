@@ -12,16 +12,16 @@ tokens takes about 12 kB of file. Data go to --directory, by default a temporary
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
 
 HELP = "the trajectory store: ingest, size, opening, random batches"
@@ -53,6 +53,9 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     from megaflow_hpc.bench.store_reads import reads
     from megaflow_hpc.bench.transcripts import Transcripts
 
+    """Measures ingest, then reading a generated file."""
+    if arguments.peers:
+        from_checkout("store_peers", "--peers")  # before minutes have passed
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-", dir=arguments.directory) as directory:
         room = Path(directory)
@@ -83,7 +86,7 @@ def _renamed(drawn: list[Any], count: int) -> Iterator[Any]:
 def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: Note) -> list[Figure]:
     import h5py
 
-    from megaflow_hpc.bench.store_peers import bare_h5py, jsonl_gz
+    from megaflow_hpc.bench.baselines import bare_h5py, jsonl_gz
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.trajectories import JournalWriter, gather
     from megaflow_hpc.trajectories.hdf5 import deflate
@@ -146,7 +149,8 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
         Figure("whole file, part of JSONL.gz", "", size / arguments.rollouts / (gzipped / sample), sample, None, 0.75),
     ]
     if arguments.peers:
-        figures = _beside_peers(figures, drawn, raw / arguments.rollouts, room, note)
+        peers = from_checkout("store_peers", "--peers")
+        figures = peers.beside_ingest(figures, drawn, raw / arguments.rollouts, room, note)
     return figures
 
 
@@ -165,29 +169,3 @@ def sizes(file: Any) -> tuple[dict[str, int], int, int]:
 
     file.visititems(collect)
     return stored, raw, len(file["tokens/id"])
-
-
-def _beside_peers(figures: list[Figure], drawn: list[Any], raw_each: float, room: Path, note: Note) -> list[Figure]:
-    """Adds Parquet and JSONL with zstd to the figures of ingest and size."""
-    from megaflow_hpc.bench.store_peers import jsonl_zstd, parquet
-
-    tokens = sum(len(t.sequences[0].tokens) for t in drawn)
-    for name, package, write in (("Parquet, zstd", "pyarrow", parquet), ("JSONL, zstd", "zstandard", jsonl_zstd)):
-        try:
-            release = version(package)
-        except PackageNotFoundError:
-            note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
-            continue
-        note(f"{name}: {len(drawn)} rollouts")
-        target = room / "peer"
-        began, cpu = time.perf_counter(), time.process_time()
-        write(drawn, target)
-        descriptor = os.open(target, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        figures[0] = figures[0].beside(name, release, raw_each * len(drawn) / 1e6 / seconds)
-        figures[2] = figures[2].beside(name, release, raw_each * len(drawn) / 1e6 / cpu)
-        figures[6] = figures[6].beside(name, release, target.stat().st_size / tokens)
-        target.unlink()
-    return figures

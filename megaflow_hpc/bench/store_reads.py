@@ -1,29 +1,25 @@
 """Reading the store: a generated campaign file is opened, and random batches are drawn from it, in new processes.
 
 The file is written as the store writes any: real token columns, stretches of drawn transcripts under ids of their own.
-Parquet and JSONL hold its first rows, at most 2,048; fewer rows are to their advantage. Parquet is read by the row
-groups that hold what is asked for, JSONL by seeking to its lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
 
 Note = Callable[[str], None]
 
 BATCH = 1024
-PEER_ROWS = 2048
 
 
 def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
@@ -41,8 +37,8 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
     seconds = time.perf_counter() - began
     size = path.stat().st_size
     note(f"{size / 1e9:.2f} GB in {seconds:.0f} s; reading in new processes")
-    opened = [_in_new_process(_READER, path, "open")[0] for _ in range(5)]
-    batches = [pair for _ in range(2) for pair in _in_new_process(_READER, path, "batch")]
+    opened = [in_new_process(_READER, path, "open")[0] for _ in range(5)]
+    batches = [pair for _ in range(2) for pair in in_new_process(_READER, path, "batch")]
     whole = count >= 1_000_000
     rows = min(BATCH, count)
     figures = [
@@ -60,34 +56,8 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
             [1000 * cpu for _, cpu in batches],
         ),
     ]
-    return _beside_peers(figures, path, room, note) if arguments.peers else figures
-
-
-def _beside_peers(figures: list[Figure], path: Path, room: Path, note: Note) -> list[Figure]:
-    """Adds random batches from Parquet and JSONL."""
-    from megaflow_hpc.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
-    from megaflow_hpc.trajectories import open_trajectories
-
-    with open_trajectories(path) as store:
-        rows = min(PEER_ROWS, len(store))
-        for name, package, write, read in (
-            ("Parquet, zstd", "pyarrow", rows_as_parquet, READ_PARQUET),
-            ("JSONL, orjson", "orjson", rows_as_jsonl, READ_JSONL),
-        ):
-            try:
-                release = version(package)
-            except PackageNotFoundError:
-                note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
-                continue
-            note(f"{name}: batches from {rows} rows")
-            target = room / "peer"
-            write(store, rows, target)
-            found = _in_new_process(read, target, str(min(BATCH, rows)))
-            label = f"{name}, of {rows} rows"
-            for place, column in ((2, 0), (3, 1)):
-                milliseconds = 1000 * statistics.median(pair[column] for pair in found)
-                figures[place] = figures[place].beside(label, release, milliseconds)
-            target.unlink()
+    if arguments.peers:
+        figures = from_checkout("store_peers", "--peers").beside_batches(figures, path, room, note)
     return figures
 
 
@@ -159,7 +129,7 @@ with open_trajectories(sys.argv[1]) as store:
 """
 
 
-def _in_new_process(program: str, path: Path, what: str) -> list[list[float]]:
+def in_new_process(program: str, path: Path, what: str) -> list[list[float]]:
     """Seconds, measured inside a new process: on the clock and of CPU, all threads together.
 
     Of batches the first one, which warms up, is left out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaflow_hpc.bench.flat import busy
+from tests.bench.flat import busy
 
 
 def test_slots_are_busy_while_a_rollout_runs_and_count_until_the_last_one_starts() -> None:

@@ -9,11 +9,11 @@ import sys
 import h5py
 import numpy as np
 
-from megaflow_hpc.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
 from megaflow_hpc.bench.store_reads import generate
 from megaflow_hpc.bench.transcripts import VOCABULARY, Transcripts
 from megaflow_hpc.cli import main
 from megaflow_hpc.trajectories import open_trajectories, validate
+from tests.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
 
 
 def test_every_figure_of_the_store_is_there_with_its_peers(capsys, tmp_path):

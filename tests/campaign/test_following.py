@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
 from megaflow_hpc.monitor.usage import Held, totals
 from tests.support.campaigns import cli, running
+from tests.support.processes import processes
 from tests.support.waiting import until
 
 Make = Callable[..., Path]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.bench.chaos import check, trial
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.rundir.layout import write_atomic
 from megaflow_hpc.slurm import limits
 from megaflow_hpc.trajectories.journal.frames import read_frames
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from tests.bench.chaos import check, trial
 from tests.support.campaigns import rows, stored
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until

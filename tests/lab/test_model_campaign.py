@@ -24,8 +24,8 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.slurm import accounting
-from tests.support.labs import processes_of
 from tests.support.places import TINY_MODEL
+from tests.support.processes import processes_of
 from tests.support.requirements import required
 from tests.support.waiting import until
 

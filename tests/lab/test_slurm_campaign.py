@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
 from tests.support.campaigns import cli, rows, small_rows, stored
-from tests.support.labs import pods, processes_of
+from tests.support.labs import pods
 from tests.support.places import ROOT
+from tests.support.processes import processes, processes_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]

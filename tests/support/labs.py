@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from megaflow_hpc.bench.faults import processes
 from megaflow_hpc.slurm import site
 from tests.support.places import LAUNCHERS
 from tests.support.waiting import eventually
@@ -77,6 +74,8 @@ def cluster_beside(other: Path, directory: Path) -> Iterator[str]:
 @contextmanager
 def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
     """A started lab, ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
+    import pytest  # the benchmarks use this module without it
+
     lab = Lab(directory)
     directory.joinpath("site.conf").write_text(conf)
     lab.start()
@@ -113,11 +112,6 @@ def of_lab(directory: Path) -> list[str]:
     return found
 
 
-def processes_of(*words: str) -> list[int]:
-    """Pids of this host's processes that have each of ``words`` as an argument, ``srun`` apart; lowest first."""
-    return sorted(pid for pid, said in processes() if set(words) <= set(said) and "srun" not in said[0])
-
-
 PODS = """\
 slurm:
   pods: {{partition: {partition}, count: {count}, ranks_per_node: {ranks}, slots_per_rank: 2, mem_gb: 1, time: {time}}}
@@ -125,4 +119,5 @@ slurm:
 
 
 def pods(partition: str = "cpu", count: int = 2, time: int = 10, ranks: int = 2) -> str:
+    """A campaign's section ``slurm``: ``count`` pods of ``ranks`` ranks; ``time`` in minutes."""
     return PODS.format(partition=partition, count=count, time=time, ranks=ranks)

@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.bench.conversations import AGENTS, ChatAgent, RandomScript, _events
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Artifact, Recording, Trajectory
+from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
 from tests.support.serving import in_loop
 
 
@@ -51,7 +51,7 @@ async def hold(gateway: ModelGateway, name: str, agent: ChatAgent, seed: int, tu
                 if response.status == 503:
                     raise ModelServiceError(text)
                 assert response.status == 200, text
-            answer = agent.whole(list(_events(text))) if body["stream"] else json.loads(text)
+            answer = agent.whole(list(events(text))) if body["stream"] else json.loads(text)
             agent.take(answer, [f"result {chance.random()}" for _ in range(3)])
     return await gateway.close(name)
 

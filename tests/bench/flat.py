@@ -8,6 +8,7 @@ and is busy while a rollout of it runs.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import h5py
 import yaml
 
 from megaflow_hpc.bench.figures import Figure
-from megaflow_hpc.bench.tasks import write_task
 from megaflow_hpc.campaign.facade import Campaign
+from tests.support.harbor_tasks import write_solved_task
 
 SLOTS = 32
 COUNTS = (1, 8, SLOTS)
@@ -27,7 +28,8 @@ Note = Callable[[str], None]
 Span = tuple[float, float]
 
 
-def measure(folder: Path, image: Path, note: Note) -> list[Figure]:
+def measure(folder: Path, image: Path, note: Note, arguments: argparse.Namespace) -> list[Figure]:
+    """Makespans of few and of many sleeping rollouts, and how busy the slots are; it takes no arguments."""
     makespans = []
     for count in COUNTS:
         spans = _run(folder / f"flat-{count}", image, count)
@@ -56,8 +58,7 @@ def busy(spans: Sequence[Span], slots: int) -> float:
 def _run(folder: Path, image: Path, tasks: int) -> list[Span]:
     """(start, end) of each rollout, seconds UTC."""
     for number in range(tasks):
-        solution = f"sleep {SLEEP_S}; echo 42 > answer"
-        write_task(folder / "tasks" / f"sleep{number:03d}", "Sleep.", solution, "echo 1 > /logs/verifier/reward.txt")
+        write_solved_task(folder / "tasks", f"sleep{number:03d}", f"sleep {SLEEP_S}; echo 42 > answer")
     campaign = {
         "name": "flat",
         "tasks": "tasks/*",

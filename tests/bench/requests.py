@@ -6,16 +6,18 @@ the same user runs anything else meanwhile, that is counted too.
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from megaflow_hpc.bench.chaos import write_campaign
 from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.slurm import site
+from tests.bench.chaos import write_campaign
+from tests.support.waiting import until
 
 DAEMONS = ("MESSAGE_", "REQUEST_COMPLETE_", "REQUEST_STEP_COMPLETE", "REQUEST_PING", "ACCOUNTING_")
 """What slurmd, slurmstepd and slurmdbd send, and what grows with jobs that end, not with who follows them."""
@@ -31,8 +33,9 @@ def requests() -> Counter[str]:
     return found
 
 
-def measure(folder: Path, image: Path, note: Callable[[str], None], rollouts: int, pods: int) -> list[Figure]:
-    """Follows one campaign from its submission to its end."""
+def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: argparse.Namespace) -> list[Figure]:
+    """Follows one campaign of ``arguments.tasks`` rollouts on ``arguments.pods`` pods to its end."""
+    rollouts, pods = arguments.tasks, arguments.pods
     folder.mkdir(parents=True)
     campaign = write_campaign(folder, image, rollouts, "work", pods)
     before, began = requests(), time.monotonic()
@@ -46,8 +49,7 @@ def measure(folder: Path, image: Path, note: Callable[[str], None], rollouts: in
         f"to submit: {', '.join(f'{name} {count}' for name, count in submitted.most_common())}"
     )
     note("requests: " + ", ".join(f"{name} {count}" for name, count in asked.most_common()))
-    while run.live_jobs(0):
-        time.sleep(1.0)
+    until(lambda: not run.live_jobs(0), "every job has left", 600, every_s=1.0)
     usage = run.usage()
     steady = (asked.total() - submitted.total()) / minutes
     return [

@@ -1,113 +1,28 @@
-"""What the store is measured beside: the same rollouts written, and batches of them read, by other programs.
+"""The peers of the store: the same rollouts written, and batches of them read, by Parquet and JSONL.
 
-Bare h5py writes the arrays of a gathered file with the same chunks and filters, a piece at a time; reading the piece is
-not counted. Parquet and JSONL hold the same rollouts, log-probabilities unrounded.
+Both hold the same rollouts, log-probabilities unrounded. Batches come from the first rows, at most 2,048: fewer rows
+are to the peers' advantage. Parquet is read by the row groups that hold what is asked for, JSONL by seeking to lines.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.bench.baselines import plain
+from megaflow_hpc.bench.figures import Figure
+from megaflow_hpc.bench.store_reads import BATCH, in_new_process
+
 GROUP = 16
 """Rollouts per row group of a Parquet file."""
-PIECE = 32 << 20
-"""Bytes of an array that are read and written at a time."""
-
-
-def bare_h5py(path: Path, target: Path) -> tuple[float, float]:
-    """Seconds, and CPU seconds, in which h5py writes the numbers of a campaign file anew and makes them durable."""
-    import h5py
-
-    seconds = cpu = 0.0
-
-    def timed(action: Callable[[], object]) -> None:
-        nonlocal seconds, cpu
-        began, its_cpu = time.perf_counter(), time.process_time()
-        action()
-        seconds, cpu = seconds + time.perf_counter() - began, cpu + time.process_time() - its_cpu
-
-    with h5py.File(path) as source:
-        names: list[str] = []
-        source.visititems(lambda name, item: names.append(name) if _is_numeric(item) else None)
-        file = h5py.File(target, "w")
-        for name in names:
-            dataset = source[name]
-            copy = file.create_dataset(
-                name,
-                (len(dataset),),
-                dataset.dtype,
-                maxshape=(None,),
-                chunks=dataset.chunks,
-                shuffle=dataset.shuffle,
-                compression="gzip",
-                compression_opts=1,
-            )
-            for first, values in _pieces(dataset):
-                timed(partial(copy.write_direct, values, dest_sel=slice(first, first + len(values))))
-
-        def finish() -> None:
-            file.close()
-            descriptor = os.open(target, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-        timed(finish)
-    target.unlink()
-    return seconds, cpu
-
-
-def _is_numeric(item: Any) -> bool:
-    import h5py
-
-    return isinstance(item, h5py.Dataset) and h5py.check_string_dtype(item.dtype) is None
-
-
-def _pieces(dataset: Any) -> Iterator[tuple[int, Any]]:
-    """Whole chunks at a time, so that none is compressed twice."""
-    chunk = dataset.chunks[0]
-    step = max(1, PIECE // (chunk * dataset.dtype.itemsize)) * chunk
-    for first in range(0, len(dataset), step):
-        yield first, dataset[first : first + step]
-
-
-def plain(trajectory: Any) -> dict[str, Any]:
-    """A trajectory as other formats hold it: lists, numbers unrounded."""
-    sequence = trajectory.sequences[0]
-    names = (
-        "id",
-        "task_id",
-        "group_id",
-        "policy",
-        "agent",
-        "status",
-        "node",
-        "job_id",
-        "reward",
-        "started_at",
-        "finished_at",
-    )
-    return {
-        **{name: getattr(trajectory, name) for name in names},
-        "messages": trajectory.messages,
-        "tokens": sequence.tokens.tolist(),
-        "logprobs": [None if value != value else value for value in sequence.logprobs],
-        "loss_mask": sequence.loss_mask.tolist(),
-        "weight_versions": sequence.weight_versions.tolist(),
-        "turns": [vars(turn) for turn in trajectory.turns],
-    }
-
-
-def jsonl_gz(drawn: list[Any]) -> int:
-    """Bytes of these rollouts as JSONL under gzip's default level, log-probabilities unrounded."""
-    lines = (json.dumps(plain(trajectory), ensure_ascii=False) for trajectory in drawn)
-    return len(gzip.compress("\n".join(lines).encode(), 6))
+PEER_ROWS = 2048
+Note = Callable[[str], None]
 
 
 def parquet(drawn: list[Any], target: Path) -> None:
@@ -140,6 +55,30 @@ def jsonl_zstd(drawn: list[Any], target: Path) -> None:
     with open(target, "wb") as file, zstandard.ZstdCompressor(level=3).stream_writer(file) as out:
         for trajectory in drawn:
             out.write(json.dumps(plain(trajectory), ensure_ascii=False).encode() + b"\n")
+
+
+def beside_ingest(figures: list[Figure], drawn: list[Any], raw_each: float, room: Path, note: Note) -> list[Figure]:
+    """Adds Parquet and JSONL with zstd to the figures of ingest and size."""
+    tokens = sum(len(t.sequences[0].tokens) for t in drawn)
+    for name, package, write in (("Parquet, zstd", "pyarrow", parquet), ("JSONL, zstd", "zstandard", jsonl_zstd)):
+        try:
+            release = version(package)
+        except PackageNotFoundError:
+            note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
+            continue
+        note(f"{name}: {len(drawn)} rollouts")
+        target = room / "peer"
+        began, cpu = time.perf_counter(), time.process_time()
+        write(drawn, target)
+        descriptor = os.open(target, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        figures[0] = figures[0].beside(name, release, raw_each * len(drawn) / 1e6 / seconds)
+        figures[2] = figures[2].beside(name, release, raw_each * len(drawn) / 1e6 / cpu)
+        figures[6] = figures[6].beside(name, release, target.stat().st_size / tokens)
+        target.unlink()
+    return figures
 
 
 # --- batches ---
@@ -224,3 +163,30 @@ def read(chosen):
     return {name: numpy.concatenate(parts) for name, parts in found.items()}
 """
 )
+
+
+def beside_batches(figures: list[Figure], path: Path, room: Path, note: Note) -> list[Figure]:
+    """Adds random batches from Parquet and JSONL."""
+    from megaflow_hpc.trajectories import open_trajectories
+
+    with open_trajectories(path) as store:
+        rows = min(PEER_ROWS, len(store))
+        for name, package, write, read in (
+            ("Parquet, zstd", "pyarrow", rows_as_parquet, READ_PARQUET),
+            ("JSONL, orjson", "orjson", rows_as_jsonl, READ_JSONL),
+        ):
+            try:
+                release = version(package)
+            except PackageNotFoundError:
+                note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
+                continue
+            note(f"{name}: batches from {rows} rows")
+            target = room / "peer"
+            write(store, rows, target)
+            found = in_new_process(read, target, str(min(BATCH, rows)))
+            label = f"{name}, of {rows} rows"
+            for place, column in ((2, 0), (3, 1)):
+                milliseconds = 1000 * statistics.median(pair[column] for pair in found)
+                figures[place] = figures[place].beside(label, release, milliseconds)
+            target.unlink()
+    return figures

@@ -200,7 +200,7 @@ async def _rollout(gateway: Any, engine: Any, number: int, chance: random.Random
             async with session.post(model.base_url + agent.path, json=body) as response:
                 text = await response.text()
                 assert response.status == 200, text
-            answer = agent.whole(list(_events(text))) if body["stream"] else json.loads(text)
+            answer = agent.whole(list(events(text))) if body["stream"] else json.loads(text)
             agent.take(answer, [" ".join(chance.choices(WORDS, k=5)) for _ in range(3)])
     recording = await gateway.close(name)
     mine = f"Go {number}.".encode()
@@ -217,7 +217,7 @@ async def _rollout(gateway: Any, engine: Any, number: int, chance: random.Random
     outcome.surplus.append(sum(len(s.tokens) for s in recording.sequences) / (len(prompt) + len(sampled)))
 
 
-def _events(stream: str) -> Iterator[tuple[str, Any]]:
+def events(stream: str) -> Iterator[tuple[str, Any]]:
     for part in stream.split("\n\n"):
         name, data = "", ""
         for line in part.splitlines():

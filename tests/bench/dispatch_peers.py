@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaflow_hpc.bench.gateway_peers import environment
+from tests.bench.gateway_peers import environment
 
 PACKAGES = ("parsl", "mpi4py", "mpich", "executorlib", "submitit")
 NAME = "dispatch-peers"

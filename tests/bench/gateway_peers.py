@@ -156,3 +156,18 @@ def _version(place: Path, package: str) -> str:
 
 
 KINDS: tuple[type[Peer], ...] = (VllmRouter, LiteLLM)
+
+
+def start(engine: str, folder: Path, note: Note) -> list[Peer]:
+    """The peers that answer before the engine; ``note`` names the others and why they do not."""
+    place = environment(note)
+    found: list[Peer] = []
+    for kind in KINDS if place else ():
+        assert place is not None
+        peer = kind(place, engine, folder)
+        if trouble := peer.wait():
+            note(f"{peer.name} {peer.version}: left out: {trouble}")
+            peer.stop()
+        else:
+            found.append(peer)
+    return found

@@ -1,27 +1,23 @@
 """What a cluster does to a campaign, done on purpose on a lab: each fault is one function of :class:`Faults`.
 
 A fault names what it hit, or returns ``None`` where there was nothing to hit. Processes are killed by pid and start.
-The lab is :mod:`launchers.lab`'s: daemons are known by its record and mended by its own ``start``.
+Daemons of the lab are killed by its record and started again by its own ``start``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import megaflow_hpc
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.process import Identity
 from megaflow_hpc.slurm import site
+from tests.support.labs import Lab, alive
+from tests.support.processes import environment, kill, parent, processes
 
-LAUNCHER = Path(megaflow_hpc.__file__).parents[1] / "launchers" / "lab.py"
 KINDS = (
     "rank",
     "rank 0",
@@ -37,65 +33,20 @@ KINDS = (
 )
 
 
-def processes() -> Iterator[tuple[int, list[str]]]:
-    """Pid and words of every process whose command line can be read."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                words = Path(entry.path, "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-            except OSError:
-                continue  # ended meanwhile
-            yield int(entry.name), words
-
-
-def environment(pid: int) -> dict[str, str]:
-    """Of a process of ours; empty where it is gone."""
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace").split("\0")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
-def kill(pid: int) -> bool:
-    process = Identity.of(pid)
-    return process is not None and process.kill()
-
-
-class Lab:
+def current_lab() -> Lab:
     """The lab whose Slurm ``SLURM_CONF`` names.
 
     Raises:
-        SiteError: there is none: a real cluster's daemons are not ours to kill.
+        SiteError: there is none; the daemons of a real cluster are not ours to kill.
     """
-
-    def __init__(self) -> None:
-        conf = Path(os.environ.get("SLURM_CONF", ""))
-        self.dir = conf.parent
-        if not (self.dir / "lab.json").exists() or not LAUNCHER.exists():
-            raise SiteError(
-                "faults need a Slurm lab of one's own and a clone of the sources: launchers/lab start, then "
-                'eval "$(launchers/lab env)"'
-            )
-
-    def kill(self, daemon: str) -> bool:
-        record = json.loads((self.dir / "lab.json").read_text())["daemons"][daemon]
-        return Identity(record["pid"], int(record["start"].rpartition("/")[2])).kill()
-
-    def mend(self) -> None:
-        """Starts again what does not run."""
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
-        command = [sys.executable, str(LAUNCHER), "start", "--dir", str(self.dir)]
-        done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SiteError(f"the lab in {self.dir} cannot be mended: {done.stderr.strip().splitlines()[-1]}")
+    directory = Path(os.environ.get("SLURM_CONF", "")).parent
+    if not (directory / "lab.json").exists():
+        raise SiteError('faults need a Slurm lab of your own: launchers/lab start, then eval "$(launchers/lab env)"')
+    return Lab(directory)
 
 
 class Faults:
-    """
-    Args:
-        draw: decides what is hit.
-    """
+    """The faults of one campaign on a lab; ``draw`` decides what each of them hits."""
 
     def __init__(self, lab: Lab, run: Run, draw: random.Random) -> None:
         self._lab, self._run, self._draw = lab, run, draw
@@ -131,13 +82,13 @@ class Faults:
         ranks = dict(self.ranks(first=False))
         runners = []
         for pid, words in processes():
-            if "megaflow_hpc.pod.rollout.runner" in words and (parent := _parent(pid)) in ranks:
-                runners.append((pid, ranks[parent]))
+            if "megaflow_hpc.pod.rollout.runner" in words and (above := parent(pid)) in ranks:
+                runners.append((pid, ranks[above]))
         return self._one("runner", runners)
 
     def _engine(self) -> str | None:
         servers = {pid for pid, words in processes() if "megaflow_hpc.model.server" in words and self._ours(words)}
-        below = {pid for pid, _ in processes() if _parent(pid) in servers}
+        below = {pid for pid, _ in processes() if parent(pid) in servers}
         return self._one("engine", [(pid, "the engine array") for pid in sorted(servers | below)])
 
     def _ours(self, words: list[str]) -> bool:
@@ -188,16 +139,10 @@ class Faults:
         return self._daemon("slurmctld")
 
     def _daemon(self, name: str) -> str | None:
-        if not self._lab.kill(name):
+        if not alive(self._lab.status()["daemons"][name]):
             return None
+        self._lab.kill(name)
         down = self._draw.uniform(1, 6)
         time.sleep(down)
-        self._lab.mend()
+        self._lab.start()
         return f"{name}, down for {down:.0f} s"
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0

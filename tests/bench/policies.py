@@ -8,9 +8,15 @@ the tasks is never solved, a third always, a third every other time.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import random
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from megaflow_hpc.bench.dispatch import simulated_figure
+from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.simulation import LEARNED, Outcome, Shape, believed, simulate
 
@@ -57,3 +63,15 @@ def compare(seed: int) -> dict[str, float]:
         "signal_after: 4, retry_every: 2": over(simulate(retried)),
         "copies: true": over(simulate(shape)),
     }
+
+
+def figures(seeds: int, note: Callable[[str], None]) -> list[Figure]:
+    """One figure a policy, the median over ``seeds`` campaigns."""
+    note(f"policies: {seeds} campaigns of {TASKS * SAMPLES} rollouts, each with every policy")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(seeds, len(os.sched_getaffinity(0))), mp_context=context) as pool:
+        compared = list(pool.map(compare, range(seeds)))
+    return [
+        simulated_figure(f"makespan over fifo without policies, {policy}", "ratio", [one[policy] for one in compared])
+        for policy in compared[0]
+    ]

@@ -11,11 +11,15 @@ import importlib
 import os
 import shutil
 import subprocess
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
+
+from megaflow_hpc.bench.figures import Figure, quantile
+from megaflow_hpc.environments import ApptainerProvider
 
 COMMAND = "/bin/true"
 
@@ -161,7 +165,7 @@ class MiniSweAgent:
 KINDS: tuple[Callable[[str, str, Path], PeerKind], ...] = (ApptainerExec, ApptainerInstance, HpcSandbox, MiniSweAgent)
 
 
-async def peers(
+async def _working(
     apptainer: str, image: str, scratch: Path, note: Callable[[str], None], unpacked: str | None = None
 ) -> list[PeerKind]:
     """Those that are installed and run one command here; ``note`` names the others and why not.
@@ -191,3 +195,67 @@ async def peers(
                 found.append(peer)
                 break
     return found
+
+
+async def _peers(provider: ApptainerProvider, image: str, note: Callable[[str], None]) -> AsyncIterator[PeerKind]:
+    """Every peer that works here, on the benchmark's image; each is closed before the next."""
+    unpacked = await provider.stage(image)
+    for peer in await _working(provider.apptainer, image, Path(provider.scratch), note, unpacked):
+        note(f"{peer.name} {peer.version}")
+        try:
+            yield peer
+        finally:
+            await peer.close()
+
+
+async def _milliseconds(work: Callable[[], Awaitable[object]]) -> float:
+    began = time.perf_counter()
+    await work()
+    return (time.perf_counter() - began) * 1000
+
+
+async def beside_commands(
+    figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
+) -> list[Figure]:
+    """The figures of ``bench exec`` with peers: latency of ``count`` commands, and their rate at once."""
+    figures = list(figures)
+    async for peer in _peers(provider, image, note):
+        box = await peer.start()
+        try:
+            taken = [await _milliseconds(box.command) for _ in range(count)]
+            began = time.perf_counter()
+            await asyncio.gather(*(box.command() for _ in range(count)))
+            rate = count / (time.perf_counter() - began)
+        finally:
+            await box.stop()
+        for number, value in ((0, quantile(taken, 0.5)), (1, quantile(taken, 0.99)), (3, rate)):
+            figures[number] = figures[number].beside(peer.name, peer.version, value)
+    return figures
+
+
+async def beside_starts(
+    figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
+) -> list[Figure]:
+    """The figures of ``bench sandbox`` with peers: ``count`` starts, one after the other and at once."""
+
+    async def start(peer: PeerKind) -> Box:
+        box = await peer.start()
+        await box.command()
+        return box
+
+    figures = list(figures)
+    async for peer in _peers(provider, image, note):
+        taken = []
+        for _ in range(count):
+            began = time.perf_counter()
+            box = await start(peer)
+            taken.append((time.perf_counter() - began) * 1000)
+            await box.stop()
+        began = time.perf_counter()
+        boxes = await asyncio.gather(*(start(peer) for _ in range(count)))
+        rate = count / (time.perf_counter() - began)
+        await asyncio.gather(*(box.stop() for box in boxes))
+        for number, value in ((0, quantile(taken, 0.5)), (1, rate)):
+            name = f"{peer.name}, with its first command"
+            figures[number] = figures[number].beside(name, peer.version, value)
+    return figures

@@ -8,6 +8,7 @@ exactly once, and nothing of the run may be left: no process, no mount, no file 
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import secrets
@@ -23,13 +24,15 @@ from typing import Any
 import h5py
 import yaml
 
-from megaflow_hpc.bench.faults import KINDS, Faults, Lab, environment, processes
-from megaflow_hpc.bench.tasks import write_task
+from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.process import POD_DIRECTORY, sweep_pod_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
+from tests.bench.faults import KINDS, Faults, current_lab
+from tests.support.harbor_tasks import write_solved_task
+from tests.support.processes import environment, processes
 
 PODS, SLOTS = 2, 3
 INSIDE = 0.8
@@ -111,14 +114,8 @@ def check(run: Run) -> tuple[int, list[str], list[str], list[str]]:
 def write_campaign(folder: Path, image: Path, tasks: int, mark: str, pods: int = PODS) -> Path:
     """Tasks whose work shows ``mark`` in its command line, and a campaign on the partition that can be preempted."""
     for number in range(tasks):
-        task = folder / "tasks" / f"work{number:02d}"
-        write_task(
-            task,
-            "Work, and write down what the model says.",
-            "echo 42 42 > answer",
-            "if grep -q '42 42' answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
-            "[agent]\ntimeout_sec = 240.0\n[verifier]\ntimeout_sec = 60.0\n",
-        )
+        solution, test = "echo 42 42 > answer", "grep -q '42 42' answer"
+        task = write_solved_task(folder / "tasks", f"work{number:02d}", solution, test, agent_s=240)
         (task / "environment" / "work.py").write_text(WORK)
     (folder / "answers.yaml").write_text('default: ["42"]\n')
     campaign = {
@@ -189,7 +186,7 @@ def trial(
     Raises:
         SiteError: there is no lab.
     """
-    draw, lab = random.Random(seed), Lab()
+    draw, lab = random.Random(seed), current_lab()
     folder.mkdir(parents=True)
     scratch.mkdir(exist_ok=True)
     mark = f"chaos-{seed}-{secrets.token_hex(4)}"
@@ -271,7 +268,44 @@ def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
     return remains(run, scratch, mark, since)
 
 
+def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: argparse.Namespace) -> list[Figure]:
+    """Runs ``arguments.seeds`` campaigns of ``tasks`` rollouts and ``strikes`` faults, ``first`` the first seed.
+
+    Raises:
+        MegaflowError: something was lost, stored twice or left; what is left of it stays in ``folder``.
+        SiteError: there is no lab.
+    """
+    verdicts: list[Verdict] = []
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        note(f"seed {seed}: {time.strftime('%H:%M:%S')}")
+        own, scratch = folder / f"seed-{seed}", folder / "scratch"
+        verdict = trial(seed, own, scratch, image, note, arguments.tasks, arguments.strikes)
+        verdicts.append(verdict)
+        said = f"{verdict.planned} rollouts, {len(verdict.lost)} lost, {len(verdict.double)} double, "
+        said += f"{len(verdict.failed)} not solved, {len(verdict.left)} things left, resumed {verdict.resumed} times"
+        note(f"seed {seed}: {said}, {verdict.seconds:.0f} s")
+        for line in [*verdict.lost, *verdict.double, *verdict.failed, *verdict.left]:
+            note(f"seed {seed}:   {line}")
+    sums = figures_of(verdicts)
+    note("strikes by kind: " + ", ".join(f"{kind} {count}" for kind, count in sums["kinds"].items()))
+    n, strikes = sums["rollouts"], sums["strikes"]
+    figures = [
+        Figure(f"rollouts lost, {len(verdicts)} seeds, {strikes} faults", "rollouts", sums["lost"], n, goal=0),
+        Figure("rollouts stored twice", "rollouts", sums["double"], n, goal=0),
+        Figure("rollouts stored as failed or unsolved", "rollouts", sums["failed"], n),
+        Figure("processes, mounts and files left", "things", sums["left"], len(verdicts), goal=0),
+        Figure(
+            "faults inside running rollouts", "%", 100 * sums["inside"] / max(1, strikes), strikes, None, 50, "higher"
+        ),
+        median("seconds a campaign", "s", [verdict.seconds for verdict in verdicts]),
+    ]
+    if sums["lost"] or sums["double"] or sums["left"]:
+        raise MegaflowError("\n".join(f"{f.name}: {f.value:g} {f.unit}" for f in figures) + f"\nsee {folder}")
+    return figures
+
+
 def figures_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Sums over the verdicts, and the strikes by kind."""
     strikes = [strike for verdict in verdicts for strike in verdict.strikes]
     return {
         "lost": sum(len(verdict.lost) for verdict in verdicts),
