@@ -343,7 +343,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Budget:
+class CallBudget:
     """What a rollout may ask of its models; ``None`` is unlimited."""
 
     calls: int | None = None
@@ -369,30 +369,3 @@ class Recording:
     protocols: dict[str, int] = field(default_factory=dict)
     """Calls by how they were recorded. ``split`` and ``replay``: every token is known; ``plain``: the sampled ones, and
     a history that encodes to others starts a sequence; ``text``: none."""
-
-
-class Gateway(Protocol):
-    """One per worker rank: gives every rollout an address and key of its own, routes, records."""
-
-    async def open(
-        self,
-        rollout_id: str,
-        policy: str,
-        listener: socket.socket | None = None,
-        budget: Budget | None = None,
-        seed: int = -1,
-        recorded: Mapping[str, Any] | None = None,
-    ) -> ModelEndpoint:
-        """Registers a rollout.
-
-        Args:
-            listener: taken over; a further socket to be served until :meth:`close`.
-            seed: call n of it, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves that to the engine.
-            recorded: of a suspended rollout, to be gone on with.
-        """
-
-    async def close(self, rollout_id: str) -> Recording:
-        """Ends it and returns what was recorded; later calls on its key are refused."""
-
-    def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
-        """The engines there are now, as the decoded ``RUN/endpoints/*.json``; may be called at any time."""

@@ -14,7 +14,7 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted.script import script_from_patch
-from megaflow_hpc.types import AgentResult, Budget, Recording, Task
+from megaflow_hpc.types import AgentResult, CallBudget, Recording, Task
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.scripted import block
 from tests.support.serving import Servers
@@ -27,7 +27,7 @@ def make_task() -> Task:
 
 
 async def roll(
-    servers: Servers, sandbox: LocalSandbox, *, budget: Budget | None = None, wait_s: float = 300.0, **spec: Any
+    servers: Servers, sandbox: LocalSandbox, *, budget: CallBudget | None = None, wait_s: float = 300.0, **spec: Any
 ) -> tuple[AgentResult, Recording]:
     agent = create({"name": "mini-swe-agent", **spec})
     async with servers.gateway(wait_s=wait_s) as gateway:
@@ -65,7 +65,7 @@ def test_a_limit_of_turns_truncates(servers: Servers, tmp_path: Path) -> None:
 def test_the_gateways_budget_truncates(servers: Servers, tmp_path: Path) -> None:
     servers.script({"default": [block("echo on")]})
     sandbox = LocalSandbox(tmp_path / "box")
-    result, recording = asyncio.run(roll(servers, sandbox, budget=Budget(calls=3)))
+    result, recording = asyncio.run(roll(servers, sandbox, budget=CallBudget(calls=3)))
     assert result.status == "truncated"
     assert len(recording.turns) == 3
 

@@ -142,7 +142,7 @@ class Connections:
             Broken: There is no whole answer.
         """
         parts = urlsplit(url)
-        place = (f"{parts.scheme}://{parts.netloc}", fingerprint)
+        server = (f"{parts.scheme}://{parts.netloc}", fingerprint)
         head = (
             f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {key}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -151,7 +151,7 @@ class Connections:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    exchange = self._take(place)
+                    exchange = self._take(server)
                     fresh = exchange is None
                     if exchange is None:
                         exchange = await self._connect(parts.scheme, parts.hostname or "", parts.port, fingerprint)
@@ -166,23 +166,24 @@ class Connections:
                             exchange.close()
                     if exchange.keep:
                         exchange.idle_since = time.monotonic()
-                        self._idle.setdefault(place, []).append(exchange)
+                        self._idle.setdefault(server, []).append(exchange)
                     return response
         except TimeoutError:
             raise Broken(f"no answer within {timeout_s:g} s") from None
 
-    def forget(self, places: set[tuple[str, str]]) -> None:
-        """Closes what is idle of every place but these."""
-        for place in [p for p in self._idle if p not in places]:
-            for exchange in self._idle.pop(place):
+    def close_idle(self, keep: set[tuple[str, str]]) -> None:
+        """Closes the idle connections of every server, named by URL and fingerprint, that is not in ``keep``."""
+        for server in [s for s in self._idle if s not in keep]:
+            for exchange in self._idle.pop(server):
                 exchange.close()
 
     def close(self) -> None:
-        self.forget(set())
+        """Closes all idle connections."""
+        self.close_idle(keep=set())
 
-    def _take(self, place: tuple[str, str]) -> _Exchange | None:
-        """The connection that was used last: the others may grow old and be closed."""
-        idle, now = self._idle.get(place, []), time.monotonic()
+    def _take(self, server: tuple[str, str]) -> _Exchange | None:
+        """Returns the idle connection used last, so that the others grow old and are closed."""
+        idle, now = self._idle.get(server, []), time.monotonic()
         while idle:
             exchange = idle.pop()
             if exchange.transport is not None and now - exchange.idle_since < IDLE_S:

@@ -1,7 +1,7 @@
-"""A call is made at as many servers as it takes.
+"""Repeats a call at other servers until one answers it.
 
-Nothing of an answer has been promised to the agent until it is whole, so a call whose server refuses, breaks off,
-answers 5xx or garbage is simply made again, elsewhere where there is another.
+No part of an answer reaches the agent before the whole is there, so a call whose server is unreachable, breaks off, or
+answers 5xx or garbage is repeated, at another server if there is one.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway import protocols
 from megaflow_hpc.model.gateway.connection import Connections
 from megaflow_hpc.model.gateway.limits import CallLimits
+from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.router import Router, Server
-from megaflow_hpc.model.gateway.session import Session
 
 T = TypeVar("T")
 Ask = Callable[[protocols.Call], Awaitable[T]]
 Called = tuple[T, Server, float, float]
-"""What an asker made of a call, the server that answered, the seconds it took there and those before."""
+"""Answer, the server that gave it, its seconds there, and the seconds of waiting and failed tries before."""
 
 
 class Caller:
-    """
+    """Makes the calls of all rollouts of a gateway.
+
     Args:
-        wait_s: Seconds a call waits for a server that answers.
+        wait_s: Seconds for which a call waits for a server that answers.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
-        limits: What all calls together may ask for.
+        limits: Rates and requests in flight that all calls together keep to.
     """
 
     def __init__(self, wait_s: float, request_timeout_s: float, limits: CallLimits | None = None) -> None:
@@ -39,38 +40,40 @@ class Caller:
         self._connections = Connections()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the list of servers; connections to others are closed."""
+        """Replaces the list of servers and closes idle connections to others."""
         self.router.update(records)
-        self._connections.forget({(s.url, s.fingerprint) for s in self.router.all()})
+        self._connections.close_idle(keep={(s.url, s.fingerprint) for s in self.router.all()})
 
     def close(self) -> None:
         self._connections.close()
 
-    async def call(self, session: Session, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T]) -> Called[T]:
+    async def call(
+        self, rollout: OpenRollout, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T]
+    ) -> Called[T]:
         """Makes one call.
 
         Raises:
             protocols.Refused: The request is at fault.
-            ModelServiceError: No server answered in time; the session's ``trouble`` says why.
+            ModelServiceError: No server answered in time; the rollout's ``failure`` says why.
         """
         arrived = time.monotonic()
         try:
             async with self.limits.turn():
-                return await self._try(session, policy, path, body, ask, arrived)
+                return await self._try(rollout, policy, path, body, ask, arrived)
         except ModelServiceError as error:
-            session.trouble = str(error)
+            rollout.failure = str(error)
             raise
 
     async def _try(
-        self, session: Session, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T], arrived: float
+        self, rollout: OpenRollout, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T], arrived: float
     ) -> Called[T]:
         deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
-        cause, router, previous, group = "", self.router, session.servers.get(policy, ""), session.group
+        cause, router, previous, group = "", self.router, rollout.servers.get(policy, ""), rollout.group
         while True:
             server = router.pick(policy, previous, group)
             if server is None:
                 # Should the agent's time run out here, it is not its fault.
-                session.trouble = cause or router.describe(policy)
+                rollout.failure = cause or router.describe(policy)
                 try:
                     server = await router.acquire(policy, deadline, previous, group)
                 except ModelServiceError as error:
@@ -78,7 +81,7 @@ class Caller:
             server.outstanding += 1
             began = time.monotonic()
             call = protocols.Call(
-                self._connections, server, path, body, self.request_timeout_s, session.recorder, policy
+                self._connections, server, path, body, self.request_timeout_s, rollout.recorder, policy
             )
             try:
                 answer = await ask(call)

@@ -8,7 +8,7 @@ weight (rendezvous hashing). Either holds while that server is at most ``AFFINIT
 Health is decided by real requests. A server that refused or broke a connection, or answered 5xx, rests for half a
 second, doubling up to half a minute with each failure in a row. After that one call tries it; its success lets the
 others in. Failures of calls that were under way at once count as one. Where every server of a policy rests, the one
-that wakes first is awaited, so a short outage costs waiting and no rollout.
+whose rest ends first is awaited, so a short outage costs waiting and no rollout.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megaflow_hpc.errors import ModelServiceError
 
 REST_S = 0.5
 REST_MAX_S = 30.0
-HOPELESS_S = 15.0
-"""A call waits this long when every server of its policy has given up; one may have been requeued to another node,
-unless the cause of each is one that another start would meet again: then nobody waits."""
+ALL_FAILED_S = 15.0
+"""Seconds for which a call waits when every server of its policy has given up: one may have been requeued to another
+node. If each gave up for a cause that lasts, calls do not wait."""
 AFFINITY = 2
-"""Requests by which a rollout's previous server may be busier and is still taken: its prefix cache is worth that."""
+"""Requests by which the preferred server may be busier than the least busy one: its prefix cache is worth that."""
 
 
 @dataclass(eq=False)
@@ -46,13 +46,13 @@ class Server:
     fingerprint: str = ""
     """SHA-256 of the certificate in hexadecimal; empty without TLS."""
     protocol: str = "plain"
-    """What it can do; see :mod:`megaflow_hpc.model.gateway.protocols`."""
+    """One of :data:`megaflow_hpc.model.gateway.protocols.PROTOCOLS`."""
     degraded: bool = False
-    """It turned out to lack what its protocol needs, and is asked in a lower one."""
+    """It lacked what its protocol needs, and is asked in a lower one."""
     weight: float = 1.0
-    """How many requests it should have for one of a server of weight 1."""
+    """Requests it should get for each one of a server of weight 1."""
     started: str = ""
-    """Tells one start of a server from the next."""
+    """Identifies one start of a server."""
     outstanding: int = 0
     failures: int = 0
     failed_at: float = 0.0
@@ -77,12 +77,12 @@ class Server:
     def busy(self) -> float:
         return self.outstanding / self.weight
 
-    def awake(self, now: float) -> bool:
-        """Whether a call may go there: after a rest, one at a time until one succeeds."""
+    def available(self, now: float) -> bool:
+        """Returns whether a call may be sent there: after a rest, one at a time until one succeeds."""
         return self.rests_until <= now and not (self.failures and self.outstanding)
 
     def failed(self, began: float) -> None:
-        """A call that began at ``began`` (``time.monotonic``) found it at fault."""
+        """Notes that a call which began at ``began`` (``time.monotonic``) failed by the server's fault."""
         if began < self.failed_at:
             return  # one outage, seen by all that were under way
         self.failures += 1
@@ -95,26 +95,26 @@ class Server:
 
 
 class Router:
-    """The servers there are now. Lives in one event loop; :meth:`update` must be called there."""
+    """Knows the servers there are now and picks one per call. Lives in one event loop, :meth:`update` included."""
 
     def __init__(self) -> None:
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
-        self._hopeless: dict[str, float] = {}
-        """Policy whose servers have all given up → seconds that a call still waits for one."""
+        self._all_failed: dict[str, float] = {}
+        """Policy whose servers have all given up → seconds for which a call still waits."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over what ``RUN/endpoints/`` lists: live servers, and the causes of those that gave up.
+        """Takes the records of ``RUN/endpoints/``: live servers, and the causes of those that gave up.
 
-        A record marked ``hopeless`` says that every server its policy was given has given up.
+        A record marked ``all_failed`` says that every server of its policy has given up.
         """
         servers: dict[str, Server] = {}
-        self._hopeless = {}
+        self._all_failed = {}
         for record in records:
-            if record.get("hopeless"):
-                policy, wait_s = str(record.get("policy", "")), 0.0 if record.get("lasting") else HOPELESS_S
-                self._hopeless[policy] = max(wait_s, self._hopeless.get(policy, 0.0))
+            if record.get("all_failed"):
+                policy, wait_s = str(record.get("policy", "")), 0.0 if record.get("lasting") else ALL_FAILED_S
+                self._all_failed[policy] = max(wait_s, self._all_failed.get(policy, 0.0))
         causes: dict[str, str] = {}
         for record in records:
             if not record.get("url"):
@@ -138,15 +138,15 @@ class Router:
         return [s for s in self._servers.values() if s.policy == policy]
 
     def pick(self, policy: str, previous: str = "", group: str = "") -> Server | None:
-        """The server to ask now, or ``None`` while there is none awake."""
+        """Returns the server to ask now, or ``None`` while all rest."""
         now = time.monotonic()
-        awake = [s for s in self.servers(policy) if s.awake(now)]
-        if len(awake) < 2:
-            return awake[0] if awake else None
+        available = [s for s in self.servers(policy) if s.available(now)]
+        if len(available) < 2:
+            return available[0] if available else None
         preferred = self._servers.get(previous)
-        if preferred is None or preferred not in awake:
-            preferred = max(awake, key=lambda s: _draw(group, s)) if group else None
-        least = min(awake, key=lambda s: s.busy)
+        if preferred is None or preferred not in available:
+            preferred = max(available, key=lambda s: _draw(group, s)) if group else None
+        least = min(available, key=lambda s: s.busy)
         if preferred is not None and preferred.outstanding <= (least.busy + AFFINITY) * preferred.weight:
             return preferred
         return least
@@ -163,8 +163,8 @@ class Router:
             if server is not None:
                 return server
             now = time.monotonic()
-            if policy in self._hopeless:
-                deadline = min(deadline, began + self._hopeless[policy])
+            if policy in self._all_failed:
+                deadline = min(deadline, began + self._all_failed[policy])
             if now >= deadline:
                 raise ModelServiceError(self.describe(policy))
             wakes = [s.rests_until - now for s in self.servers(policy)]
@@ -175,7 +175,7 @@ class Router:
                 pass
 
     def describe(self, policy: str) -> str:
-        """Why no server answers, in one line."""
+        """Returns in one line why no server answers."""
         known = self.servers(policy)
         if known:
             names = ", ".join(s.name for s in known)
@@ -186,11 +186,11 @@ class Router:
 
 @lru_cache(maxsize=65536)
 def _uniform(group: str, server: str) -> float:
-    """A number in (0, 1) that every gateway draws alike."""
+    """Returns a number in (0, 1) that is the same at every gateway."""
     digest = hashlib.blake2b(f"{group}\0{server}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
 
 def _draw(group: str, server: Server) -> float:
-    """Of the servers the one that draws most is the group's; in the long run as often as its weight says."""
+    """Returns the server's draw for a group; the highest wins, in the long run in proportion to the weights."""
     return -server.weight / math.log(_uniform(group, server.name))

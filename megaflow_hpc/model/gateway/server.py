@@ -6,16 +6,15 @@
                                                      │
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
-So a call is attributed without the agent's help, and an agent needs to know nothing but an address. It may speak any of
-the :mod:`~megaflow_hpc.model.gateway.dialects`; the engine is asked in one. One that runs in a sandbox without a
-network is served the same on a socket that listens in the sandbox. The answer is taken from the engine whole and, where
-the agent asked for a stream, streamed from here: until the last token is there, a call whose server dies can be made
-again elsewhere.
+So a call is attributed without the agent's help, and an agent needs only an address and a key. It may speak any of the
+:mod:`~megaflow_hpc.model.gateway.dialects`; engines are asked in one. An agent inside a sandbox without a network is
+served on a socket that listens in the sandbox. The engine's answer is taken whole and, if the agent asked for a stream,
+streamed from here: until the last token has arrived, a call whose server dies can be repeated at another.
 
-Errors have the shape of the agent's API. 503 with type ``model_service_error`` means that no engine could answer within
-``wait_s``; 429 with type ``rollout_budget_exceeded`` that this rollout may call no more; 503 with type
-``rollout_suspended`` that it goes on in another allocation, where the same call will be answered: what was answered
-here is recorded, what was refused is not. None is worth a client's own retries, and says so in ``x-should-retry``.
+Errors have the shape of the agent's API. 503 with type ``model_service_error`` means that no engine answered within
+``wait_s``; 429 with type ``rollout_budget_exceeded`` that this rollout has used up its budget; 503 with type
+``rollout_suspended`` that the rollout goes on in another allocation, where the same call will be answered: answered
+calls are recorded, refused ones are not. A client's own retries help in none of these cases; ``x-should-retry`` tells.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, dialect_of, messages
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.limits import CallLimits
+from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay, body_of
-from megaflow_hpc.model.gateway.session import SEEDS, Session
-from megaflow_hpc.types import Budget, ModelEndpoint, Recording
+from megaflow_hpc.types import CallBudget, ModelEndpoint, Recording
 
 __all__ = ["SEEDS", "ModelGateway"]
 
@@ -63,10 +62,10 @@ class _Failure(Exception):
 
 
 class ModelGateway:
-    """The :class:`~megaflow_hpc.types.Gateway` of a worker rank; an async context manager, or start and stop it.
+    """Serves, routes and records the model calls of open rollouts. An async context manager, or start and stop it.
 
     Args:
-        wait_s: Seconds a call waits for a server that answers before it fails with 503.
+        wait_s: Seconds for which a call waits for a server that answers before it fails with 503.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
         host: Address to listen on; the port is chosen by the kernel.
         policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
@@ -88,8 +87,8 @@ class ModelGateway:
         self._replays = dict(replays or {})
         self.policies = frozenset(policies)
         self._caller = Caller(wait_s, request_timeout_s, limits)
-        self._by_id: dict[str, Session] = {}
-        self._by_token: dict[str, Session] = {}
+        self._by_id: dict[str, OpenRollout] = {}
+        self._by_token: dict[str, OpenRollout] = {}
         self._runner: web.ServerRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -101,6 +100,7 @@ class ModelGateway:
         await self.stop()
 
     async def start(self) -> None:
+        """Listens; sets ``port``."""
         self._loop = loop = asyncio.get_running_loop()
 
         def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -113,6 +113,7 @@ class ModelGateway:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
+        """Closes the listener and all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
         self._caller.close()
@@ -123,42 +124,62 @@ class ModelGateway:
         rollout_id: str,
         policy: str,
         listener: socket.socket | None = None,
-        budget: Budget | None = None,
+        budget: CallBudget | None = None,
         seed: int = -1,
         recorded: Mapping[str, Any] | None = None,
     ) -> ModelEndpoint:
+        """Gives a rollout an address and a key.
+
+        Args:
+            rollout_id: Its id, ``task/policy/sample``.
+            policy: Policy that answers its calls.
+            listener: A further listening socket, taken over and served until :meth:`close`.
+            budget: Calls and sampled tokens that it may use; default unlimited.
+            seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
+            recorded: State of a suspended rollout (:meth:`suspended`), whose recording is continued.
+
+        Raises:
+            MegaflowError: The gateway is not started, or the rollout is open already.
+        """
         if self._runner is None:
             raise MegaflowError("the gateway is not started; call start() first")
         if rollout_id in self._by_id:
             raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
         key = f"sk-{secrets.token_urlsafe(24)}"
         recorder = Recorder(policy=policy) if recorded is None else Recorder.resumed(recorded)
-        session = Session(rollout_id, policy, secrets.token_hex(8), key, recorder, budget or Budget(), seed=seed)
-        inside = ""
+        rollout = OpenRollout(
+            rollout_id, policy, secrets.token_hex(8), key, recorder, budget or CallBudget(), seed=seed
+        )
+        sandbox_url = ""
         if listener is not None:
-            session.inside = web.SockSite(self._runner, listener, backlog=256)
-            await session.inside.start()
-            inside = f"http://127.0.0.1:{listener.getsockname()[1]}/r/{session.token}/v1"
-        self._by_id[rollout_id] = self._by_token[session.token] = session
-        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{session.token}/v1", session.key, policy, inside)
+            rollout.sandbox_site = web.SockSite(self._runner, listener, backlog=256)
+            await rollout.sandbox_site.start()
+            sandbox_url = f"http://127.0.0.1:{listener.getsockname()[1]}/r/{rollout.token}/v1"
+        self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
+        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
-        session = self._by_id.pop(rollout_id, None)
-        if session is None:
-            raise MegaflowError(f"rollout {rollout_id} is not open at this gateway")
-        del self._by_token[session.token]
-        if session.inside is not None:
-            await session.inside.stop()
-        for replay in self._replays.values():
-            replay.end(session.token)
-        return session.recorder.finish()
+        """Ends an open rollout and returns what was recorded; later calls with its key are refused.
 
-    def trouble(self, rollout_id: str) -> str:
-        """Why the latest call of an open rollout got no answer from any engine, or still waits; empty where it got one.
-
-        For agents whose client swallows the 503: the rollout failed by the model service, whatever the agent says.
+        Raises:
+            MegaflowError: The rollout is not open here.
         """
-        return self._by_id[rollout_id].trouble
+        rollout = self._by_id.pop(rollout_id, None)
+        if rollout is None:
+            raise MegaflowError(f"rollout {rollout_id} is not open at this gateway")
+        del self._by_token[rollout.token]
+        if rollout.sandbox_site is not None:
+            await rollout.sandbox_site.stop()
+        for replay in self._replays.values():
+            replay.end(rollout.token)
+        return rollout.recorder.finish()
+
+    def call_failure(self, rollout_id: str) -> str:
+        """Returns why the latest call of an open rollout got no answer, or still waits; empty if it was answered.
+
+        Some agents' clients swallow the 503; the rollout failed by the model service all the same.
+        """
+        return self._by_id[rollout_id].failure
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
         """Refuses an open rollout's further calls, and with ``now`` those that no engine has answered yet.
@@ -166,17 +187,17 @@ class ModelGateway:
         Returns:
             Whether it is waiting for such a call.
         """
-        session = self._by_id[rollout_id]
-        session.suspend(now)
-        return bool(session.asking)
+        rollout = self._by_id[rollout_id]
+        rollout.suspend(now)
+        return bool(rollout.waiting)
 
     def suspended(self, rollout_id: str) -> dict[str, Any] | None:
-        """What was recorded of an open rollout, for :meth:`open`, if a call of it was refused by :meth:`suspend`."""
-        session = self._by_id[rollout_id]
-        return session.recorder.state() if session.refused else None
+        """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused a call of it."""
+        rollout = self._by_id[rollout_id]
+        return rollout.recorder.state() if rollout.interrupted else None
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the list; from the gateway's own event loop at once, from another thread as soon as it can."""
+        """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``; callable from any thread."""
         if self._loop is None or self._loop is _running_loop():
             self._caller.update(endpoints)
         else:
@@ -185,110 +206,110 @@ class ModelGateway:
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Lets through who has the key of the rollout in the path, and gives every error the API's shape."""
-        session: Session | None = None
+        """Answers a request that has the key of the rollout in its path; errors take the shape of the agent's API."""
+        rollout: OpenRollout | None = None
         parts = request.path.split("/", 3)
         if request.method == "HEAD" and len(parts) < 4:
-            return web.Response()  # "is anybody there?", which clients ask without a key and any connection answers
+            return web.Response()  # clients probe for a listener without a key
         try:
-            session = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
-            if session is None or not hmac.compare_digest(_key(request).encode(), session.key.encode()):
+            rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
+            if rollout is None or not hmac.compare_digest(_key(request).encode(), rollout.key.encode()):
                 raise _Failure(401, "no such rollout, or not its key", "authentication_error")
-            return await self._dispatch(session, request, "/" + parts[3])
+            return await self._dispatch(rollout, request, "/" + parts[3])
         except web.HTTPException as refusal:
             failure: Exception = _Failure(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
         except _Failure as error:
             failure = error
         except Exception as error:
-            LOG.exception("a call of rollout %s", session.id if session else "?")
+            LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
             failure = error
-        status, message, kind = _said(failure)
+        status, message, kind = _error_fields(failure)
         body = dialect_of(request.path, request.headers).error(status, message, kind)
-        hopeless = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED, SUSPENDED)
-        return _json(body, status, {"x-should-retry": "false"} if hopeless else None)
+        do_not_retry = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED, SUSPENDED)
+        return _json(body, status, {"x-should-retry": "false"} if do_not_retry else None)
 
-    async def _dispatch(self, session: Session, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        place = path.removeprefix("/v1")
-        if place != path and request.method == "POST":
-            if place in DIALECTS:
-                return await self._complete(session, request, place)
-            if place == "/messages/count_tokens":
-                return await self._count(session, request)
-        if place != path and request.method == "GET" and (place + "/").startswith("/models/"):
-            return self._models(session, place[len("/models/") :])
-        known = place in DIALECTS or place in ("/messages/count_tokens", "/models")
+    async def _dispatch(self, rollout: OpenRollout, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        endpoint = path.removeprefix("/v1")
+        if endpoint != path and request.method == "POST":
+            if endpoint in DIALECTS:
+                return await self._complete(rollout, request, endpoint)
+            if endpoint == "/messages/count_tokens":
+                return await self._count(rollout, request)
+        if endpoint != path and request.method == "GET" and (endpoint + "/").startswith("/models/"):
+            return self._models(rollout, endpoint[len("/models/") :])
+        known = endpoint in DIALECTS or endpoint in ("/messages/count_tokens", "/models")
         raise _Failure(405 if known else 404, f"{request.method} {path} is not served here")
 
-    def _models(self, session: Session, name: str) -> web.Response:
+    def _models(self, rollout: OpenRollout, name: str) -> web.Response:
         def card(name: str) -> dict[str, Any]:
             openai = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
             return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
         if name:
             return _json(card(name))
-        names = [session.policy, *sorted(self.policies - {session.policy})]
+        names = [rollout.policy, *sorted(self.policies - {rollout.policy})]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return _json({"object": "list", "data": [card(name) for name in names], **pages})
 
-    async def _complete(self, session: Session, request: web.BaseRequest, place: str) -> web.StreamResponse:
-        dialect, body = DIALECTS[place], await _body(request)
-        if session.suspended:
-            raise self._refusal(session)
+    async def _complete(self, rollout: OpenRollout, request: web.BaseRequest, endpoint: str) -> web.StreamResponse:
+        dialect, body = DIALECTS[endpoint], await _body(request)
+        if rollout.suspended:
+            raise self._refusal(rollout)
         try:
             asked = dialect.request(body)
         except BadRequest as error:
             raise _Failure(400, str(error)) from None
-        if over := session.over_budget():
-            session.recorder.recording.over_budget = over
+        if over := rollout.over_budget():
+            rollout.recorder.recording.over_budget = over
             raise _Failure(429, over, BUDGET_EXCEEDED)
-        session.recorder.request_arrived()
-        path = COMPLETIONS if place == "/completions" else CHAT
-        session.in_flight += 1
+        rollout.recorder.request_arrived()
+        path = COMPLETIONS if endpoint == "/completions" else CHAT
+        rollout.in_flight += 1
         try:
             if not body.get("stream"):
-                return _json(dialect.answer(await self._answer(session, path, asked), body))
+                return _json(dialect.answer(await self._answer(rollout, path, asked), body))
             return await stream.send(
                 request,
-                self._answer(session, path, asked),
+                self._answer(rollout, path, asked),
                 lambda reply: dialect.events(dialect.answer(reply, body), body),
-                lambda error: dialect.error_event(*_said(error)),
+                lambda error: dialect.error_event(*_error_fields(error)),
             )
         finally:
-            session.in_flight -= 1
+            rollout.in_flight -= 1
 
-    async def _count(self, session: Session, request: web.BaseRequest) -> web.Response:
-        """How long a prompt is, without an answer to it: nothing is recorded."""
+    async def _count(self, rollout: OpenRollout, request: web.BaseRequest) -> web.Response:
+        """Counts the tokens of a prompt; nothing is recorded."""
         try:
             asked = messages.conversation(await _body(request))
         except BadRequest as error:
             raise _Failure(400, str(error)) from None
-        tokens, *_ = await self._call(session, CHAT, asked, protocols.count)
+        tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count)
         return _json({"input_tokens": tokens})
 
-    async def _answer(self, session: Session, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """The engine's answer to a chat or plain request, recorded."""
-        recorder, policy = session.recorder, self._policy(session, asked)
+    async def _answer(self, rollout: OpenRollout, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        """Returns the engine's answer to a chat or plain request, and records it."""
+        recorder, policy = rollout.recorder, self._policy(rollout, asked)
         if path == CHAT:
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
                 asked["messages"] = recorder.restore(asked["messages"], policy)
-        session.seeded(asked)
+        rollout.set_seed(asked)
         if policy in self._replays:
-            return self._replayed(session, policy, path, asked)
+            return self._replayed(rollout, policy, path, asked)
         task = asyncio.current_task()
         assert task is not None
-        session.asking.add(task)
+        rollout.waiting.add(task)
         try:
-            answer, server, model_s, wait_s = await self._call(session, path, asked, protocols.ask)
+            answer, server, model_s, wait_s = await self._call(rollout, path, asked, protocols.ask)
         except asyncio.CancelledError:
-            if not session.suspended:
+            if not rollout.suspended:
                 raise
             task.uncancel()
-            raise self._refusal(session) from None
+            raise self._refusal(rollout) from None
         finally:
-            session.asking.discard(task)
-        if self._by_id.get(session.id) is not session:
+            rollout.waiting.discard(task)
+        if self._by_id.get(rollout.id) is not rollout:
             raise _Failure(401, "the rollout has ended", "authentication_error")
-        session.servers[policy], session.trouble = server.name, ""
+        rollout.servers[policy], rollout.failure = server.name, ""
         conversation = asked.get("messages") or ()
         for number, sample in enumerate(answer.samples):
             sample.policy = policy
@@ -301,33 +322,33 @@ class ModelGateway:
         return answer.body
 
     @staticmethod
-    def _refusal(session: Session) -> _Failure:
-        session.refused = True
+    def _refusal(rollout: OpenRollout) -> _Failure:
+        rollout.interrupted = True
         return _Failure(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
 
-    def _replayed(self, session: Session, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The recorded answer to a call, recorded again."""
+    def _replayed(self, rollout: OpenRollout, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the recorded answer to a call, and records it again."""
         conversation = asked.get("messages") or ()
         try:
-            sample = self._replays[policy].answer(session.token, session.id, conversation)
+            sample = self._replays[policy].answer(rollout.token, rollout.id, conversation)
         except ModelServiceError as error:
-            session.trouble = str(error)
+            rollout.failure = str(error)
             raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
-        session.trouble = ""
-        session.recorder.add(replace(sample, policy=policy), conversation)
-        session.recorder.count("replay")
+        rollout.failure = ""
+        rollout.recorder.add(replace(sample, policy=policy), conversation)
+        rollout.recorder.count("replay")
         return body_of(sample, path == CHAT, str(asked.get("model") or policy))
 
-    def _policy(self, session: Session, asked: Mapping[str, Any]) -> str:
-        """Who is asked: the policy that the request names as its model, where there is one, else the rollout's own."""
+    def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
+        """Returns the policy that the request names as its model, if there is one, else the rollout's own."""
         model = asked.get("model")
-        return model if isinstance(model, str) and model in self.policies else session.policy
+        return model if isinstance(model, str) and model in self.policies else rollout.policy
 
-    async def _call(self, session: Session, path: str, body: Mapping[str, Any], ask: Ask[T]) -> Called[T]:
+    async def _call(self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T]) -> Called[T]:
         try:
-            return await self._caller.call(session, self._policy(session, body), path, body, ask)
+            return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask)
         except protocols.Refused as refusal:
-            raise _Failure(refusal.status, *_reason(refusal.body)) from None
+            raise _Failure(refusal.status, *_refusal_fields(refusal.body)) from None
         except ModelServiceError as error:
             raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
 
@@ -358,18 +379,18 @@ async def _body(request: web.BaseRequest) -> dict[str, Any]:
     return body
 
 
-def _said(error: Exception) -> tuple[int, str, str]:
-    """Status, message and type of what ended a call."""
+def _error_fields(error: Exception) -> tuple[int, str, str]:
+    """Returns HTTP status, message and type for what ended a call."""
     if isinstance(error, _Failure):
         return error.status, str(error), error.kind
     return 500, f"in the gateway: {type(error).__name__}: {error}", "server_error"
 
 
-def _reason(body: bytes) -> tuple[str, str]:
-    """Message and type of an engine's refusal, or its text."""
+def _refusal_fields(body: bytes) -> tuple[str, str]:
+    """Returns message and type of an engine's refusal; a body without them is the message."""
     try:
-        said = orjson.loads(body)
-        error = said.get("error") or said
+        found = orjson.loads(body)
+        error = found.get("error") or found
         return str(error["message"]), str(error.get("type") or "invalid_request_error")
     except (ValueError, KeyError, TypeError, AttributeError):
         return body[:2000].decode("utf-8", "replace"), "invalid_request_error"

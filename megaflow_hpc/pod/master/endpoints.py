@@ -48,8 +48,8 @@ class Endpoints:
         failed = Counter(endpoint["policy"] for endpoint in found.values() if not endpoint.get("url"))
         for endpoint in found.values():
             if failed[endpoint["policy"]] == self._servers.get(endpoint["policy"]):
-                endpoint["hopeless"] = True  # all that were asked for have given up: nobody need wait long
-        answered = {e["policy"] for e in found.values() if e.get("url") or e.get("hopeless")}
+                endpoint["all_failed"] = True  # all that were asked for have given up: nobody need wait long
+        answered = {e["policy"] for e in found.values() if e.get("url") or e.get("all_failed")}
         self.unanswered = {policy for policy in self._servers if policy not in answered}
         changed = _essence(found) != _essence(self._found)
         self._found = found
@@ -67,5 +67,5 @@ def pools_of(run: RunDir) -> dict[str, tuple[Pool, str, str]]:
 
 def _essence(endpoints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """What of the endpoint files a gateway must hear of; a heartbeat is nothing new."""
-    keys = ("url", "started_at", "weight_version", "cause", "hopeless")
+    keys = ("url", "started_at", "weight_version", "cause", "all_failed")
     return {name: tuple(endpoint.get(key) for key in keys) for name, endpoint in endpoints.items()}

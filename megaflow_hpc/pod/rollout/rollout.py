@@ -36,7 +36,7 @@ from megaflow_hpc.types import (
     Agent,
     AgentResult,
     Artifact,
-    Budget,
+    CallBudget,
     ModelEndpoint,
     Recording,
     ResumableAgent,
@@ -304,8 +304,8 @@ async def _run_agent(
             result = AgentResult()  # that is what its client made of the refusal
         if endpoint and (known := services.gateway.suspended(rollout.id)) is not None:
             raise CutShort(result.state, known)
-        if endpoint and (trouble := services.gateway.trouble(rollout.id)):
-            raise ModelServiceError(trouble)  # whatever the agent's client made of the 503
+        if endpoint and (failure := services.gateway.call_failure(rollout.id)):
+            raise ModelServiceError(failure)  # whatever the agent's client made of the 503
     finally:
         if endpoint:
             recording = await services.gateway.close(rollout.id)
@@ -326,7 +326,7 @@ async def _open_model(
     """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
     network = services.config.environment.network_of(task)
     limits = services.policies[rollout.policy].agent
-    budget = Budget(calls=limits.max_turns, tokens=limits.max_tokens)
+    budget = CallBudget(calls=limits.max_turns, tokens=limits.max_tokens)
     if network == "gateway" and getattr(agent, "in_sandbox", False):
         return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget, seed)
     endpoint = await services.gateway.open(rollout.id, rollout.policy, None, budget, seed, recorded)

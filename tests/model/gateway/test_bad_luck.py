@@ -142,7 +142,7 @@ async def test_a_bad_server_alone_is_named_with_what_it_did() -> None:
         status, text = await call(model)
         assert status == 503
         assert "p.0: the connection was closed" in text
-        assert "the connection was closed" in gateway.trouble("t/p/0")
+        assert "the connection was closed" in gateway.call_failure("t/p/0")
         assert not (await gateway.close("t/p/0")).turns
     bad.close()
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Budget, ModelEndpoint, Recording
+from megaflow_hpc.types import CallBudget, ModelEndpoint, Recording
 from tests.support.serving import Servers, in_loop
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -40,7 +40,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @asynccontextmanager
 async def rollout(
-    servers: Servers, policy: str = "default", budget: Budget | None = None, **options: Any
+    servers: Servers, policy: str = "default", budget: CallBudget | None = None, **options: Any
 ) -> AsyncIterator[tuple[ModelGateway, ModelEndpoint]]:
     async with servers.gateway(**options) as gateway:
         yield gateway, await gateway.open(ID, policy, budget=budget)
@@ -163,7 +163,11 @@ async def test_images_limits_and_systems_reach_the_engine(servers: Servers) -> N
 @in_loop
 async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
     user: Any = [{"role": "user", "content": "a"}]
-    async with rollout(servers, budget=Budget(calls=1)) as (gateway, model), open_ai(model) as ai, claude(model) as an:
+    async with (
+        rollout(servers, budget=CallBudget(calls=1)) as (gateway, model),
+        open_ai(model) as ai,
+        claude(model) as an,
+    ):
         async with open_ai(model, "wrong") as wrong:
             with pytest.raises(openai.AuthenticationError, match="not its key"):
                 await wrong.responses.create(model="m", input="a")
@@ -175,7 +179,7 @@ async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
         with pytest.raises(anthropic.BadRequestError, match="max_tokens: expected a positive integer") as bad:
             await an.messages.create(model="m", messages=user, max_tokens=0)
         assert bad.value.body["error"]["type"] == "invalid_request_error"
-        assert not gateway.trouble(ID)
+        assert not gateway.call_failure(ID)
         await an.messages.create(model="m", messages=user, max_tokens=9)
         with pytest.raises(anthropic.RateLimitError, match="rollout_budget_exceeded"):
             await an.messages.create(model="m", messages=user, max_tokens=9)

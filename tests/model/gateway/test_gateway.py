@@ -13,7 +13,7 @@ import pytest
 
 from megaflow_hpc.model.engines.scripted.tokens import END, render
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Budget, ModelEndpoint
+from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.reported import check_against_reported
 from tests.support.serving import Servers, call, conversation, descendants, in_loop
 
@@ -144,7 +144,7 @@ async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers
 async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway() as gateway:
-        budgets = [(Budget(calls=2), "2 model calls"), (Budget(tokens=8), "8 tokens")]  # an answer has 7
+        budgets = [(CallBudget(calls=2), "2 model calls"), (CallBudget(tokens=8), "8 tokens")]  # an answer has 7
         for budget, named in budgets:
             model = await gateway.open("t/default/0", "default", budget=budget)
             answers = [await call(model, {"messages": conversation("hello")}) for _ in range(3)]
@@ -153,7 +153,7 @@ async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
             recording = await gateway.close("t/default/0")
             assert len(recording.turns) == 2
             assert named in recording.over_budget
-        model = await gateway.open("t/default/0", "default", budget=Budget(calls=2))
+        model = await gateway.open("t/default/0", "default", budget=CallBudget(calls=2))
         at_once = await asyncio.gather(*(call(model, {"messages": conversation("hello")}) for _ in range(5)))
         assert sorted(status for status, _ in at_once) == [200, 200, 429, 429, 429]
 
@@ -168,17 +168,17 @@ async def test_without_a_server_calls_wait_and_then_fail_with_the_cause() -> Non
         assert 0.4 < time.monotonic() - began < 5
         assert (status, reply["error"]["type"]) == (503, "model_service_error")
         assert "out of GPU memory" in reply["error"]["message"]
-        assert gateway.trouble("t/p/0")
+        assert gateway.call_failure("t/p/0")
 
 
 @in_loop
 async def test_a_rollout_cut_off_while_it_waits_for_a_server_knows_why() -> None:
     async with ModelGateway(wait_s=60) as gateway:
         model = await gateway.open("t/p/0", "p")
-        assert not gateway.trouble("t/p/0")
+        assert not gateway.call_failure("t/p/0")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call(model, {"messages": conversation("hello")}), 0.5)
-        assert "no server is registered" in gateway.trouble("t/p/0")
+        assert "no server is registered" in gateway.call_failure("t/p/0")
 
 
 @in_loop

@@ -105,7 +105,7 @@ async def test_an_agent_that_does_something_else_is_told_where_it_differs() -> N
     async with ModelGateway(replays={"p": Replay(kept)}) as gateway:
         with pytest.raises(ModelServiceError, match="after 1 of its 5 calls"):
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=99)
-        assert "after 1 of its 5 calls" in gateway.trouble("t0/p/0")
+        assert "after 1 of its 5 calls" in gateway.call_failure("t0/p/0")
         with pytest.raises(ModelServiceError, match="t7/p/0 is not among the recorded"):
             await hold(gateway, "t7/p/0", AGENTS[0](), seed=7)
     async with ModelGateway(replays={"p": Replay(kept, answer_diverged=True)}) as gateway:

@@ -60,9 +60,9 @@ def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_nobody_waits_for_servers_that_would_fail_again(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "HOPELESS_S", 0.3)
+    monkeypatch.setattr(router, "ALL_FAILED_S", 0.3)
     found, began = Router(), time.monotonic()
-    found.update([{"server": "p.0", "policy": "p", "cause": "no such option", "hopeless": True, "lasting": lasting}])
+    found.update([{"server": "p.0", "policy": "p", "cause": "no such option", "all_failed": True, "lasting": lasting}])
     with pytest.raises(ModelServiceError, match=r"p\.0: no such option"):
         asyncio.run(found.acquire("p", began + 60))
     assert (time.monotonic() - began >= 0.3) != lasting
