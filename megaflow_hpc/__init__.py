@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from megaflow_hpc.version import __version__
+
 __all__ = ["Campaign", "__version__", "open_trajectories"]
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
     from megaflow_hpc.host.process import Identity
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
     from megaflow_hpc.pod.master.settings import Pod
-    from megaflow_hpc.rundir.events import Events
+    from megaflow_hpc.rundir.events import EventWriter
     from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
     me = Identity.of(os.getpid())
@@ -45,7 +45,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
         comm=comm,
         ledger=Ledger(run, PodIdentity("bench", start, "", os.uname().nodename, me.pid, me.start)),
         journal=JournalWriter(run.journal_file("bench", start)),
-        events=Events(run.event_file("bench", start)),
+        events=EventWriter(run.event_file("bench", start)),
         init={"op": "init"},
         tasks={r.task_id: {"id": r.task_id, "image": "none"} for b in read_blocks(run) for r in b.rollouts},
         servers={},

@@ -67,9 +67,9 @@ def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
 
     import numpy as np
 
-    from megaflow_hpc import __version__
     from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
     from megaflow_hpc.types import TokenSequence
+    from megaflow_hpc.version import __version__
 
     drawn = [transcripts.draw(n, max(30_000, 2 * each), 40) for n in range(24)]
     columns = ("tokens", "logprobs", "loss_mask", "weight_versions")

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megaflow_hpc.campaign.jobs import Fleet
+from megaflow_hpc.campaign.jobs import Jobs
+from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.ledger import read_blocks
+from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.status import Monitor
@@ -32,15 +33,15 @@ REFUSED_S = 600.0
 """After Slurm has refused, somebody else may try for this long."""
 
 
-class Elastic:
+class Autoscaler:
     """
     Args:
         content: What ``run.json`` holds.
         holder: Who we are, for ``status`` and for the others.
     """
 
-    def __init__(self, run: RunDir, content: Mapping[str, Any], fleet: Fleet, monitor: Monitor, holder: str) -> None:
-        self._run, self._fleet, self._monitor = run, fleet, monitor
+    def __init__(self, run: RunDir, content: Mapping[str, Any], jobs: Jobs, holder: str) -> None:
+        self._run, self._jobs, self._monitor = run, jobs, Monitor(run)
         servers = {s["policy"]: s["model"]["servers"] for s in content["servers"] if s.get("held")}
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
@@ -65,7 +66,7 @@ class Elastic:
             number = wanted(count, loads.get(policy, ()), asked[policy] > 0)
             if number > len(loads.get(policy, ())):
                 try:
-                    going += self._fleet.release(policy, number)
+                    going += self._jobs.release(policy, number)
                 except SiteError as error:
                     print(f"engine servers cannot be let go from here: {error}", file=sys.stderr, flush=True)
                     self._refused_at = now
@@ -98,19 +99,19 @@ class Elastic:
 
 def main(argv: list[str]) -> int:
     """Beside a pod, until the campaign is over or the batch shell is gone."""
-    from megaflow_hpc.campaign.run import Run
-
-    run = Run(argv[0])
+    run = RunDir(argv[0])
+    content = run.read_run()
+    jobs = Jobs(run, CampaignConfig.model_validate(content["campaign"]), content, Ledger(run))
     parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    elastic = run.elastic(f"pod {os.environ.get('MEGAFLOW_POD', os.getpid())}")
+    autoscaler = Autoscaler(run, content, jobs, f"pod {os.environ.get('MEGAFLOW_POD', os.getpid())}")
     try:
-        while os.getppid() == parent and not any((run.dir.ledger / m).exists() for m in ("finished", "cancelled")):
-            for element in elastic.tick():
+        while os.getppid() == parent and not any((run.ledger / m).exists() for m in ("finished", "cancelled")):
+            for element in autoscaler.tick():
                 print(f"let engine server {element} go", file=sys.stderr, flush=True)
             time.sleep(LOOK_S / 6)
     finally:
-        elastic.leave()
+        autoscaler.leave()
     return 0
 
 

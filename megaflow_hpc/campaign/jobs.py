@@ -35,7 +35,7 @@ LEAVE_S = 30.0
 """What engines may take to leave once the campaign is finished."""
 
 
-class Fleet:
+class Jobs:
     """
     Args:
         content: what ``run.json`` holds.
@@ -47,7 +47,7 @@ class Fleet:
         self._servers: Sequence[dict[str, Any]] = content["servers"]
         self.arrays = Arrays(run, content["jobs"])
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
-        self.said: list[str] = []
+        self.notices: list[str] = []
         """What a person should know of the last start."""
         self._short = 0
         self._topped = time.monotonic()
@@ -64,7 +64,7 @@ class Fleet:
             if self._config.slurm.together:
                 self.arrays.queue(_together(self._config, self._run, self._groups))
                 self._queue_gather([])
-                self.forget()
+                self.invalidate()
                 return
             servers: list[str] = []
             started: list[str] = []
@@ -73,7 +73,7 @@ class Fleet:
                 servers += queued
                 started += [] if job.options.get("hold") else queued
             if self._config.is_pool:  # its servers are all there is of it, until it is cancelled
-                self.forget()
+                self.invalidate()
                 return
             # Pods wait in the queue, not on a node, until an engine starts.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
@@ -86,7 +86,7 @@ class Fleet:
         except BaseException:
             self.cancel()  # half a campaign would hold GPUs for nothing
             raise
-        self.forget()
+        self.invalidate()
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
         """How many of ``wanted`` pods fit beside ``others`` jobs; with those that are there they make ``total``."""
@@ -100,7 +100,7 @@ class Fleet:
                 "pod; wait until some have ended, or name another account or QOS"
             )
         self._short = total
-        self.said.append(
+        self.notices.append(
             f"{fitting} of {wanted} pods are queued: {allowed.why} jobs at once. The others follow while run or watch "
             f"is open, or with: megaflow-hpc scale {self._run} --pods {total}"
         )
@@ -151,7 +151,7 @@ class Fleet:
         """When :meth:`live` last asked, on the monotonic clock."""
         return self._live[0]
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The next look asks Slurm anew."""
         self._live = (-ASK_SLURM_S, None)
 
@@ -209,7 +209,7 @@ class Fleet:
             site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency=afterany:{pods}")
         else:
             self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
-        self.forget()
+        self.invalidate()
         return added
 
     def _remove(self, pods: Sequence[JobState], count: int) -> list[str]:
@@ -221,7 +221,7 @@ class Fleet:
         drained = sorted(running, key=_age, reverse=True)[: count - len(going)]
         for pod in drained:
             self.arrays.leave(pod)
-        self.forget()
+        self.invalidate()
         return [*going, *drained]
 
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
@@ -254,7 +254,7 @@ class Fleet:
         going = held[: max(0, count - (len(own) - len(held)))]
         if going:
             site.ask("scontrol", "release", *going)
-            self.forget()
+            self.invalidate()
         return going
 
     def top_up(self) -> None:
@@ -283,7 +283,7 @@ class Fleet:
             finally:
                 if ids:
                     scancel(ids)  # jobs that have ended do not mind
-        self.forget()
+        self.invalidate()
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
@@ -314,7 +314,7 @@ class Fleet:
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> list[script.Job]:
-    """The jobs that :meth:`Fleet.start` would queue without any other job in the way; the gather job comes last."""
+    """The jobs that :meth:`Jobs.start` would queue without any other job in the way; the gather job comes last."""
     allowed = limits.allowance(_options(config))
     engines = sum(int(group[1]) for group in groups)
     if config.slurm.together:

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import megaflow_hpc
 from megaflow_hpc.campaign import provenance
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, write_blocks
-from megaflow_hpc.rundir.engine_pool import Pool
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
 from megaflow_hpc.types import Rollout, Task
+from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.durations import Durations
@@ -237,7 +237,7 @@ def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) 
     if model.pool:
         pool = (base / os.path.expanduser(os.path.expandvars(model.pool))).absolute()
         try:
-            Pool(pool).policy(name)
+            EnginePool(pool).policy(name)
         except ConfigError as error:
             raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
         changes["pool"] = str(pool)
@@ -276,14 +276,14 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
     write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=expected_s)
     if plan.config.pool is not None:
-        Pool(run.path).create(Counter(server["policy"] for server in plan.servers), plan.config.pool.share)
-    pools = {name: Pool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
+        EnginePool(run.path).create(Counter(server["policy"] for server in plan.servers), plan.config.pool.share)
+    pools = {name: EnginePool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
     theirs = {name: pool.policy(name) for name, pool in pools.items()}
     for name, pool in pools.items():
         pool.enrol(run, name, theirs[name])
     run.write_run(
         {
-            "version": megaflow_hpc.__version__,
+            "version": __version__,
             "python": sys.version.split()[0],
             "versions": provenance.versions(plan.policies),
             "campaign": plan.config.model_dump(mode="json"),

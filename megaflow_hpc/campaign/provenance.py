@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import megaflow_hpc
 from megaflow_hpc.config import ModelConfig, Policy
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.apptainer import find_apptainer, version
 from megaflow_hpc.model.engines.adapters import interpreter
 from megaflow_hpc.rundir.layout import RunDir, make_directory, write_atomic
 from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
+from megaflow_hpc.version import __version__
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
 """Packages beside the engine's on which a result depends, named where they are installed."""
@@ -39,7 +39,7 @@ and size, and so do vocabularies, which may be large."""
 
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
     """By name; ``models`` holds one entry per policy that has a model."""
-    found: dict[str, Any] = {"planned by megaflow-hpc": megaflow_hpc.__version__, "python": platform.python_version()}
+    found: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
     for name in OURS:
         try:
             found[name] = importlib.metadata.version(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -10,20 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow_hpc.campaign import plan as plan_module
-from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Fleet
+from megaflow_hpc.campaign.autoscaler import Autoscaler
+from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.rundir.budget import Budget
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
 
 if TYPE_CHECKING:
-    from megaflow_hpc.campaign.autoscaler import Elastic
     from megaflow_hpc.campaign.local import LocalPod
     from megaflow_hpc.slurm.submission import ArrayJob
     from megaflow_hpc.trajectories.reading.row import Row
@@ -52,7 +54,7 @@ class Run:
         self.config = CampaignConfig.model_validate(self._content["campaign"])
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
-        self.fleet = Fleet(self.dir, self.config, self._content, self.ledger)
+        self.slurm_jobs = Jobs(self.dir, self.config, self._content, self.ledger)
         self.local: LocalPod | None = None
 
     @property
@@ -62,14 +64,14 @@ class Run:
     @property
     def jobs(self) -> list[ArrayJob]:
         """submitit's handles of what this process has submitted: state and cancel."""
-        return self.fleet.arrays.handles
+        return self.slurm_jobs.arrays.handles
 
     # --- start ---
 
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
         """Queues the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: no MPI)."""
         if resolve_launcher(launcher) == "slurm":
-            self.fleet.start()
+            self.slurm_jobs.start()
             return
         from megaflow_hpc.campaign.local import LocalPod
 
@@ -79,16 +81,16 @@ class Run:
 
     def job_ids(self, role: str | None = None) -> list[str]:
         """Ids of every array of this run (``pods``, ``servers``, ``gather``), those submitted by hand included."""
-        return self.fleet.ids(role)
+        return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
         """Elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
-        live = self.fleet.live(max_age_s)
+        live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        status = self.monitor.status(self.live_jobs(self._slurm_age_s), self.fleet.asked_at)
+        status = self.monitor.status(self.live_jobs(self._slurm_age_s), self.slurm_jobs.asked_at)
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         return status
 
@@ -101,7 +103,7 @@ class Run:
         """Engine servers that are in Slurm's queue, or on their way from there to an endpoint file."""
         found = []
         servers = self._content["servers"]
-        for number, state in sorted((self.fleet.servers(self._slurm_age_s) or {}).items() if servers else ()):
+        for number, state in sorted((self.slurm_jobs.servers(self._slurm_age_s) or {}).items() if servers else ()):
             name = f"{servers[number]['policy']}.{number}"
             if name in known or not state.live:
                 continue
@@ -132,7 +134,7 @@ class Run:
         """Whether any pod is queued or running; ``None`` if that cannot be told now."""
         if self.local is not None:
             return self.local.running
-        live = self.fleet.live_pods(self._slurm_age_s)
+        live = self.slurm_jobs.live_pods(self._slurm_age_s)
         return None if live is None else bool(live)
 
     # --- wait ---
@@ -150,14 +152,15 @@ class Run:
             TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        elastic = self.elastic(f"{os.uname().nodename} process {os.getpid()}")
+        holder = f"{os.uname().nodename} process {os.getpid()}"
+        autoscaler = Autoscaler(self.dir, self._content, self.slurm_jobs, holder)
         try:
             while True:
                 status = self.status()
                 if progress:
                     progress(status)
-                self.fleet.top_up()
-                elastic.tick()
+                self.slurm_jobs.top_up()
+                autoscaler.tick()
                 if self.over(status):
                     break
                 if end is not None and time.monotonic() > end:
@@ -172,21 +175,15 @@ class Run:
                 self.local.stop()
             raise
         finally:
-            elastic.leave()
+            autoscaler.leave()
         if self.local is not None:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self.monitor.status(self.live_jobs(0), self.fleet.asked_at)
+        status = self.monitor.status(self.live_jobs(0), self.slurm_jobs.asked_at)
         if progress:
             progress(status)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
-
-    def elastic(self, holder: str) -> Elastic:
-        """What lets held engine servers go; ``holder`` says who does it."""
-        from megaflow_hpc.campaign.autoscaler import Elastic
-
-        return Elastic(self.dir, self._content, self.fleet, Monitor(self.dir), holder)
 
     def gather(self, rebuild: bool = False) -> Path:
         """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
@@ -203,17 +200,16 @@ class Run:
 
         with open_trajectories(self.dir.path) as store:
             self.monitor.settle(
-                {
-                    t.id: {
-                        "status": t.status,
-                        "kind": t.error_kind,
-                        "error": t.error[:300],
-                        "reward": None if t.reward != t.reward else t.reward,
-                        "seconds": round(t.finished_at - t.started_at, 2),
-                        "turns": len(t.turns),
-                    }
-                    for t in store
-                }
+                RolloutEvent(
+                    id=t.id,
+                    status=t.status,
+                    kind=t.error_kind,
+                    error=shown(t.error),
+                    reward=None if math.isnan(t.reward) else t.reward,
+                    seconds=round(t.finished_at - t.started_at, 2),
+                    turns=len(t.turns),
+                )
+                for t in store
             )
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
@@ -225,11 +221,11 @@ class Run:
     # --- act ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Brings the pods that are queued or running to so many; see :meth:`Fleet.scale`."""
+        """Brings the pods that are queued or running to so many; see :meth:`Jobs.scale`."""
         if resolve_launcher("auto") != "slurm":
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         self.dir.check_ours()
-        return self.fleet.scale(pods)
+        return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
         """Lets held engine servers go until so many are queued or running; those that idle leave by themselves.
@@ -243,7 +239,7 @@ class Run:
             (policy,) = policies
         if policy is None or policy not in policies:
             raise ConfigError(f"--policy {policy}: engine servers are of {', '.join(policies) or 'no policy'}")
-        return self.fleet.release(policy, servers)
+        return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> list[str]:
         """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""
@@ -251,7 +247,7 @@ class Run:
         self.dir.ledger.joinpath("cancelled").touch()
         if self.local is not None:
             self.local.stop()
-        return self.fleet.cancel()
+        return self.slurm_jobs.cancel()
 
     def resume(
         self,
@@ -272,14 +268,14 @@ class Run:
         """
         self.dir.check_ours()
         chosen = resolve_launcher(launcher)
-        budget = Budget(self.dir, self._content["campaign"]["limits"])
+        budget = CampaignBudget(self.dir, self._content["campaign"]["limits"])
         budget.raise_to(limits or {})
         if (passed := budget.exceeded()) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         mark = self.dir.ledger / "cancelled"
         if mark.exists() and chosen == "slurm":
-            self.fleet.until_gone()
+            self.slurm_jobs.until_gone()
         self._mark_gone()
         mark.unlink(missing_ok=True)
         if failed or only:
@@ -290,7 +286,7 @@ class Run:
             return True  # pods are queued or running; they take what was added
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start; ours get new ones
-            self.fleet.until_gone()
+            self.slurm_jobs.until_gone()
         self.start(chosen, ranks)
         return True
 

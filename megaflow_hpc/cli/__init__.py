@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-import megaflow_hpc
 from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.version import __version__
 
 GROUPS = (
     "campaign",
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"megaflow-hpc {megaflow_hpc.__version__}")
+    parser.add_argument("--version", action="version", version=f"megaflow-hpc {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for group in GROUPS:

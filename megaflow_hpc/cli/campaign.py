@@ -249,9 +249,9 @@ def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
 
 def _say(run: Any) -> None:
     """What the last start of jobs left to be known."""
-    for line in run.fleet.said:
+    for line in run.slurm_jobs.notices:
         note(line)
-    run.fleet.said.clear()
+    run.slurm_jobs.notices.clear()
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
@@ -272,9 +272,9 @@ def _gather(arguments: argparse.Namespace) -> int:
 
     run = Run(arguments.run_dir)
     if arguments.wait:
-        run.fleet.until_pods_left()
+        run.slurm_jobs.until_pods_left()
     path = run.gather(arguments.rebuild)
-    ended = run.fleet.end_servers(arguments.end_servers) if arguments.end_servers else []
+    ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:

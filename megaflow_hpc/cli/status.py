@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.cli.output import FINAL, add_json, print_json, seconds, table
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -50,7 +52,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.usage:
         status["usage"] = run.usage()
     if arguments.rollouts:
-        status["rollout_list"] = sorted(run.monitor.rollouts.values(), key=lambda event: event["id"])
+        status["rollout_list"] = [msgspec.to_builtins(event) for _, event in sorted(run.monitor.rollouts.items())]
     if arguments.json:
         print_json(status)
     else:
@@ -65,7 +67,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     run, said = Run(arguments.run_dir), None
     while True:
         status = run.status()
-        run.fleet.top_up()
+        run.slurm_jobs.top_up()
         page = shown(run.config.name, status)
         over = run.over(status)
         if arguments.json:

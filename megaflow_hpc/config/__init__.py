@@ -6,14 +6,14 @@ paths in the file are relative to the file.
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, schema
 from megaflow_hpc.config.reading import explain, line_of, read_yaml
-from megaflow_hpc.config.sections import AgentConfig, ModelConfig, PoolConfig, Section
+from megaflow_hpc.config.sections import AgentConfig, ModelConfig, PodPoolConfig, Section
 
 __all__ = [
     "AgentConfig",
     "CampaignConfig",
     "ModelConfig",
+    "PodPoolConfig",
     "Policy",
-    "PoolConfig",
     "Section",
     "explain",
     "line_of",

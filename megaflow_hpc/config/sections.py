@@ -210,7 +210,7 @@ def _walltime(value: Any) -> Any:
     return value
 
 
-class PoolConfig(Section):
+class PodPoolConfig(Section):
     """A further pod array: where it does not say otherwise, its pods are those of ``pods``."""
 
     cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
@@ -252,7 +252,7 @@ class PodsConfig(Section):
     """Walltime."""
     throttle: int | None = Field(None, ge=1)
     """Elements of one array that run at once; default: as many as Slurm lets."""
-    pools: tuple[PoolConfig, ...] = ()
+    pools: tuple[PodPoolConfig, ...] = ()
     """Further pod arrays, on other partitions or accounts."""
     extra: dict[str, Any] = {}
     """Further sbatch options."""

@@ -9,11 +9,20 @@ import json
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
+from megaflow_hpc.rundir.events import (
+    AnyEvent,
+    AttemptEvent,
+    EventReader,
+    PodEvent,
+    ProgressEvent,
+    RolloutEvent,
+    WorkerEvent,
+)
 from megaflow_hpc.rundir.layout import RunDir
 
 RATE_WINDOW_S = 300.0
@@ -55,8 +64,8 @@ class Monitor:
         self.name: str = content["campaign"]["name"]
         self._total: int = content["total"]
         self._evaluation: dict[str, Any] = content["campaign"].get("evaluation") or {}
-        self._offsets: dict[Path, int] = {}
-        self._rollouts: dict[str, dict[str, Any]] = {}
+        self._events = EventReader(run.events)
+        self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
         self._recent: deque[float] = deque()
         self._retries: Counter[str] = Counter()
@@ -67,63 +76,54 @@ class Monitor:
     def refresh(self) -> None:
         """Reads what was appended since the last look."""
         self._finished = (self.run.ledger / "finished").exists()  # first: the events before the mark are there then
-        for path in sorted(self.run.events.glob("*.jsonl")):
-            offset = self._offsets.get(path, 0)
-            with open(path, "rb") as file:
-                file.seek(offset)
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self._offsets[path] = offset + end
-            pod = self._pods.setdefault(path.stem, PodView(path.stem))
-            for line in data[:end].splitlines():
-                try:
-                    self._apply(pod, json.loads(line))
-                except (ValueError, KeyError):
-                    continue  # a line cut by a full disk
+        for name, events in self._events.read():
+            pod = self._pods.setdefault(name, PodView(name))
+            for event in events:
+                self._apply(pod, event)
         self._began = min(self._began, time.monotonic())
 
-    def _apply(self, pod: PodView, event: dict[str, Any]) -> None:
-        pod.seen_at, pod.grown_at = event["t"], time.monotonic()
-        kind = event["event"]
-        if kind == "pod":
-            pod.state = event["state"]
-            pod.job_id = event.get("job_id", pod.job_id)
-            pod.node = event.get("node", pod.node)
-            pod.why = event.get("why", pod.why)
-            pod.stored = event.get("stored", pod.stored)
-            if not pod.active:
-                pod.running = 0
-        elif kind == "progress":
-            pod.running, pod.stored = event["running"], event["stored"]
-        elif kind == "worker":
-            if event["state"] == "ready":
-                pod.live[event["rank"]] = event["slots"]
-            else:
-                pod.live.pop(event["rank"], None)
-            if event["state"] == "excluded":
-                pod.excluded[event["node"]] = event["why"]
-            pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
-        elif kind == "attempt":
-            self._retries[event["kind"]] += 1
-        elif kind == "rollout":
-            before = self._rollouts.get(event["id"])
-            # A later success replaces a failure (resume --failed); otherwise the first stored result stands.
-            if before is None or before["status"] in ("failed", "cancelled"):
-                self._rollouts[event["id"]] = event
-            self._recent.append(event["t"])
+    def _apply(self, pod: PodView, event: AnyEvent) -> None:
+        pod.seen_at, pod.grown_at = event.t, time.monotonic()
+        match event:
+            case PodEvent():
+                pod.state = event.state
+                pod.job_id = pod.job_id if event.job_id is None else event.job_id
+                pod.node = pod.node if event.node is None else event.node
+                pod.why = pod.why if event.why is None else event.why
+                pod.stored = pod.stored if event.stored is None else event.stored
+                if not pod.active:
+                    pod.running = 0
+            case ProgressEvent():
+                pod.running, pod.stored = event.running, event.stored
+            case WorkerEvent():
+                if event.state == "ready":
+                    pod.live[event.rank] = event.slots or 0
+                else:
+                    pod.live.pop(event.rank, None)
+                if event.state == "excluded":
+                    pod.excluded[event.node or ""] = event.why or ""
+                pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
+            case AttemptEvent():
+                self._retries[event.kind] += 1
+            case RolloutEvent():
+                before = self._rollouts.get(event.id)
+                # A later success replaces a failure (resume --failed); otherwise the first stored result stands.
+                if before is None or before.status in ("failed", "cancelled"):
+                    self._rollouts[event.id] = event
+                self._recent.append(event.t)
 
-    def settle(self, rollouts: dict[str, dict[str, Any]]) -> None:
-        """Takes over what is stored (``status``, ``kind``, ``error``, ``reward``, ``seconds``, ``turns`` by id)."""
+    def settle(self, stored: Iterable[RolloutEvent]) -> None:
+        """Replaces what the events say of rollouts by what is stored of them."""
         self.refresh()
-        known = self._rollouts
-        self._rollouts = {
-            rollout_id: {"id": rollout_id, "inexact": known.get(rollout_id, {}).get("inexact", 0), **event}
-            for rollout_id, event in rollouts.items()
-        }
+        known, self._rollouts = self._rollouts, {}
+        for rollout in stored:
+            if before := known.get(rollout.id):
+                rollout.inexact = before.inexact
+            self._rollouts[rollout.id] = rollout
 
     @property
-    def rollouts(self) -> dict[str, dict[str, Any]]:
-        """The stored rollouts' events, by id."""
+    def rollouts(self) -> dict[str, RolloutEvent]:
+        """The stored rollouts, by id."""
         return self._rollouts
 
     def servers(self) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ class Monitor:
             asked_at: when it did (monotonic); a pod that was seen to write since then lives, whatever Slurm said.
         """
         self.refresh()
-        counts = Counter(event["status"] for event in self._rollouts.values())
+        counts = Counter(event.status for event in self._rollouts.values())
         pods = [self._pod(pod, live_jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
         stored = sum(counts.values())
@@ -172,7 +172,7 @@ class Monitor:
             "rollouts": rollouts,
             "pods": pods,
             "servers": self.servers(),
-            "failures": dict(Counter(e["kind"] for e in self._rollouts.values() if e["status"] == "failed")),
+            "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
             "retries": dict(self._retries),
             "rate_per_s": round(rate, 3),
             "eta_s": round(left / rate) if rate and left else (0 if not left else None),
@@ -237,12 +237,12 @@ class Monitor:
             task, policy, _ = rollout_id.rsplit("/", 2)
             start = {"rollouts": 0, "statuses": Counter[str](), "rewards": {}, "turns": 0, "seconds": 0.0, "inexact": 0}
             row = rows.setdefault(policy, start)
-            row["rewards"].setdefault(task, []).append(event.get("reward"))
-            row["inexact"] += event.get("inexact", 0)
+            row["rewards"].setdefault(task, []).append(event.reward)
+            row["inexact"] += event.inexact
             row["rollouts"] += 1
-            row["statuses"][event["status"]] += 1
-            row["turns"] += event.get("turns", 0)
-            row["seconds"] += event.get("seconds", 0.0)
+            row["statuses"][event.status] += 1
+            row["turns"] += event.turns
+            row["seconds"] += event.seconds
         for row in rows.values():
             by_task = row.pop("rewards")
             row["evaluation"] = evaluate(by_task, **self._evaluation)

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import megaflow_hpc
 from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError
@@ -30,11 +29,12 @@ from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
-from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
 from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
+from megaflow_hpc.version import __version__
 
 SWITCH_S = 5e-4
 """For how long rank 0's loop and its clerk may keep each other from running, in seconds."""
@@ -61,7 +61,7 @@ def identity() -> PodIdentity:
 
 def check_version(content: dict[str, Any], run: RunDir) -> None:
     """A pod of another minor version must not write into the run."""
-    made, ours = str(content.get("version", "")), megaflow_hpc.__version__
+    made, ours = str(content.get("version", "")), __version__
     if made.split(".")[:2] != ours.split(".")[:2]:
         raise ConfigError(
             f"{run.run_json}: made by megaflow-hpc {made}, this pod is {ours}; install {made} or plan again"
@@ -106,7 +106,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         comm=comm,
         ledger=ledger,
         journal=journal,
-        events=Events(run.event_file(who.pod, who.start)),
+        events=EventWriter(run.event_file(who.pod, who.start)),
         init={
             "op": "init",
             "campaign": content["campaign"],

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megaflow_hpc.host.wire import Message, pack
+from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.types import Attempt, Trajectory
 
 
@@ -57,6 +58,19 @@ class Outcome:
     @property
     def seconds(self) -> float:
         return self.finished_at - self.started_at
+
+    def to_event(self) -> RolloutEvent:
+        """Returns the line of the event file that reports it as stored."""
+        return RolloutEvent(
+            id=self.id,
+            status=self.status,
+            kind=self.error_kind,
+            error=shown(self.error),
+            reward=self.reward,
+            seconds=round(self.seconds, 2),
+            turns=self.turns,
+            inexact=self.inexact,
+        )
 
     def to_message(self) -> Message:
         return {"op": "result", **{name: getattr(self, name) for name in _NAMES}}

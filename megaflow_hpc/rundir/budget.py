@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.events import ProgressEvent, decode
 from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
@@ -39,7 +40,7 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
     return sum(int(cpus) * int(times or 1) for cpus, times in _PER_NODE.findall(said))
 
 
-class Budget:
+class CampaignBudget:
     """
     Args:
         limits: that section of the campaign file; what it lacks has no limit.
@@ -94,10 +95,10 @@ class Budget:
     def _first(self, file: Path) -> float:
         if file not in self._began:
             with open(file, "rb") as lines:
-                event = _decoded(lines.readline())
+                event = decode(lines.readline())
             if event is None:
                 return time.time()
-            self._began[file] = float(event["t"])
+            self._began[file] = event.t
         return self._began[file]
 
     def _core_s(self, file: Path) -> float:
@@ -108,9 +109,9 @@ class Budget:
                 return core_s
             lines.seek(max(0, size - TAIL))
             for line in reversed(lines.read().splitlines()):
-                event = _decoded(line)
-                if event is not None and "core_s" in event:
-                    core_s = float(event["core_s"])
+                event = decode(line)
+                if isinstance(event, ProgressEvent) and event.core_s is not None:
+                    core_s = event.core_s
                     break
         self._ended[file] = size, core_s
         return core_s
@@ -167,9 +168,9 @@ def _bytes(file: Path) -> bytes:
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """An event; ``None`` for half a line."""
+    """A small JSON object; ``None`` for half of one."""
     try:
-        event = json.loads(line)
+        found = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) else None
+    return found if isinstance(found, dict) else None

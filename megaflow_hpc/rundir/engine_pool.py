@@ -28,7 +28,7 @@ from megaflow_hpc.rundir.layout import RunDir, user_name, write_atomic, write_js
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Pool:
+class EnginePool:
     """The part of a pool's run directory that others see."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:

@@ -1,9 +1,9 @@
-"""The pod's event file: one JSON line per thing that happened, appended to one open file.
+"""What happens in a pod: ``RUN/events/<pod>.<start>.jsonl``, one JSON line per event, appended to one open file.
 
-``status`` and ``watch`` read these files; nothing depends on them for correctness, so they are flushed, not fsynced,
-and written by whoever flushes: what happens is said by a loop that must not wait for a disk.
-Each line has ``t`` (seconds UTC) and ``event``: ``pod`` (start and end), ``claim``, ``progress`` (counts, at most one a
-second), ``rollout`` (one per stored rollout), ``attempt`` (a failure that is retried), ``worker``, ``endpoints``.
+:class:`EventWriter` is the only writer and :class:`EventReader` the reader. Nothing depends on these files for
+correctness, so they are flushed, not fsynced, and written by the thread that flushes: the loop that reports an event
+must not wait for a disk. Each line has ``t`` (seconds UTC) and ``event``, the kind. Readers skip kinds they do not
+know, ignore further keys, and skip a line that a full disk or a kill has cut.
 """
 
 from __future__ import annotations
@@ -12,46 +12,185 @@ import json
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from megaflow_hpc.pod.outcome import Outcome
+import msgspec
+
 from megaflow_hpc.rundir.layout import file_mode
 
-_text = json.encoder.encode_basestring_ascii
+FORMAT_VERSION = 1
+"""Stands in the first line of a file; absent in those of the first releases, which are of version 1 too."""
+ERROR_CHARS = 300
+"""Characters of an error that an event carries; the trajectory has all of it."""
 
 
-class Events:
-    """:meth:`write` may be called by any thread; :meth:`flush` and :meth:`close` by one."""
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
+    """One line. Fields that are ``None`` are not written."""
+
+    t: float = 0.0
+    """Seconds UTC; set when it is written."""
+
+
+class PodEvent(Event, tag="pod"):
+    """The pod started, drains, or ended: ``state`` is ``started``, ``draining`` or its last word."""
+
+    state: str
+    format_version: int | None = None
+    job_id: str | None = None
+    node: str | None = None
+    ranks: int | None = None
+    """MPI ranks of the pod."""
+    stored: int | None = None
+    """Rollouts that this pod has stored."""
+    why: str | None = None
+
+
+class WorkerEvent(Event, tag="worker"):
+    """A worker rank is ``ready``, ``lost`` or ``excluded`` (gets no more work)."""
+
+    rank: int
+    state: str
+    slots: int | None = None
+    node: str | None = None
+    why: str | None = None
+    rollouts: int | None = None
+    """Rollouts that a lost worker ran."""
+
+
+class EngineEvent(Event, tag="engine"):
+    """An engine server in the pod's own allocation answers."""
+
+    rank: int
+    state: str
+    node: str
+
+
+class ClaimEvent(Event, tag="claim"):
+    """A block was ``claimed``, ``done``, ``released`` or, in part, ``gave`` to another pod."""
+
+    block: int
+    epoch: int
+    state: str
+    rollouts: int | None = None
+
+
+class ProgressEvent(Event, tag="progress", omit_defaults=False):
+    """Counts, at most once a second."""
+
+    running: int = 0
+    queued: int = 0
+    stored: int = 0
+    core_s: float | None = None
+    """Core-seconds that the allocation has cost so far."""
+
+
+class RolloutEvent(Event, tag="rollout", omit_defaults=False):
+    """One stored rollout."""
+
+    id: str
+    status: str
+    kind: str = ""
+    """Error kind; empty without an error."""
+    error: str = ""
+    reward: float | None = None
+    seconds: float = 0.0
+    turns: int = 0
+    inexact: int = 0
+    """Turns whose sampled token ids are not exact."""
+
+
+class AttemptEvent(Event, tag="attempt"):
+    """An attempt failed and is repeated. ``kind`` is its cause."""
+
+    id: str
+    attempt: int
+    kind: str
+    error: str = ""
+    rank: int | None = None
+
+
+class CopyEvent(Event, tag="copy"):
+    """A straggler was started once more."""
+
+    id: str
+    rank: int
+    attempt: int
+
+
+class EndpointsEvent(Event, tag="endpoints"):
+    """The engine servers that the pod knows have changed."""
+
+    servers: list[str]
+
+
+AnyEvent = (
+    PodEvent
+    | WorkerEvent
+    | EngineEvent
+    | ClaimEvent
+    | ProgressEvent
+    | RolloutEvent
+    | AttemptEvent
+    | CopyEvent
+    | EndpointsEvent
+)
+
+
+def shown(error: str) -> str:
+    """Returns what an event carries of an error."""
+    return error[:ERROR_CHARS]
+
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_encoder = msgspec.json.Encoder()
+
+
+def encode(event: Event) -> bytes:
+    """Returns the event as one line. A reward that is not a number is written as ``null``."""
+    try:
+        return msgspec.json.format(_encoder.encode(event), indent=0) + b"\n"
+    except UnicodeEncodeError:  # lone surrogates, of a program's output that is no text
+        return json.dumps(msgspec.to_builtins(event)).encode() + b"\n"
+
+
+def decode(line: bytes) -> AnyEvent | None:
+    """Returns the event of a line; ``None`` for a cut line and for a kind that this version does not know."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.ValidationError:
+        return None
+    except ValueError:
+        pass
+    try:  # NaN and lone surrogates, which are no JSON, but what Python writes
+        return msgspec.convert(json.loads(line), AnyEvent)
+    except ValueError:
+        return None
+
+
+class EventWriter:
+    """Appends to one event file. Any thread may call :meth:`write`; one thread :meth:`flush` and :meth:`close`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - lives with the pod
+        self._file = open(path, "ab")  # noqa: SIM115 - lives with the pod
         os.fchmod(self._file.fileno(), file_mode(path.parent))
-        self._lines: deque[str] = deque()
-        self._encode = json.JSONEncoder(check_circular=False).encode
+        self._lines: deque[bytes] = deque()
 
-    def write(self, event: str, **fields: Any) -> None:
-        self._lines.append(self._encode({"t": round(time.time(), 3), "event": event, **fields}) + "\n")
-
-    def rollout(self, outcome: Outcome) -> None:
-        """One stored rollout: the most frequent line by far, so it is put together by hand."""
-        reward = "null" if outcome.reward is None else repr(float(outcome.reward)).replace("nan", "NaN")
-        self._lines.append(
-            f'{{"t": {time.time():.3f}, "event": "rollout", "id": {_text(outcome.id)}, '
-            f'"status": "{outcome.status}", "kind": {_text(outcome.error_kind)}, '
-            f'"error": {_text(outcome.error[:300])}, "reward": {reward}, '
-            f'"seconds": {outcome.seconds:.2f}, "turns": {outcome.turns}, "inexact": {outcome.inexact}}}\n'
-        )
+    def write(self, event: Event) -> None:
+        """Queues an event for the next flush and sets its time."""
+        event.t = round(time.time(), 3)
+        self._lines.append(encode(event))
 
     def flush(self) -> None:
+        """Writes what is queued. A disk that is full loses events and stops nothing."""
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         try:
-            self._file.write("".join(lines))
+            self._file.write(b"".join(lines))
             self._file.flush()
         except OSError:
-            pass  # a full disk must not stop the pod for the sake of its diary
+            pass
 
     def close(self) -> None:
         self.flush()
@@ -59,3 +198,32 @@ class Events:
             self._file.close()
         except OSError:
             pass
+
+
+class EventReader:
+    """Follows the event files of a run.
+
+    Args:
+        folder: ``RUN/events``.
+        only: The kind of event to decode; empty decodes every kind.
+    """
+
+    def __init__(self, folder: Path, only: str = "") -> None:
+        self._folder = folder
+        self._mark = f'"event": "{only}"'.encode() if only else b""
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> Iterator[tuple[str, list[AnyEvent]]]:
+        """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, maybe none."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            offset = self._offsets.get(path, 0)
+            try:
+                with open(path, "rb") as file:
+                    file.seek(offset)
+                    data = file.read()
+            except OSError:
+                continue  # a file system that is away for a moment
+            end = data.rfind(b"\n") + 1
+            self._offsets[path] = offset + end
+            decoded = (decode(line) for line in data[:end].splitlines() if self._mark in line)
+            yield path.stem, [event for event in decoded if event is not None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
-from megaflow_hpc.config import CampaignConfig, PoolConfig
+from megaflow_hpc.config import CampaignConfig, PodPoolConfig
 from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -123,7 +123,7 @@ def pod_job(
     run: RunDir,
     count: int | None = None,
     dependency: str | None = None,
-    pool: PoolConfig | None = None,
+    pool: PodPoolConfig | None = None,
     throttle: int | None = None,
 ) -> Job:
     """One pod array: each element one MPI world on ``pods.nodes`` nodes; of a pool, where one is given."""

@@ -238,7 +238,7 @@ def _finish(run: Run, began: float) -> int:
     while not run.ledger.finished:
         if time.monotonic() - began > DEADLINE_S:
             break
-        if run.fleet.live_pods(5.0) == []:
+        if run.slurm_jobs.live_pods(5.0) == []:
             run.resume(launcher="slurm")
             resumed += 1
         time.sleep(0.5)
@@ -250,7 +250,7 @@ def _clear(run: Run) -> None:
     end = time.monotonic() + LEAVE_S
     if not run.ledger.finished:
         run.cancel()
-    while run.fleet.live(1.0) and time.monotonic() < end:
+    while run.slurm_jobs.live(1.0) and time.monotonic() < end:
         time.sleep(0.5)
 
 

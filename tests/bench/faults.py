@@ -96,7 +96,7 @@ class Faults:
 
     def _element(self) -> str | None:
         """A pod that runs, as Slurm calls it."""
-        pods = self._run.fleet.live_pods(0) or []
+        pods = self._run.slurm_jobs.live_pods(0) or []
         running = sorted(pod.id for pod in pods if pod.state == "RUNNING")
         return self._draw.choice(running) if running else None
 

@@ -36,7 +36,7 @@ def names_and_comments(ids: list[str]) -> set[tuple[str, str]]:
 
 def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(small_site: Lab, make_campaign: Make) -> None:
     run = Campaign.from_yaml(make_campaign(8, pods(count=7, ranks=1))).submit()
-    assert [record["elements"] for record in run.fleet.arrays.records() if record["role"] == "pods"] == [3, 4]
+    assert [record["elements"] for record in run.slurm_jobs.arrays.records() if record["role"] == "pods"] == [3, 4]
     summary = run.wait(timeout_s=240)
     assert summary["state"] == "finished"
     assert rows(run.path) == small_rows(8)
@@ -94,10 +94,10 @@ def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: M
     campaign = make_campaign(2, pods(count=20, ranks=1) + "  extra: {qos: short, hold: true}\n")
     run = Campaign.from_yaml(campaign).submit()
     try:
-        live = run.fleet.live(0)
+        live = run.slurm_jobs.live(0)
         assert live is not None
         assert len(live) == 12  # with the gather job
-        assert "QOS short allows 12 jobs at once" in run.fleet.said[0]
+        assert "QOS short allows 12 jobs at once" in run.slurm_jobs.notices[0]
         text = subprocess.check_output(["scontrol", "show", "job", run.job_ids("pods")[0]], text=True)
         assert "ArrayTaskThrottle=4" in text
         other = Campaign.from_yaml(campaign)
@@ -110,8 +110,8 @@ def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: M
     run = Campaign.from_yaml(campaign).submit()
     try:
         assert len(run.scale(20)["added"]) == 9
-        assert "9 of 18 pods are queued" in run.fleet.said[-1]
-        assert "--pods 20" in run.fleet.said[-1]
+        assert "9 of 18 pods are queued" in run.slurm_jobs.notices[-1]
+        assert "--pods 20" in run.slurm_jobs.notices[-1]
     finally:
         run.cancel()
 
@@ -124,7 +124,7 @@ def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: M
     again = Run(run.path)
     assert again.job_ids() == []
     assert again.cancel() == ids
-    assert {record["role"] for record in again.fleet.arrays.records()} == {"pods", "gather"}
+    assert {record["role"] for record in again.slurm_jobs.arrays.records()} == {"pods", "gather"}
     until(lambda: again.live_jobs(0) == set(), "all jobs are gone")
 
 

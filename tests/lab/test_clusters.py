@@ -50,9 +50,10 @@ def test_pods_of_two_clusters_carry_out_one_campaign_and_each_is_asked_for_its_o
     }
     ids.scancel([there], "--signal=KILL", "--full")
     until(
-        lambda: {state.id for state in run.fleet.live_pods(0) or []} <= {f"{here}_0"}, "the other cluster's pod is gone"
+        lambda: {state.id for state in run.slurm_jobs.live_pods(0) or []} <= {f"{here}_0"},
+        "the other cluster's pod is gone",
     )
-    assert f"{here}_0" in {state.id for state in run.fleet.live_pods(0) or []}, "this cluster's pod works on"
+    assert f"{here}_0" in {state.id for state in run.slurm_jobs.live_pods(0) or []}, "this cluster's pod works on"
     assert stored(run) < 8
     assert Run(run.path).resume()  # marks the lost pod as gone, by the word of its own cluster
     assert run.wait(timeout_s=240)["state"] == "finished"

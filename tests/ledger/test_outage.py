@@ -53,10 +53,10 @@ def test_a_call_waits_while_the_file_system_is_away_and_says_so_once(
 
 FULL = """
     import errno, json, os, resource, signal, sys, threading, time
-    from megaflow_hpc.rundir.budget import Budget
+    from megaflow_hpc.rundir.budget import CampaignBudget
     from megaflow_hpc.ledger import Ledger, PodIdentity
     from megaflow_hpc.pod.master.run_io import Clerk
-    from megaflow_hpc.rundir.events import Events
+    from megaflow_hpc.rundir.events import EventWriter
     from megaflow_hpc.pod.master.claimed_blocks import Holdings
     from megaflow_hpc.pod.master.endpoints import Endpoints
     from megaflow_hpc.pod.outcome import Outcome
@@ -67,10 +67,10 @@ FULL = """
     run = RunDir(sys.argv[1])
     ledger = Ledger(run, PodIdentity("a", "0"))
     ledger.register()
-    events = Events(run.event_file("a", "0"))
+    events = EventWriter(run.event_file("a", "0"))
     held = Holdings(run, ledger, events, lambda owner: 0, set)
     journal = JournalWriter(run.journal_file("a", "0"))
-    clerk = Clerk(journal, ledger, held, events, Endpoints(run, {}), Budget(run, {}))
+    clerk = Clerk(journal, ledger, held, events, Endpoints(run, {}), CampaignBudget(run, {}))
     clerk.start()
     clerk.claim()
     while not clerk.claimed():

@@ -15,7 +15,7 @@ from megaflow_hpc.pod.master.work_stealing import Sharing, share_of
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
-from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.ledgers import rollouts
 
@@ -23,7 +23,7 @@ from tests.support.ledgers import rollouts
 def holdings(run: RunDir, name: str, ahead: int = 0) -> tuple[Ledger, Holdings]:
     ledger = Ledger(run, PodIdentity(name, "0"))
     ledger.register()
-    return ledger, Holdings(run, ledger, Events(run.event_file(name, "0")), lambda owner: 0, set, ahead)
+    return ledger, Holdings(run, ledger, EventWriter(run.event_file(name, "0")), lambda owner: 0, set, ahead)
 
 
 def test_what_waits_is_spread_over_all_slots() -> None:

@@ -11,15 +11,19 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.budget import Budget, Meter, cores_of, gpus_of
+from megaflow_hpc.rundir.budget import CampaignBudget, Meter, cores_of, gpus_of
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.campaigns import cli
 
 
 def said(run: RunDir, pod: str, *core_s: float, began: float | None = None) -> Path:
     file = run.event_file(pod, "0")
-    first = {"t": time.time() if began is None else began, "event": "pod"}
-    lines = [first, *({"t": 0, "event": "progress", "core_s": value} for value in core_s), {"t": 0, "event": "claim"}]
+    first = {"t": time.time() if began is None else began, "event": "pod", "state": "started"}
+    lines = [
+        first,
+        *({"t": 0, "event": "progress", "core_s": value} for value in core_s),
+        {"t": 0, "event": "claim", "block": 0, "epoch": 0, "state": "done"},
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"t": 1, "event": "prog')
     return file
 
@@ -27,7 +31,7 @@ def said(run: RunDir, pod: str, *core_s: float, began: float | None = None) -> P
 def test_core_hours_are_summed_over_pods_from_the_last_that_each_has_said(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    budget = Budget(run, {"core_hours": 2.0})
+    budget = CampaignBudget(run, {"core_hours": 2.0})
     assert budget.exceeded() == ""
     said(run, "a", 10, 3600)
     said(run, "b", 3000)
@@ -39,7 +43,7 @@ def test_core_hours_are_summed_over_pods_from_the_last_that_each_has_said(tmp_pa
 def test_the_wall_limit_counts_from_the_first_pod(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    budget = Budget(run, {"wall": 1.0})
+    budget = CampaignBudget(run, {"wall": 1.0})
     said(run, "b")
     assert budget.exceeded() == ""
     said(run, "a", began=time.time() - 5400)
@@ -54,7 +58,7 @@ def test_cores_are_those_of_the_whole_allocation() -> None:
 def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    budget = Budget(run, {"gpu_hours": 1.0})
+    budget = CampaignBudget(run, {"gpu_hours": 1.0})
     assert budget.exceeded() == ""
     for server, gpus, held_s in (("a.0", 2, 1000.0), ("a.0", 2, 500.0), ("a.2", 0, 9000.0), ("a.1", 1, 700.0)):
         meter = Meter(run, server, gpus)
@@ -76,11 +80,11 @@ def test_a_limit_is_raised_for_pods_that_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     said(run, "a", 7200)
-    running = Budget(run, {"core_hours": 1.0})
+    running = CampaignBudget(run, {"core_hours": 1.0})
     assert running.exceeded()
-    Budget(run, {"core_hours": 1.0}).raise_to({"core_hours": 3.0})
+    CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": 3.0})
     assert running.exceeded() == ""
-    Budget(run, {"core_hours": 1.0}).raise_to({"core_hours": None, "wall": 5.0})
+    CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": None, "wall": 5.0})
     assert running.limits() == {"core_hours": None, "gpu_hours": None, "wall": 5.0}
     for wrong in ({"core_hours": 0.0}, {"failures": 3.0}):
         with pytest.raises(ConfigError, match="limit"):

@@ -27,7 +27,7 @@ from megaflow_hpc.host.address import address
 from megaflow_hpc.model.engines.failure import lasting
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy
-from megaflow_hpc.rundir.engine_pool import Pool
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_json
 
 
@@ -64,7 +64,7 @@ def assignment(run: Mapping[str, Any], index: int | None, policy: str | None) ->
 class Registration:
     """The files of one start of one server."""
 
-    def __init__(self, run: RunDir, what: Assignment, pool: Pool | None = None) -> None:
+    def __init__(self, run: RunDir, what: Assignment, pool: EnginePool | None = None) -> None:
         self.what, self._pool = what, pool
         self.endpoint_file = run.endpoint(what.name)
         self.failed_file = run.endpoints / f"{what.name}.failed.json"

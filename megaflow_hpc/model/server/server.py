@@ -41,7 +41,7 @@ from megaflow_hpc.model.server.registration import Assignment, Registration, ass
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
-from megaflow_hpc.rundir.engine_pool import Pool
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import Version
 
@@ -91,7 +91,7 @@ class EngineServer:
         caps: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.poll_s, self.beat_s = run, what, idle_s, poll_s, beat_s
-        pool = Pool(run.path) if caps is not None else None
+        pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
         self._proxy = Proxy(tenants=self._tenants)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.model.server.fair_queue import FairQueue
-from megaflow_hpc.rundir.engine_pool import Pool, digest_of
+from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 
 LOOK_S = 2.0
 """Seconds between two listings of the members because of unknown keys."""
@@ -50,7 +50,7 @@ class Tenants:
         caps: The campaign's ``pool`` section: ``at_once``, ``in_flight``, ``requests_per_s``, and of single ``users``.
     """
 
-    def __init__(self, pool: Pool, caps: Mapping[str, Any]) -> None:
+    def __init__(self, pool: EnginePool, caps: Mapping[str, Any]) -> None:
         self._pool, self._caps = pool, caps
         self._user_of: dict[str, str] = {}
         self._caps_of: dict[str, _Caps] = {}

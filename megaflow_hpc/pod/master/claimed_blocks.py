@@ -11,7 +11,7 @@ from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.ledger.names import GIVEN
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.pod.master.lookahead import Foresight
-from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
@@ -34,7 +34,7 @@ class Holdings:
         self,
         run: RunDir,
         ledger: Ledger,
-        events: Events,
+        events: EventWriter,
         journal_length: Callable[[str], int],
         stored: Callable[[], set[str]],
         ahead: int = 0,
@@ -201,5 +201,5 @@ class Holdings:
         del self._held[block]
         self._say(claim, "done")
 
-    def _say(self, claim: Claim, state: str, **more: int) -> None:
-        self._events.write("claim", block=claim.block, epoch=claim.epoch, state=state, **more)
+    def _say(self, claim: Claim, state: str, rollouts: int | None = None) -> None:
+        self._events.write(ClaimEvent(block=claim.block, epoch=claim.epoch, state=state, rollouts=rollouts))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megaflow_hpc.rundir.engine_pool import Pool
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 
 
@@ -56,12 +56,12 @@ class Endpoints:
         return changed
 
 
-def pools_of(run: RunDir) -> dict[str, tuple[Pool, str, str]]:
+def pools_of(run: RunDir) -> dict[str, tuple[EnginePool, str, str]]:
     """Policies whose model is an engine pool: the pool, the policy's name there, and our key to it."""
     found = {}
     for file in run.endpoints.glob(".pool.*.key"):
         said = json.loads(file.read_text())
-        found[str(said["policy"])] = (Pool(said["pool"]), str(said["theirs"]), str(said["key"]))
+        found[str(said["policy"])] = (EnginePool(said["pool"]), str(said["theirs"]), str(said["key"]))
     return found
 
 

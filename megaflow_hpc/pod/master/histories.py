@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaflow_hpc.pod.scheduling.failures import RULES
+from megaflow_hpc.rundir.events import AttemptEvent, EventReader
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
 from megaflow_hpc.types import Attempt
 
@@ -55,7 +56,7 @@ class Histories:
         self._run = run
         self._seen: set[str] = set()
         self._known: dict[str, History] = {}
-        self._read_to: dict[str, int] = {}
+        self._failures = EventReader(run.events, only="attempt")
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
         """Rollout → attempt → cause, of pods that could not tell."""
 
@@ -80,29 +81,17 @@ class Histories:
 
     def look_at_events(self) -> None:
         """Reads the failed attempts that pods' events speak of; for the blocks of one that was killed."""
-        for path in self._run.events.glob("*.jsonl"):
-            begin = self._read_to.get(path.name, 0)
-            try:
-                with open(path, "rb") as file:
-                    file.seek(begin)
-                    data = file.read()
-            except OSError:
-                continue
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read_to[path.name] = begin + len(whole)
-            for line in whole.splitlines():
-                if b'"event": "attempt"' in line:
-                    self._hear(line)
+        for _, events in self._failures.read():
+            for event in events:
+                if isinstance(event, AttemptEvent):
+                    self._hear(event)
 
-    def _hear(self, line: bytes) -> None:
-        try:
-            event = json.loads(line)
-            rollout, number, cause, at = event["id"], int(event["attempt"]), event["kind"], float(event["t"])
-        except (ValueError, KeyError, TypeError):
-            return  # a line cut by a full disk
+    def _hear(self, event: AttemptEvent) -> None:
+        cause, at = event.kind, event.t
         if cause in RULES:
-            attempt = Attempt(number, "failed", RULES[cause].kind, str(event["error"]), started_at=at, finished_at=at)
-            self._failed.setdefault(rollout, {})[number] = cause, attempt
+            kind = RULES[cause].kind
+            attempt = Attempt(event.attempt, "failed", kind, event.error, started_at=at, finished_at=at)
+            self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
         """What is known of a rollout; once."""

@@ -32,6 +32,15 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.stragglers import Stragglers
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.budget import cores_of
+from megaflow_hpc.rundir.events import (
+    FORMAT_VERSION,
+    CopyEvent,
+    EndpointsEvent,
+    EngineEvent,
+    PodEvent,
+    ProgressEvent,
+    WorkerEvent,
+)
 from megaflow_hpc.types import Rollout
 
 TICK_S = 1.0
@@ -112,7 +121,9 @@ class Master:
         pod = self.pod
         pod.ledger.register()
         pod.run.partial.mkdir(mode=0o700, exist_ok=True)
-        pod.events.write("pod", state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
+        started = PodEvent(state="started", format_version=FORMAT_VERSION, job_id=pod.job_id, node=node_name())
+        started.ranks = pod.comm.size
+        pod.events.write(started)
         self._clerk.start()
         self._ranks.greet(pod.init)
         backoff = Backoff()
@@ -186,13 +197,14 @@ class Master:
         self._announced = []  # so that this rank is told as well
         self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
         self._results.refuse()
-        self.pod.events.write("worker", rank=rank, state="ready", slots=message["slots"], node=message["node"])
+        slots, node = int(message["slots"]), str(message["node"])
+        self.pod.events.write(WorkerEvent(rank=rank, state="ready", slots=slots, node=node))
         if self._endpoints.all:
             self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
 
     def _on_engine(self, rank: int, message: Message) -> None:
         self._ranks.accompany(rank)
-        self.pod.events.write("engine", rank=rank, state="ready", node=message["node"])
+        self.pod.events.write(EngineEvent(rank=rank, state="ready", node=str(message["node"])))
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._lose(rank, str(message.get("why", "it left")))
@@ -203,7 +215,7 @@ class Master:
     def _lose(self, rank: int, why: str) -> None:
         self._ranks.leave(rank)
         rollouts = self._results.lost(rank, why)
-        self.pod.events.write("worker", rank=rank, state="lost", why=why, rollouts=rollouts)
+        self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why, rollouts=rollouts))
 
     def _collect(self) -> bool:
         """Takes note of what the clerk has done."""
@@ -320,7 +332,8 @@ class Master:
         self._per_s, self._started = self._started / TICK_S, 0
         core_s = round(self._cores * (time.monotonic() - self._began), 1)
         running, queued = self.scheduler.running, self.scheduler.queued
-        pod.events.write("progress", running=running, queued=queued, stored=self._results.stored, core_s=core_s)
+        stored = self._results.stored
+        pod.events.write(ProgressEvent(running=running, queued=queued, stored=stored, core_s=core_s))
 
     def _copy_stragglers(self, stragglers: Stragglers) -> None:
         """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""
@@ -330,7 +343,7 @@ class Master:
             copy = self.scheduler.copy(rollout)
             if copy is not None:
                 self._start(*copy)
-                self.pod.events.write("copy", id=rollout, rank=copy[0], attempt=copy[1].attempt)
+                self.pod.events.write(CopyEvent(id=rollout, rank=copy[0], attempt=copy[1].attempt))
 
     def _say_slow(self) -> None:
         """A run directory that does not answer is spoken of where it can be: on stderr, and later in the events."""
@@ -339,11 +352,11 @@ class Master:
             self._slow = not self._slow
             why = f"no answer for {stuck_s:.0f} s; results wait in memory" if self._slow else "answers again"
             print(f"pod: {self.pod.run}: {why}", file=sys.stderr, flush=True)
-            self.pod.events.write("pod", state="started", why=f"the run directory: {why}")
+            self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
     def _tell_endpoints(self) -> None:
         self.scheduler.waiting = self._endpoints.unanswered
-        self.pod.events.write("endpoints", servers=self._endpoints.names)
+        self.pod.events.write(EndpointsEvent(servers=self._endpoints.names))
         self._ranks.tell({"op": "endpoints", "endpoints": self._endpoints.all})
 
     def _announce_images(self) -> None:
@@ -362,7 +375,7 @@ class Master:
         self._draining_since = time.monotonic()
         self._results.draining = True
         self.scheduler.clear()
-        self.pod.events.write("pod", state="draining", why=why)
+        self.pod.events.write(PodEvent(state="draining", why=why))
         self._ranks.tell({"op": "suspend", "patience_s": PATIENCE_S if self._grace_s == DRAIN_S else 0.0})
 
     def _hurry(self) -> None:
@@ -378,7 +391,7 @@ class Master:
         self._ranks.tell(STOP)
         pod.comm.push()
         if state == "lost":
-            pod.events.write("pod", state=state, stored=self._results.stored)
+            pod.events.write(PodEvent(state=state, stored=self._results.stored))
             self._clerk.finish(LOOK_S)
             return  # nothing is given back: whoever takes over seals what counts
         self._results.cut_short(preempted=self._grace_s == DRAIN_NOW_S)
@@ -388,5 +401,5 @@ class Master:
         self._results.count(self._clerk.durable())
         if pod.ledger.finished:
             forget(pod.run)
-        pod.events.write("pod", state=state, stored=self._results.stored)
+        pod.events.write(PodEvent(state=state, stored=self._results.stored))
         pod.events.close()

@@ -22,6 +22,7 @@ from megaflow_hpc.pod.scheduling.failures import Blame, may_retry
 from megaflow_hpc.pod.scheduling.groups import Groups, Step
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
 from megaflow_hpc.types import Attempt, Status, Trajectory
 
 JUDGED = ("completed", "truncated")
@@ -136,7 +137,7 @@ class Results:
         history.causes.append(outcome.cause)
         history.kept_s = 0.0
         self._pod.events.write(
-            "attempt", id=outcome.id, attempt=work.attempt, kind=outcome.cause, error=outcome.error[:300], rank=rank
+            AttemptEvent(id=outcome.id, attempt=work.attempt, kind=outcome.cause, error=shown(outcome.error), rank=rank)
         )
         if not twin:
             self.groups.requeued(work.rollout.group_id, outcome.id)
@@ -192,7 +193,7 @@ class Results:
         node = self._ranks.ready.get(rank, "")
         self._scheduler.exclude(rank)
         why = f"sandboxes do not start on {node}: {error[:300]}"
-        self._pod.events.write("worker", rank=rank, state="excluded", node=node, why=why)
+        self._pod.events.write(WorkerEvent(rank=rank, state="excluded", node=node, why=why))
 
     # --- the end of the allocation ---
 
@@ -214,7 +215,7 @@ class Results:
             self._cut.add(outcome.id)
             history.cuts += 1
         kind = outcome.error_kind or "preemption"
-        self._pod.events.write("attempt", id=outcome.id, attempt=work.attempt, kind=kind, error=outcome.error[:300])
+        self._pod.events.write(AttemptEvent(id=outcome.id, attempt=work.attempt, kind=kind, error=shown(outcome.error)))
         most = int(self._pod.scheduling.get("cuts", CUTS))
         if history.cuts > most:
             why = f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"

@@ -23,8 +23,8 @@ from megaflow_hpc.pod.master.claimed_blocks import Holdings
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir import budget as budgets
-from megaflow_hpc.rundir.budget import Budget
-from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.types import Rollout
 
 LOOK_S = 0.5
@@ -58,9 +58,9 @@ class Clerk:
         journal: Journal,
         ledger: Ledger,
         holdings: Holdings,
-        events: Events,
+        events: EventWriter,
         endpoints: Endpoints,
-        budget: Budget,
+        budget: CampaignBudget,
     ) -> None:
         self._journal, self._ledger, self._holdings = journal, ledger, holdings
         self._events, self._endpoints, self._budget = events, endpoints, budget
@@ -205,7 +205,8 @@ class Clerk:
         except OSError as error:
             # A full disk or quota: what was handed over waits in memory, and each look tries again.
             if self.stuck_since is None:
-                self._events.write("pod", state="started", why=f"the run directory cannot be written: {error}")
+                why = f"the run directory cannot be written: {error}"
+                self._events.write(PodEvent(state="started", why=why))
                 self.stuck_since = time.monotonic()
         self._events.flush()
 
@@ -221,7 +222,7 @@ class Clerk:
             return  # too late: whoever takes over may not see it
         settled, self._appended = self._appended, []
         for filed in settled:
-            self._events.rollout(filed.outcome)
+            self._events.write(filed.outcome.to_event())
         self._events.flush()  # before a mark says that its block is done: who sees the mark counts the rollout too
         for filed in settled:
             self._holdings.settled(filed.block, filed.outcome.id)

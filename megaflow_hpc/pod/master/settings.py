@@ -15,8 +15,8 @@ from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.scheduling.failures import Pattern
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
-from megaflow_hpc.rundir.budget import Budget
-from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 
 
@@ -28,7 +28,7 @@ class Pod:
     comm: Comm
     ledger: Ledger
     journal: Journal
-    events: Events
+    events: EventWriter
     init: Message
     tasks: dict[str, Any]
     """Task dictionaries by id."""
@@ -63,8 +63,8 @@ class Pod:
         """Samples that a group of this policy was planned with, spare ones counted."""
         return self.samples.get(policy, 0) + int(self.scheduling.get("spare") or 0)
 
-    def budget(self) -> Budget:
-        return Budget(self.run, self.limits)
+    def budget(self) -> CampaignBudget:
+        return CampaignBudget(self.run, self.limits)
 
     def pattern(self) -> Pattern:
         return Pattern(self.limits.get("systematic"))

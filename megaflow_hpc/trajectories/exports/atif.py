@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import megaflow_hpc
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.types import Turn
+from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
@@ -66,7 +66,7 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
         "schema_version": SCHEMA,
         "session_id": row.id,
         "trajectory_id": row.id,
-        "agent": {"name": row.agent or "unknown", "version": megaflow_hpc.__version__, "model_name": row.policy},
+        "agent": {"name": row.agent or "unknown", "version": __version__, "model_name": row.policy},
         "steps": steps,
         "final_metrics": {
             "total_prompt_tokens": prompt,

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megaflow_hpc import __version__
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.exports.files import reading
 from megaflow_hpc.trajectories.exports.jsonl import parse
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.records import checked
+from megaflow_hpc.version import __version__
 
 
 def import_jsonl(

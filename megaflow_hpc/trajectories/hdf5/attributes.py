@@ -9,9 +9,9 @@ from typing import Any
 
 import h5py
 
-from megaflow_hpc import __version__
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5 import deflate
+from megaflow_hpc.version import __version__
 
 
 def described(run: RunDir) -> dict[str, str]:

@@ -25,7 +25,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from megaflow_hpc import __version__
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.file import open_file
@@ -33,6 +32,7 @@ from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter, lead_behind
 from megaflow_hpc.trajectories.journal.records import Entry, Seals, counts, headings, trajectory_of
 from megaflow_hpc.trajectories.journal.writer import SUFFIX, base_of, part_path
+from megaflow_hpc.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc import __version__
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
@@ -27,6 +26,7 @@ from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
 from megaflow_hpc.trajectories.maintenance.checksums import verify
+from megaflow_hpc.version import __version__
 
 _ROWS = 65536
 """Copied at a time, which bounds memory."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import h5py
 
-from megaflow_hpc import __version__
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, described
@@ -27,6 +26,7 @@ from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.records import Entry, Seals
 from megaflow_hpc.trajectories.journal.shards import open_shard
 from megaflow_hpc.trajectories.journal.winners import Index, fingerprint, index, seals_of
+from megaflow_hpc.version import __version__
 
 _RUN_ROWS = 16
 """Rows side by side in a shard from which on copying columns is quicker than decoding records."""

@@ -22,7 +22,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.pod.master.endpoints import Endpoints
-from megaflow_hpc.rundir.engine_pool import Pool, digest_of
+from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.second_user import as_second_user
 from tests.support.serving import Servers, conversation
@@ -54,7 +54,7 @@ def campaign(folder: Path, pool: RunDir, policy: str = "mine") -> RunDir:
     """A member's run directory, as a plan with tasks makes it."""
     run = RunDir(folder)
     run.create()
-    Pool(pool.path).enrol(run, policy, Pool(pool.path).policy(policy))
+    EnginePool(pool.path).enrol(run, policy, EnginePool(pool.path).policy(policy))
     return run
 
 
@@ -62,12 +62,12 @@ def test_a_campaign_with_nothing_but_a_model_is_a_pool(tmp_path: Path) -> None:
     script = tmp_path / "script.yaml"
     script.write_text("default: [x]")
     run = planned(tmp_path / "pool", name="pool", model={"engine": "scripted", "script": str(script)})
-    assert Pool(run.path).about() == {"default": 1}
+    assert EnginePool(run.path).about() == {"default": 1}
     assert run.read_run()["total"] == 0
     with pytest.raises(ConfigError, match="tasks"):
         parse({"name": "x", "agent": "oracle"})
     with pytest.raises(ConfigError, match="no engine pool"):
-        Pool(tmp_path).policy("default")
+        EnginePool(tmp_path).policy("default")
 
 
 def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers, pool: RunDir, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers
     assert record["policy"] == "mine"
     assert record["key"] != servers.record(0)["key"]
     assert not endpoints.unanswered
-    assert not any("key" in json.loads(file.read_text()) for file in Pool(pool.path).servers.iterdir())
+    assert not any("key" in json.loads(file.read_text()) for file in EnginePool(pool.path).servers.iterdir())
 
     async def scenario() -> str:
         async with ModelGateway(wait_s=60) as gateway:
@@ -94,10 +94,10 @@ def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers
             return said
 
     assert asyncio.run(scenario()) == "from the pool"
-    tenants = Tenants(Pool(pool.path), {})
+    tenants = Tenants(EnginePool(pool.path), {})
     assert tenants.user(record["key"])
-    (Pool(pool.path).members / digest_of(record["key"])).unlink()
-    assert Tenants(Pool(pool.path), {}).user(record["key"]) is None
+    (EnginePool(pool.path).members / digest_of(record["key"])).unlink()
+    assert Tenants(EnginePool(pool.path), {}).user(record["key"]) is None
 
 
 def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
@@ -129,17 +129,17 @@ def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
 
 def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path) -> None:
     """A link to a file of somebody else's does not make the linker somebody else."""
-    members = Pool(pool.path).members
+    members = EnginePool(pool.path).members
     campaign(tmp_path / "member", pool)
-    (own,) = Pool(pool.path).users()
+    (own,) = EnginePool(pool.path).users()
     (members / digest_of("hard")).hardlink_to(members / own)
     (members / digest_of("soft")).symlink_to(own)
     (members / "short").write_text("short")
-    assert list(Pool(pool.path).users()) == [own]
+    assert list(EnginePool(pool.path).users()) == [own]
 
 
 def test_requests_a_second_are_spaced_for_each_user_apart(tmp_path: Path) -> None:
-    tenants = Tenants(Pool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
+    tenants = Tenants(EnginePool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
 
     async def spend(name: str) -> float:
         began = time.monotonic()
@@ -178,7 +178,7 @@ def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path:
         return found
 
     async def scenario() -> None:
-        tenants = Tenants(Pool(tmp_path), section.model_dump(mode="json"))
+        tenants = Tenants(EnginePool(tmp_path), section.model_dump(mode="json"))
         assert [await most(tenants, name) for name in ("quick", "many", "other")] == [2, 4, 2]
         tenants.set_capacity(1)
         assert await most(tenants, "many") == 1
@@ -190,8 +190,8 @@ MEMBER = """
 import http.client, json, os, pathlib, ssl, sys
 told = json.load(sys.stdin)
 sys.path.insert(0, told["package"])
-from megaflow_hpc.rundir.engine_pool import Pool, digest_of
-pool, key = Pool(told["pool"]), "the second user's key"
+from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
+pool, key = EnginePool(told["pool"]), "the second user's key"
 if told["what"] == "enrol":
     (pool.members / digest_of(key)).write_text(digest_of(key))
     said = {"policies": pool.about()}
@@ -238,7 +238,7 @@ def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(
     endpoints = Endpoints(campaign(place / "member", servers.run), {"mine": 1})
     endpoints.refresh()
     (record,) = endpoints.all
-    assert len(set(Pool(servers.run.path).users().values())) == 2
+    assert len(set(EnginePool(servers.run.path).users().values())) == 2
 
     async def scenario() -> int:
         answered, first = 0, asyncio.Event()

@@ -8,7 +8,7 @@ from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
 from megaflow_hpc.pod.master import histories
 from megaflow_hpc.pod.master.claimed_blocks import Holdings
 from megaflow_hpc.pod.master.histories import Histories, History
-from megaflow_hpc.rundir.events import Events
+from megaflow_hpc.rundir.events import AttemptEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Attempt, Rollout
 
@@ -20,14 +20,14 @@ def prepared(path: Path) -> RunDir:
     return run
 
 
-def holdings(run: RunDir, name: str) -> tuple[Events, Holdings]:
-    ledger, events = Ledger(run, PodIdentity(name, "0")), Events(run.event_file(name, "0"))
+def holdings(run: RunDir, name: str) -> tuple[EventWriter, Holdings]:
+    ledger, events = Ledger(run, PodIdentity(name, "0")), EventWriter(run.event_file(name, "0"))
     ledger.register()
     return events, Holdings(run, ledger, events, lambda owner: 0, set)
 
 
-def say(events: Events, rollout: str, attempt: int, kind: str) -> None:
-    events.write("attempt", id=rollout, attempt=attempt, kind=kind, error="no engine answered", rank=1)
+def say(events: EventWriter, rollout: str, attempt: int, kind: str) -> None:
+    events.write(AttemptEvent(id=rollout, attempt=attempt, kind=kind, error="no engine answered", rank=1))
     events.flush()
 
 
@@ -57,7 +57,7 @@ def test_retries_that_a_killed_pod_has_used_up_are_not_given_again(tmp_path: Pat
 def test_what_was_told_counts_beside_what_was_only_heard(tmp_path: Path) -> None:
     run = prepared(tmp_path / "run")
     for pod, attempts in (("a", 1), ("b", 3)):
-        events = Events(run.event_file(pod, "0"))
+        events = EventWriter(run.event_file(pod, "0"))
         for number in range(attempts):
             say(events, "t/p/0", number, "node")
         events.close()
