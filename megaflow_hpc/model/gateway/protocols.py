@@ -1,11 +1,11 @@
-"""What the gateway asks of an engine so that every sampled token is known.
+"""The three ways in which the gateway asks an engine, from least to most that is known of the sampled tokens.
 
-``text``: the OpenAI endpoint as it is. Nothing is known of tokens: only the conversation is kept. For engines that
-refuse the parameters below.
+``text``: the OpenAI endpoint as it is, for engines that refuse the parameters below. Nothing is known of tokens; only
+the conversation is kept.
 
-``plain``: the OpenAI endpoint, with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the
-scripted engine have both). The engine renders the whole history anew, so a history whose text does not encode to the
-sampled ids starts a new sequence.
+``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the scripted
+engine have both). The engine renders the whole history anew, so a history whose text does not encode to the sampled
+ids starts a new sequence.
 
 ``split`` (vLLM with ``--enable-scale-out``): ``…/render`` makes the prompt's token ids, ``/inference/v1/generate`` goes
 from ids to ids, ``…/derender`` makes the agent's answer of them. Between the first and the second, the part of the
@@ -15,10 +15,10 @@ only appended to is one sequence whatever its text encodes to::
     rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
     sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
 
-A server that turns out to lack what its protocol needs is asked in the next lower one. Which was used is counted per
-rollout (:attr:`~megaflow_hpc.types.Recording.protocols`), so that nobody takes text for tokens.
+A server that lacks what its protocol needs is asked in the next lower one. The protocols used are counted per rollout
+(:attr:`~megaflow_hpc.types.Recording.protocols`), so that text is never taken for tokens.
 
-What an agent asked for and what is added are kept apart: the answer it sees is the one it would get from the engine.
+What the gateway adds to a request it takes out of the answer: the agent sees what the engine would have told it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from typing import Any, NamedTuple
 import orjson
 
 from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, WEIGHT_VERSION
-from megaflow_hpc.model.gateway import answer
 from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.router import Server
 
 LACKING = frozenset({404, 405, 501})
-"""Answers of a server that has no such path."""
+"""HTTP statuses of a server that has no such path."""
 RETRIED = frozenset({401, 403, 408, 429})
-"""Answers below 500 that say something of the server and nothing of the request: another one may do better."""
+"""HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
 
 
 class Reply(dict[str, Any]):
-    """A JSON object, and the version of the weights that the server had when it was sampled."""
+    """A JSON object, and the version of the weights that sampled it."""
 
     weight_version: int = 0
 
 
 class Refused(Exception):
-    """The engine's own verdict on a request (4xx): handed to the agent as it is."""
+    """The engine refused a request as wrong (4xx); the agent is told so as it is."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}")
@@ -58,7 +57,7 @@ class Refused(Exception):
 
 
 class Unavailable(Exception):
-    """The server did not do its work: another try, there or elsewhere, is right."""
+    """The server failed, not the request: the call may be repeated there or elsewhere."""
 
 
 @dataclass
@@ -68,19 +67,17 @@ class Answer:
     body: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
     message: dict[str, Any] | None = None
-    """The answer where there is no sample."""
+    """The assistant's message where there is no sample."""
     protocol: str = ""
-    """That it was asked in."""
+    """The protocol in which the engine was asked."""
 
 
-async def post(
-    connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float, scores: bool = True
-) -> Reply:
-    """One JSON request to ``server``. Without ``scores`` those of a chat answer's tokens are :class:`answer.Scores`.
+async def post(connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float) -> Reply:
+    """Posts one JSON request to ``server`` and returns its answer.
 
     Raises:
         Refused: The request is at fault.
-        Unavailable: The server is: unreachable, wrong certificate, 5xx, no JSON.
+        Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
     """
     try:
         response = await connections.post(
@@ -94,19 +91,23 @@ async def post(
     if response.status >= 400:
         raise Refused(response.status, raw)
     try:
-        found = (None if scores else answer.read(raw)) or parsed(raw)
+        found = parsed(raw)
     except (ValueError, RecursionError) as error:
         raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
     if not isinstance(found, dict):
         raise Unavailable(f"{server.name}: the answer is not a JSON object")
     reply = Reply(found)
-    said = response.headers.get(WEIGHT_VERSION.lower(), "")
-    reply.weight_version = int(said) if said.isdecimal() else server.weight_version
+    version = response.headers.get(WEIGHT_VERSION.lower(), "")
+    reply.weight_version = int(version) if version.isdecimal() else server.weight_version
     return reply
 
 
 def parsed(raw: bytes) -> Any:
-    """JSON, also what strict readers refuse: half a surrogate pair from a cut-off tool output, ``NaN``."""
+    """Decodes JSON, also what strict readers refuse: half a surrogate pair from a cut-off tool output, ``NaN``.
+
+    Raises:
+        ValueError, RecursionError: It is not JSON.
+    """
     try:
         return orjson.loads(raw)
     except ValueError:
@@ -114,9 +115,10 @@ def parsed(raw: bytes) -> Any:
 
 
 def packed(value: Any) -> bytes:
+    """Encodes JSON as UTF-8; half a surrogate pair is escaped."""
     try:
         return orjson.dumps(value)
-    except TypeError:  # half a surrogate pair: escaped, as it came
+    except TypeError:
         return json.dumps(value).encode()
 
 
@@ -131,22 +133,22 @@ class Call(NamedTuple):
     recorder: Recorder
     policy: str
 
-    async def post(self, path: str, body: Mapping[str, Any], scores: bool = True) -> Reply:
-        return await post(self.connections, self.server, path, body, self.timeout_s, scores)
+    async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        return await post(self.connections, self.server, path, body, self.timeout_s)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
-        """The body as it goes to the engine."""
+        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""
         body = {k: v for k, v in self.body.items() if k != "stream_options"}
         return {**body, "model": self.server.model_name, "stream": False, **changes}
 
 
 async def ask(call: Call) -> Answer:
-    """One call in the protocol that the server's engine has; raises as :func:`post` does."""
+    """Makes one call in the server's protocol; raises as :func:`post` does."""
     return await PROTOCOLS[call.server.protocol](call)
 
 
 async def text(call: Call) -> Answer:
-    """A call of which only the text is kept."""
+    """Makes a call of which only the text is kept."""
     reply = await call.post(call.path, call.asked())
     try:
         choice = reply["choices"][0]
@@ -157,12 +159,12 @@ async def text(call: Call) -> Answer:
 
 
 async def plain(call: Call) -> Answer:
-    """A call of ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
+    """Calls ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
     server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
     scores = True if chat else max(1, int(body.get("logprobs") or 0))
     try:
         asked = call.asked(return_token_ids=True, logprobs=scores)
-        reply = await call.post(call.path, asked, scores=not chat or bool(body.get("logprobs")))
+        reply = await call.post(call.path, asked)
     except Refused as refusal:
         if b"return_token_ids" not in refusal.body:
             raise
@@ -181,7 +183,7 @@ async def plain(call: Call) -> Answer:
 
 
 async def split(call: Call) -> Answer:
-    """A chat call in three: render, generate, derender. What these cannot do goes the plain way."""
+    """Makes a chat call in three requests: render, generate, derender; what these cannot express, in ``plain``."""
     body = call.body
     if not call.path.endswith("/chat/completions") or body.get("stop") or (body.get("n") or 1) > 1:
         return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
@@ -207,8 +209,8 @@ async def split(call: Call) -> Answer:
         scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         _check(tokens, scores)
         spans = _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
-        told = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
-        reply = await call.post(DERENDER, {"model": server.model_name, "prompt_tokens": len(prompt), **told})
+        about = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
+        reply = await call.post(DERENDER, {"model": server.model_name, "prompt_tokens": len(prompt), **about})
         message = _brief(reply["choices"][0]["message"])
         finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -235,7 +237,7 @@ async def split(call: Call) -> Answer:
 
 
 async def count(call: Call) -> int:
-    """Tokens of the prompt that the request makes; raises as :func:`post` does."""
+    """Returns the number of tokens of the request's prompt; raises as :func:`post` does."""
     try:
         if call.server.protocol == "split":
             return len((await call.post(RENDER, call.asked()))["token_ids"])
@@ -248,7 +250,7 @@ async def count(call: Call) -> int:
 
 
 async def _continued(call: Call, rendered: list[int]) -> list[int]:
-    """``rendered`` with this rollout's own earlier answers as they were sampled; itself where none is known."""
+    """Returns ``rendered`` with the rollout's own earlier answers as they were sampled; itself where none is known."""
     messages = call.body.get("messages") or ()
     found = call.recorder.tip(rendered, messages, call.policy)
     if found is None:
@@ -273,10 +275,7 @@ async def _continued(call: Call, rendered: list[int]) -> list[int]:
 def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, version: int, server: str) -> Sample:
     message = dict(choice["message"]) if chat else None
     scores = choice["logprobs"]
-    if isinstance(scores, answer.Scores):
-        logprobs = scores.values()
-    else:
-        logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
+    logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
     prompt = array("i", reply["prompt_token_ids"] if chat else choice["prompt_token_ids"])
     tokens = choice["token_ids"]
     _check(tokens, logprobs)
@@ -294,18 +293,18 @@ def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, ver
 
 
 def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
-    """Version and end of each run of tokens, where the engine tells them: weights may change while it samples."""
-    told = choice.get("weight_versions") or []
-    if not told or not all(str(span["version"]).isdecimal() for span in told):
-        return []  # started without a number: the proxy's header has it
-    spans = [(int(span["version"]), int(span["end"])) for span in told]
+    """Returns version and end of each run of tokens where the engine tells them: it may sample while weights change."""
+    versions = choice.get("weight_versions") or []
+    if not versions or not all(str(span["version"]).isdecimal() for span in versions):
+        return []  # the engine was started without a number; the proxy's header has it
+    spans = [(int(span["version"]), int(span["end"])) for span in versions]
     if spans[-1][1] != tokens:
         raise ValueError(f"weight versions of {spans[-1][1]} tokens, {tokens} token ids")
     return spans
 
 
 def _text_alone(reply: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The message of a good answer whose engine knows nothing of token ids."""
+    """Returns the message of a good answer that has no token ids; ``None`` for any other answer."""
     try:
         (choice,) = reply["choices"]
         if "token_ids" not in choice and isinstance(choice["message"]["role"], str) and reply["usage"]:
@@ -316,18 +315,18 @@ def _text_alone(reply: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check(tokens: list[int], logprobs: list[float]) -> None:
-    """Raises what a caller takes for garbage, unless there is a number for each id."""
+    """Raises ValueError, TypeError or OverflowError unless all are numbers and there is one for each id."""
     if len(array("i", tokens)) != len(array("f", logprobs)):
         raise ValueError(f"{len(tokens)} token ids, {len(logprobs)} log-probabilities")
 
 
 def _brief(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without the fields an engine fills with nothing."""
+    """Returns the message without its empty fields."""
     return {k: v for k, v in message.items() if v or k in ("role", "content")}
 
 
 def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
-    """Takes out what the agent did not ask for."""
+    """Removes what the agent did not ask for."""
     if not body.get("return_token_ids"):
         reply.pop("prompt_token_ids", None)
         for choice in reply["choices"]:

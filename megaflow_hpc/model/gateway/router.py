@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from megaflow_hpc.errors import ModelServiceError
@@ -184,7 +183,6 @@ class Router:
         return f"policy {policy!r}: no server is registered" + (f"; last start failed: {cause}" if cause else "")
 
 
-@lru_cache(maxsize=65536)
 def _uniform(group: str, server: str) -> float:
     """Returns a number in (0, 1) that is the same at every gateway."""
     digest = hashlib.blake2b(f"{group}\0{server}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""An engine's answer read for its tokens is the answer read as JSON, or is read as JSON."""
+"""What the plain protocol makes of an engine's answer: every field goes on, and garbage is the server's failure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from megaflow_hpc.model.gateway.answer import read
+from megaflow_hpc.model.api import CHAT
+from megaflow_hpc.model.gateway.connection import Connections
+from megaflow_hpc.model.gateway.protocols import Answer, Call, Unavailable, plain
+from megaflow_hpc.model.gateway.recorder import Recorder
+from megaflow_hpc.model.gateway.router import Server
+from tests.support.serving import in_loop
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -31,30 +37,61 @@ def chat(**more: Any) -> dict[str, Any]:
     } | more
 
 
-def test_everything_but_the_scores_is_as_json_has_it() -> None:
-    answer = chat(model="m", kv_transfer_params=None, created=17)
-    found = read(json.dumps(answer).encode())
-    assert found is not None
-    assert found["choices"][0].pop("logprobs").values() == [-0.5, -1.0]
-    del answer["choices"][0]["logprobs"]
-    assert found == answer
+async def answer_to(raw: bytes, **body: Any) -> Answer:
+    """The gateway's answer where the engine answers with these bytes, over a real socket."""
+
+    async def engine(_: web.BaseRequest) -> web.Response:
+        return web.Response(body=raw, content_type="application/json")
+
+    runner = web.ServerRunner(web.Server(engine))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    connections = Connections()
+    server = Server("p.0", "p", f"http://127.0.0.1:{runner.addresses[0][1]}", "key", "m")
+    try:
+        return await plain(Call(connections, server, CHAT, {"model": "m", **body}, 10.0, Recorder("p"), "p"))
+    finally:
+        connections.close()
+        await runner.cleanup()
+
+
+@in_loop
+async def test_everything_but_the_ids_and_scores_goes_to_the_agent() -> None:
+    answer = chat(model="m", kv_transfer_params=None, created=17, citations=["a field of another engine"])
+    answer["choices"][0]["content_filter"] = {}
+    found = await answer_to(json.dumps(answer).encode())
+    assert [list(s.logprobs) for s in found.samples] == [[-0.5, -1.0]]
+    assert [(list(s.prompt), list(s.tokens)) for s in found.samples] == [([1, 2, 3], [7, 9])]
+    assert found.body["choices"][0].pop("logprobs") is None
+    del answer["choices"][0]["logprobs"], answer["choices"][0]["token_ids"], answer["prompt_token_ids"]
+    assert found.body == answer
+
+
+@in_loop
+async def test_scores_and_ids_that_were_asked_for_are_given() -> None:
+    answer = chat(model="m")
+    found = await answer_to(json.dumps(answer).encode(), logprobs=True, return_token_ids=True)
+    assert found.body == answer
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        chat(citations=["a field of another engine"]),
-        chat(choices=[{**chat()["choices"][0], "content_filter": {}}]),
         chat(choices=[{**chat()["choices"][0], "logprobs": None}]),
         chat(choices=[{**chat()["choices"][0], "token_ids": [7, "x"]}]),
+        chat(choices=[{**chat()["choices"][0], "token_ids": [7]}]),
         chat(prompt_token_ids=None),
         [chat()],
     ],
 )
-def test_what_is_not_known_here_is_left_to_who_knows_it(answer: Any) -> None:
-    assert read(json.dumps(answer).encode()) is None
+@in_loop
+async def test_an_answer_without_its_ids_or_scores_is_the_servers_failure(answer: Any) -> None:
+    with pytest.raises(Unavailable):
+        await answer_to(json.dumps(answer).encode())
 
 
 @pytest.mark.parametrize("raw", [b"", b"[" * 100_000, json.dumps(chat()).encode()[:-9], b'{"id": "\\ud83d"}', b"\xff"])
-def test_what_is_not_json_is_no_answer(raw: bytes) -> None:
-    assert read(raw) is None
+@in_loop
+async def test_what_is_not_json_is_no_answer(raw: bytes) -> None:
+    with pytest.raises(Unavailable):
+        await answer_to(raw)
