@@ -1,50 +1,139 @@
-"""Trees on scratch: copying in, unpacking what a sandbox hands out, removing what it left behind."""
+"""Trees of files: removed however hostile, copied in, unpacked from what a sandbox hands out."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import shutil
 import stat
 import tarfile
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from megaflow_hpc.errors import SandboxError
 
 
-def remove_tree(path: str | os.PathLike[str]) -> None:
-    """Removes a tree whatever modes its directories have (``work/work`` of an overlay has none). Follows no links.
+def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:
+    """Removes a file or a tree of any depth, whatever modes its directories have. Follows no links; idempotent.
 
     Several may remove one tree at once: what another has removed is no error, and nothing is left for it.
-    Raises :class:`OSError` if something cannot be removed, such as a file of another uid.
+
+    Raises:
+        OSError: something cannot be removed, such as a file of another uid; not with ``ignore_errors``.
     """
     try:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            _walk(os.fspath(path), _unlink_files, _rmdir)
+            _rmdir(None, os.fspath(path))
+        else:
             os.unlink(path)
-            return
     except FileNotFoundError:
         return
+    except OSError:
+        if not ignore_errors:
+            raise
+
+
+def open_directories(path: str | os.PathLike[str]) -> None:
+    """Sets mode 0700 on every directory of a tree of any depth; what goes away meanwhile is passed over."""
+
+    def opened(directory: int) -> list[str]:
+        os.fchmod(directory, 0o700)
+        return [entry.name for entry in _entries(directory) if entry.is_dir(follow_symlinks=False)]
+
+    _walk(os.fspath(path), opened, lambda parent, name: None)
+
+
+def _walk(root: str, enter: Callable[[int], list[str]], leave: Callable[[int, str], None]) -> None:
+    """Visits every directory of a tree, holding two descriptors whatever its depth.
+
+    A sandbox can nest directories deeper than Python recurses, than a path is long and than descriptors may be open.
+    So each is reached from its neighbour: down by its name, up by ``..``, which must lead where it was come from.
+
+    Args:
+        enter: gets the descriptor of a directory; returns the names of those in it to go down to.
+        leave: gets the parent's descriptor and the name of a directory whose whole tree was visited.
+    """
+    above: list[tuple[tuple[int, int], list[str], str]] = []  # (identity, names still to visit, name gone down to)
+    here = _open_directory(root)
     try:
-        shutil.rmtree(path, onerror=_raise_unless_gone)
+        waiting = enter(here)
+        while waiting or above:
+            if waiting:
+                name = waiting.pop()
+                try:
+                    below = _open_directory(name, here)
+                except FileNotFoundError:
+                    continue
+                above.append((_identity(here), waiting, name))
+                os.close(here)
+                here = below
+                waiting = enter(here)
+            else:
+                parent = os.open("..", _DIRECTORY, dir_fd=here)
+                os.close(here)
+                here = parent
+                identity, waiting, name = above.pop()
+                if _identity(here) != identity:
+                    raise OSError(errno.ESTALE, "moved elsewhere while it was walked through", name)
+                leave(here, name)
+    except OSError as error:
+        error.filename = os.path.join(root, *(name for _, _, name in above), str(error.filename or ""))
+        raise
+    finally:
+        os.close(here)
+
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _open_directory(name: str, parent: int | None = None) -> int:
+    """Opens a directory after its owner, who we may be, was given every right on it."""
+    try:
+        found = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:
-        open_directories(os.fspath(path))
-        shutil.rmtree(path, onerror=_raise_unless_gone)
+        place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            os.chmod(f"/proc/self/fd/{place}", 0o700)  # by its name, a link might be followed
+        finally:
+            os.close(place)
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    if os.fstat(found).st_mode & 0o700 != 0o700:
+        with contextlib.suppress(PermissionError):  # another's; what is in it can perhaps be removed all the same
+            os.fchmod(found, 0o700)
+    return found
 
 
-def _raise_unless_gone(_function: object, _name: str, failure: tuple[object, BaseException, object]) -> None:
-    if not isinstance(failure[1], FileNotFoundError):
-        raise failure[1]
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
-def open_directories(path: str) -> None:
-    """Gives the owner every right on every directory of a tree; what goes away meanwhile is passed over."""
-    waiting = [path]
-    while waiting:
-        directory = waiting.pop()
-        with contextlib.suppress(FileNotFoundError):
-            os.chmod(directory, 0o700)
-            waiting += [entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
+def _entries(directory: int) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except FileNotFoundError:  # removed while it was open
+        return []
+
+
+def _unlink_files(directory: int) -> list[str]:
+    """Removes what is no directory; returns the names of the directories."""
+    directories = []
+    for entry in _entries(directory):
+        if entry.is_dir(follow_symlinks=False):
+            directories.append(entry.name)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.name, dir_fd=directory)
+    return directories
+
+
+def _rmdir(parent: int | None, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=parent)
 
 
 def copy_tree(source: Path, target: Path) -> None:
