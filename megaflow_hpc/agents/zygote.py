@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -28,9 +27,8 @@ from megaflow_hpc.agents import wire
 from megaflow_hpc.agents.registry import NAMES, create
 from megaflow_hpc.agents.remote import RemoteSandbox
 from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.host.parent_death import die_with_parent
 from megaflow_hpc.types import ModelEndpoint, Task
-
-PR_SET_PDEATHSIG = 1
 
 
 def preload(names: list[str]) -> None:
@@ -94,7 +92,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
 
 
 def _child(descriptor: int, parent: int) -> int:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         return 1
     os.setpgid(0, 0)

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.mpi import find_mpiexec
 
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
 DECISION_S = 50e-6
@@ -148,10 +148,7 @@ def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], f
     """(seconds, bytes of the journal, milliseconds between results and next starts, processor seconds of rank 0)."""
     from megaflow_hpc.bench.dispatch_ranks import plan
 
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        raise SiteError("mpiexec: not found; pip install 'megaflow-hpc[mpi]', or load the site's MPI module")
+    mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run_dir = Path(folder) / "run"
         plan(run_dir, count)

@@ -111,7 +111,7 @@ async def _at_once(
     provider: ApptainerProvider, spec: SandboxSpec, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
     """Starts per second, and MB of each sandbox of the last round."""
-    from megaflow_hpc.host.proctree import descendants
+    from megaflow_hpc.host.process import descendants
 
     rates: list[float] = []
     memory: list[float] = []
@@ -161,8 +161,7 @@ async def _resets(provider: ApptainerProvider, image: str, count: int) -> tuple[
 def _leftovers(image: str, count: int, provider: ApptainerProvider) -> dict[str, int]:
     """Processes, mounts and files of a killed owner's sandboxes after its death and one sweep."""
     from megaflow_hpc.environments.sandbox.janitor import sweep
-    from megaflow_hpc.host.process import Identity
-    from megaflow_hpc.host.proctree import descendants
+    from megaflow_hpc.host.process import Identity, descendants
 
     with tempfile.TemporaryDirectory(dir=provider.scratch) as scratch:
         argv = [sys.executable, "-c", OWNER, scratch, str(provider.cache), image, str(count)]

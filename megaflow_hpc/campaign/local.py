@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.process import make_pod_directory
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.leftovers import make_pod_directory
+from megaflow_hpc.host.mpi import find_mpiexec
 from megaflow_hpc.rundir.layout import RunDir, file_mode
 
 STOP_S = 60.0
@@ -22,7 +21,7 @@ class LocalPod:
     def __init__(self, run: RunDir, ranks: int, servers: int) -> None:
         command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
         if ranks > 1:
-            command = [_mpiexec(), "-n", str(ranks), *command]
+            command = [find_mpiexec(), "-n", str(ranks), *command]
         self._run = run
         self._directory = make_pod_directory()
         self._environment = {
@@ -73,15 +72,4 @@ class LocalPod:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for
                 process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _mpiexec() -> str:
-    """The mpiexec that belongs to this interpreter's MPI, else the one on PATH."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if not found:
-        raise SiteError(
-            "mpiexec: not found; pip install mpich beside megaflow-hpc, load an MPI module, or run with --ranks 1"
-        )
-    return found
+        remove_tree(self._directory, ignore_errors=True)

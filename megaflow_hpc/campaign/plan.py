@@ -5,10 +5,10 @@ Everything a pod needs stands in ``run.json``, so that a run means the same afte
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shlex
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ from megaflow_hpc.campaign import provenance
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
@@ -306,9 +307,8 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
     for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
         if name in os.environ:
             lines.append(f"export {name}={shlex.quote(os.environ[name])}")
-    apptainer = shutil.which("apptainer") or shutil.which("singularity")
-    if apptainer:
-        lines.append(f'export PATH="$PATH:"{shlex.quote(str(Path(apptainer).parent))}')
+    with contextlib.suppress(SiteError):  # the nodes may have one where this machine has none
+        lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
     lines += [
         f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}",
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
@@ -191,7 +191,7 @@ class Run:
 
         self.dir.check_ours()
         if self.ledger.finished:  # the last pod removes it, unless it was killed then
-            shutil.rmtree(self.dir.partial, ignore_errors=True)
+            remove_tree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
 
     def _recount(self) -> None:

@@ -101,12 +101,13 @@ def _slurm() -> Iterator[Finding]:
 
 
 def _mpi() -> Iterator[Finding]:
+    from megaflow_hpc.host.mpi import find_mpiexec
     from megaflow_hpc.slurm import site
 
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    found = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
-    remedy = "pip install mpich, or load an MPI module"
-    yield Finding("mpiexec", "ok" if found else "warn", found or "not found", "" if found else remedy)
+    try:
+        yield Finding("mpiexec", "ok", find_mpiexec())
+    except SiteError:
+        yield Finding("mpiexec", "warn", "not found", "pip install mpich, or load an MPI module")
     if site.has_slurm():
         yield Finding("srun --mpi", "ok", site.mpi_plugin())
 

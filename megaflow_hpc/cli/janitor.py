@@ -29,7 +29,7 @@ def register(subparsers: Any) -> None:
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.janitor import sweep
     from megaflow_hpc.environments.sandbox.provider import default_scratch
-    from megaflow_hpc.host.process import sweep_pod_directories, sweep_shared_memory
+    from megaflow_hpc.host.leftovers import sweep_pod_directories, sweep_shared_memory
 
     scratch = arguments.scratch or default_scratch()
     counts = sweep(scratch)

@@ -1,13 +1,17 @@
-"""Where this node is reached, and ports that are free on it."""
+"""The addresses of this node, and ports that are free on it."""
 
 from __future__ import annotations
 
 import os
 import socket
 
+LOOPBACK = "127.0.0.1"
+"""Reached from this node alone."""
+
 
 def address() -> str:
-    """How other nodes reach this one: the host's name where it resolves, else the address of its route outward."""
+    """Returns how other nodes reach this one: ``MEGAFLOW_ADDRESS``, else the host's name where it resolves, else the
+    address of its route outward, else :data:`LOOPBACK`."""
     chosen = os.environ.get("MEGAFLOW_ADDRESS")
     if chosen:
         return chosen
@@ -22,11 +26,11 @@ def address() -> str:
             probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
             return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
+            return LOOPBACK
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago; a start that loses the race for it is tried again with another."""
+def free_port(host: str = LOOPBACK) -> int:
+    """Returns a TCP port of ``host`` that was free a moment ago; who loses the race for it tries another."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import stat
-import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -155,6 +154,8 @@ def unpack(data: bytes, target: Path) -> None:
     Names that leave ``target`` are refused; links come last, so that no member can be written through one; devices
     and FIFOs are left out; modes lose setuid, setgid and sticky.
     """
+    import tarfile  # 10 ms, which whoever only removes trees is spared
+
     target.mkdir(parents=True, exist_ok=True)
     links: list[tuple[Path, str]] = []
     try:

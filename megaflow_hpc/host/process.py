@@ -1,25 +1,25 @@
-"""Where we run, and processes by identity: a pid alone may have been given to somebody else since."""
+"""Processes of this machine, read from Linux ``/proc``, and killed by identity: a pid may be given to another process.
+
+Light to import: the parent of an engine's processes does.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
-import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-SHARED_MEMORY = "/dev/shm"
-STALE_S = 60.0
-"""A file of shared memory that nobody has mapped for this long belongs to no world that is just starting."""
-POD_DIRECTORY = "megaflow-pod"
-"""``<this>.<host>.<pid>-<start>.<random>``: a pod's private directory, named by the process that owns it."""
 
 
 def node_name() -> str:
-    """This node as Slurm calls it, else the host's name."""
+    """Returns this node's name as Slurm knows it, else the host's name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def boot_id() -> str:
+    """Returns the kernel's identity of this boot; pids and start times mean something within one boot only."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,13 @@ class Identity:
 
     @classmethod
     def parse(cls, text: str) -> Identity | None:
+        """Reads what :meth:`__str__` wrote; ``None`` if ``text`` is of another form."""
         pid, _, start = text.partition("-")
         return cls(int(pid), int(start)) if pid.isdecimal() and start.isdecimal() else None
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """``None`` if there is no such process, or only its zombie."""
+        """Returns the process that has ``pid`` now; ``None`` if there is none, or only its zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
@@ -47,14 +48,14 @@ class Identity:
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:
-        """SIGKILL; ``False`` if it was gone."""
+        """Sends SIGKILL; returns ``False`` if the process was gone."""
         return self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> bool:
-        """A signal through a pidfd that was checked to be this very process; ``False`` if it was gone."""
+        """Sends a signal through a pidfd that was checked to be this very process; ``False`` if it was gone."""
         try:
             descriptor = os.pidfd_open(self.pid)
-        except (ProcessLookupError, OSError):
+        except OSError:
             return False
         try:
             if not self.alive():
@@ -67,63 +68,99 @@ class Identity:
             os.close(descriptor)
 
 
+def kill_each(pids: Iterable[int]) -> int:
+    """Sends SIGKILL to the processes that have these pids now; returns to how many it could be sent."""
+    return sum(identity.kill() for pid in pids if (identity := Identity.of(pid)))
+
+
 def stat_fields(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` from the third (state) on: the second may hold blanks and brackets."""
+    """Returns the fields of ``/proc/PID/stat`` from the third (state) on; empty if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # The second field, in brackets, may hold blanks and brackets itself.
             return file.read().rpartition(b")")[2].decode().split()
     except OSError:
         return []
 
 
-def make_pod_directory() -> Path:
-    """A private directory of this process, as ``pods.sh`` makes one for its own."""
-    me = Identity.of(os.getpid())
-    return Path(tempfile.mkdtemp(prefix=f"{POD_DIRECTORY}.{os.uname().nodename}.{me}."))
+def parent(pid: int) -> int:
+    """Returns the parent's pid; 0 if the process is gone."""
+    return _stat_number(pid, 1)
 
 
-def sweep_pod_directories(base: str | os.PathLike[str]) -> int:
-    """Removes those under ``base`` whose process on this host is gone, and returns how many."""
-    prefix, removed = f"{POD_DIRECTORY}.{os.uname().nodename}.", 0
-    for entry in os.scandir(base):
-        owner = Identity.parse(entry.name.removeprefix(prefix).rpartition(".")[0])
-        if not (entry.name.startswith(prefix) and owner) or owner.alive():
-            continue
-        try:
-            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                continue
-        except FileNotFoundError:
-            continue  # another janitor's
-        shutil.rmtree(entry.path, ignore_errors=True)
-        removed += 1
-    return removed
+def group(pid: int) -> int:
+    """Returns the process group; 0 if the process is gone."""
+    return _stat_number(pid, 2)
 
 
-def sweep_shared_memory(pattern: str = "mpich*") -> int:
-    """Removes MPI's shared memory that a world left which was killed as it started; returns how many files.
+def session(pid: int) -> int:
+    """Returns the session; 0 if the process is gone."""
+    return _stat_number(pid, 3)
 
-    Ranks unlink theirs as soon as all have it mapped, so what lies there, is ours and mapped by nobody is garbage.
+
+def _stat_number(pid: int, field: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[field]) if fields else 0
+
+
+def children(pid: int, threads: int | None = None) -> list[int]:
+    """Returns the processes that ``pid`` is the parent of.
+
+    Args:
+        threads: threads of ``pid``, where the caller knows; with 1 the listing of its threads is spared.
     """
-    found = [path for path in Path(SHARED_MEMORY).glob(pattern) if _old_and_ours(path)]
-    if not found:
-        return 0
-    mapped = set()
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                with open(f"{entry.path}/maps") as maps:
-                    mapped |= {line.rpartition(" ")[2].strip() for line in maps if SHARED_MEMORY in line}
-            except OSError:
-                continue  # ended meanwhile, or another user's, who has not mapped ours
-    gone = [path for path in found if str(path) not in mapped]
-    for path in gone:
-        path.unlink(missing_ok=True)
-    return len(gone)
+    names = [str(pid)]
+    if threads != 1:
+        try:
+            names = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            return []
+    found: list[int] = []
+    for name in names:
+        try:
+            with open(f"/proc/{pid}/task/{name}/children", "rb") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue
+    return found
 
 
-def _old_and_ours(path: Path) -> bool:
+def descendants(pid: int) -> Iterator[int]:
+    """Yields every process below ``pid``. Those of a pid namespace are all below its first process, orphans too."""
+    waiting = [pid]
+    while waiting:
+        for child in children(waiting.pop()):
+            waiting.append(child)
+            yield child
+
+
+def processes() -> Iterator[int]:
+    """Yields the pid of every process of this machine."""
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def argv(pid: int) -> list[bytes]:
+    """Returns the words of a process's command line; empty if it is gone or another user's."""
+    return _zero_separated(pid, "cmdline")
+
+
+def environment(pid: int) -> list[bytes]:
+    """Returns the ``NAME=VALUE`` entries a process was started with; empty if it is gone or another user's."""
+    return _zero_separated(pid, "environ")
+
+
+def _zero_separated(pid: int, name: str) -> list[bytes]:
     try:
-        status = path.stat()
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return [entry for entry in file.read(1 << 20).split(b"\0") if entry]
     except OSError:
-        return False
-    return status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_S
+        return []
+
+
+def mapped_files(pid: int) -> set[str]:
+    """Returns the paths of the files a process has mapped; empty if it is gone or another user's."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
+            return {f"/{path}" for line in file if (path := line.rstrip("\n").partition("/")[2])}
+    except OSError:
+        return set()

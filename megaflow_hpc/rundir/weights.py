@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
 
 ABOUT = "megaflow-weights.json"
@@ -118,7 +119,7 @@ def publish(
         _flush(staged)
         number = _take_number(run, staged)
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_tree(staged, ignore_errors=True)
         raise
     point(run, policy)
     if keep is not None:
@@ -142,7 +143,7 @@ def prune(run: RunDir, policy: str, keep: int) -> list[int]:
     for version in old:
         hidden = run.weights / f".removing.{version.version}.{secrets.token_hex(4)}"
         os.rename(version.path, hidden)  # gone at once for everybody, however long the removal takes
-        shutil.rmtree(hidden, ignore_errors=True)
+        remove_tree(hidden, ignore_errors=True)
     return [version.version for version in old]
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.process import parent
 from megaflow_hpc.slurm import site
 from tests.support.labs import Lab, alive
-from tests.support.processes import environment, kill, parent, processes
+from tests.support.processes import environment, kill, processes
 
 KINDS = (
     "rank",

@@ -6,11 +6,9 @@ others need newer. A peer that cannot be installed or does not answer is named a
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.host.address import free_port
+from megaflow_hpc.host.parent_death import die_with_parent
+from megaflow_hpc.host.process import stat_fields
 
 PACKAGES = ("litellm[proxy]", "vllm-router")
 START_S = 300.0
@@ -71,7 +71,7 @@ class Peer:
             cwd=folder,
             env={**os.environ, "NO_PROXY": "127.0.0.1,localhost", **extra},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=die_with_parent,
         )
 
     def command(self, place: Path, engine: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -108,7 +108,7 @@ class Peer:
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, its threads included."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(self._process.pid)
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
@@ -142,11 +142,6 @@ class VllmRouter(Peer):
         words = ["--worker-urls", engine, "--host", "127.0.0.1", "--port", str(self.port)]
         words += ["--prometheus-port", str(free_port()), "--log-level", "error"]
         return [str(place / "bin" / "vllm-router"), *words], {}
-
-
-def _end_with_parent() -> None:
-    """Whoever kills the benchmark leaves no peer behind (prctl's PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _version(place: Path, package: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.mpi import find_mpiexec
 
 FEW, MANY, TIMES = 1_000, 6_000, 20
 SLOTS = 128
@@ -74,10 +75,7 @@ def _strace(strace: str, log: Path) -> list[str]:
 def _pod(strace: str, rollouts: int, ranks: int) -> int:
     from megaflow_hpc.bench.dispatch_ranks import plan
 
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        raise SiteError("mpiexec: not found; pip install 'megaflow-hpc[mpi]', or load the site's MPI module")
+    mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run, log = Path(folder) / "run", Path(folder) / "log"
         plan(run, rollouts)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import open_directories, remove_tree
-from megaflow_hpc.host.proctree import dies_with_parent
+from megaflow_hpc.host.parent_death import dies_with_parent
 
 _HEADER = struct.Struct("<32s10s3s3s16s8q")
 _DESCRIPTOR = struct.Struct("<iBIIIqqqqqqq128s384s")

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watch
+from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
@@ -24,8 +24,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import descendants, is_runner
+from megaflow_hpc.host.process import Identity, descendants
 
 
 class Bundle:
@@ -112,7 +111,7 @@ class Bundle:
         if container is not None:
             watch.detach()
             await container.kill()
-            shutil.rmtree(container.control, ignore_errors=True)
+            remove_tree(container.control, ignore_errors=True)
 
     async def remove(self) -> None:
         """Ends the container and removes everything."""

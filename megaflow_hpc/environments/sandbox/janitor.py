@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
+from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import descendants, namespace_init
+from megaflow_hpc.host.process import Identity, descendants
 
 
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:

@@ -12,7 +12,7 @@ helper   it runs as a command of the sandbox, and passes the     only root's rig
 =======  ======================================================  ==============================================
 
 The second brings its interpreter along, since an image may have none: this process's own Python with its C library,
-linked or copied once per node (:mod:`.interpreter`) and started by its own loader, whatever C library the image has.
+linked or copied once per node (:mod:`.helper_python`) and started by its own loader, whatever C library the image has.
 """
 
 from __future__ import annotations
@@ -24,19 +24,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
+from megaflow_hpc.environments.sandbox.transfer import Exec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
-from megaflow_hpc.types import ExecResult
 
 Way = Literal["nsenter", "helper", ""]
-Run = Callable[..., Awaitable[ExecResult]]
-"""Runs a command in the sandbox: :meth:`ApptainerSandbox.exec`."""
-
 LISTEN_S = 20.0
 
 _BIND = """
@@ -107,12 +103,12 @@ def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
     return listener
 
 
-async def listen_by_helper(run: Run, control: str, kit: Path, port: int) -> socket.socket:
+async def listen_by_helper(run: Exec, control: str, kit: Path, port: int) -> socket.socket:
     """The same by a command of the sandbox.
 
     Args:
         control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.
-        kit: the interpreter (:func:`.interpreter.kit`).
+        kit: the interpreter (:func:`.helper_python.kit`).
     """
     name = "listen"
     await asyncio.to_thread(helper_python.lay, kit, Path(control))

@@ -29,7 +29,7 @@ from megaflow_hpc.host.apptainer import (
     version,
 )
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import node_name
+from megaflow_hpc.host.process import boot_id, node_name
 from megaflow_hpc.rundir.layout import write_atomic
 
 FORMAT = 2
@@ -171,7 +171,7 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str]) -> None:
 
 def _stamp(apptainer: str) -> list[object]:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
     except OSError:
         boot = ""
     return [FORMAT, boot, apptainer, os.stat(apptainer).st_mtime_ns, os.access("/dev/fuse", os.R_OK | os.W_OK)]

@@ -22,13 +22,13 @@ from megaflow_hpc.environments.sandbox.commands.commands import Commands
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen_by_helper, listen_inside
+from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.session import Session
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import LimitError, SandboxError
-from megaflow_hpc.host.proctree import continue_all, stop_all
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
@@ -319,7 +319,7 @@ class ApptainerSandbox:
         Only regular files, directories and symbolic links that stay inside ``target`` come out. Directories need
         ``tar`` in the image.
         """
-        await transfer.download(self, source, target)
+        await transfer.download(self.exec, source, target)
 
     def session(self, *, output_limit: int | None = None) -> Session:
         """A shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.

@@ -18,8 +18,8 @@ from megaflow_hpc.environments.sandbox.commands.commands import Commands
 from megaflow_hpc.environments.sandbox.commands.running import CommandUnderWay, Worker
 from megaflow_hpc.environments.sandbox.commands.shell import session_text
 from megaflow_hpc.environments.sandbox.limits.usage import command_of
-from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import descendants, is_runner, parent
+from megaflow_hpc.environments.sandbox.processes import is_runner
+from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
 GRACE_S = 1.0
@@ -141,7 +141,4 @@ def _kill_below(init: int, number: int) -> None:
     """SIGKILLs all that command ``number`` has started, but not its own first process."""
     for pid in descendants(init):
         if command_of(pid) == number and is_runner(parent(pid)):
-            for below in list(descendants(pid)):
-                identity = Identity.of(below)
-                if identity is not None:
-                    identity.kill()
+            kill_each(list(descendants(pid)))

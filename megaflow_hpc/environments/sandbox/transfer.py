@@ -6,22 +6,31 @@ import asyncio
 import os
 import shlex
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import copy_tree, remove_tree, unpack
+from megaflow_hpc.types import ExecResult, Sandbox
 
-if TYPE_CHECKING:
-    from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+Exec = Callable[..., Awaitable[ExecResult]]
+"""Runs a command in the sandbox: :meth:`ApptainerSandbox.exec`."""
 
 DOWNLOAD_LIMIT = 256 * 1024 * 1024
 """Bytes that one download may bring to the host."""
 
 
-async def upload(sandbox: ApptainerSandbox, source: str, target: str, control: str, name: str) -> None:
-    """See :meth:`ApptainerSandbox.upload`. Goes through ``control/name``, which the sandbox sees read-only."""
+async def upload(sandbox: Sandbox, source: str, target: str, control: str, name: str) -> None:
+    """Copies a file or a directory's contents into a sandbox; see :meth:`ApptainerSandbox.upload`.
+
+    Args:
+        control: the container's control directory on the host, which the sandbox sees read-only.
+        name: entry of it that holds the files until they are copied.
+
+    Raises:
+        SandboxError: there is nothing at ``source``, or the sandbox cannot take it.
+    """
     staged = os.path.join(control, name)
     inside = f"{CONTROL_DIR}/{name}"
     quoted = shlex.quote(target)
@@ -48,10 +57,14 @@ async def upload(sandbox: ApptainerSandbox, source: str, target: str, control: s
         await asyncio.to_thread(remove_tree, staged)
 
 
-async def download(sandbox: ApptainerSandbox, source: str, target: str) -> None:
-    """See :meth:`ApptainerSandbox.download`."""
+async def download(run: Exec, source: str, target: str) -> None:
+    """Copies a file or a directory's contents out of a sandbox; see :meth:`ApptainerSandbox.download`.
+
+    Raises:
+        SandboxError: there is nothing at ``source``, or more than :data:`DOWNLOAD_LIMIT` bytes.
+    """
     quoted = shlex.quote(source)
-    kind = await sandbox.exec(f"if [ -d {quoted} ]; then echo d; elif [ -f {quoted} ]; then echo f; fi")
+    kind = await run(f"if [ -d {quoted} ]; then echo d; elif [ -f {quoted} ]; then echo f; fi")
     if kind.stdout.strip() not in ("d", "f"):
         raise SandboxError(f"{source}: nothing to download: no such file or directory in the sandbox")
     whole = 2 * DOWNLOAD_LIMIT
@@ -59,7 +72,7 @@ async def download(sandbox: ApptainerSandbox, source: str, target: str) -> None:
         command = f"head -c {DOWNLOAD_LIMIT + 1} < {quoted}"
     else:
         command = f"tar -C {quoted} -cf - . | head -c {DOWNLOAD_LIMIT + 1}"
-    got = await sandbox.exec(command, output_limit=whole)
+    got = await run(command, output_limit=whole)
     if got.exit_code:
         raise SandboxError(f"{source}: download failed: {got.stderr.strip()[-500:]}")
     if len(got.stdout_bytes) > DOWNLOAD_LIMIT:

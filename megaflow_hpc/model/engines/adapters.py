@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.address import address, free_port
+from megaflow_hpc.host.address import LOOPBACK, address, free_port
 from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
@@ -89,12 +89,12 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port = free_port()
     built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
-    built_in |= {"host": "127.0.0.1", "port": port, "tp": max(1, int(model.get("gpus") or 1))}
+    built_in |= {"host": LOOPBACK, "port": port, "tp": max(1, int(model.get("gpus") or 1))}
     # No key: SGLang takes one on its command line only, where others could read it.
     return Launch(
         [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
-        base_url=f"http://127.0.0.1:{port}",
+        base_url=f"http://{LOOPBACK}:{port}",
         model_name=policy,
         reload="sglang",
         metrics=True,
@@ -104,12 +104,12 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 
 def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port, path = free_port(), _path(model)
-    built_in: dict[str, Any] = {"host": "127.0.0.1", "port": port}
+    built_in: dict[str, Any] = {"host": LOOPBACK, "port": port}
     program = str(Path(interpreter(model)).with_name("transformers"))  # "transformers", where a PATH is to find it
     return Launch(
         [program, "serve", path, *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
-        base_url=f"http://127.0.0.1:{port}",
+        base_url=f"http://{LOOPBACK}:{port}",
         model_name=path,
         slots=0 if "continuous-batching" in (model.get("args") or {}) else 1,
     )

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.apptainer import find_apptainer
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.model.engines.launch import Launch
 
 PASSED = re.compile(
@@ -50,7 +51,10 @@ def contained(launch: Launch, model: Mapping[str, Any], private: Path, seen: Ite
         raise ConfigError(
             f"model.image: {image} does not exist on this node; make it with apptainer build, on a shared disk"
         )
-    runtime = apptainer()
+    try:
+        runtime = find_apptainer()
+    except SiteError as error:
+        raise ConfigError(f"model.image: {error}") from error
     prefix = Path(runtime).name.upper()
     clear(private / UNPACKED)  # of an engine that was killed
     furnish(private)
@@ -74,22 +78,7 @@ def furnish(private: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Removes a directory with an unpacked image in it, whose directories may be closed to their owner."""
-    for parent, names, _ in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            if not path.is_symlink():
-                path.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def apptainer() -> str:
-    """``MEGAFLOW_APPTAINER``, else what PATH has."""
-    for name in (os.environ.get("MEGAFLOW_APPTAINER"), "apptainer", "singularity"):
-        if name and (found := shutil.which(name)):
-            return os.path.abspath(found)
-    raise ConfigError(
-        "model.image: no apptainer on PATH; load the site's module in slurm.setup, or set MEGAFLOW_APPTAINER"
-    )
+    remove_tree(folder, ignore_errors=True)
 
 
 def gpu_flags(model: Mapping[str, Any], devices: Path = Path("/dev")) -> list[str]:

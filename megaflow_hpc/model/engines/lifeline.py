@@ -12,7 +12,6 @@ back. Those that one of these processes had mapped are removed at the end.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -21,6 +20,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megaflow_hpc.host.parent_death import adopt_orphans, die_with_parent
+from megaflow_hpc.host.process import descendants, kill_each, mapped_files
+
 GRACE_S = 8.0
 """Seconds an engine has to give its GPU memory and shared memory back."""
 SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
@@ -28,49 +30,18 @@ SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 LOOK_S = 5.0
 """Seconds between two looks at which of these the processes have mapped."""
 HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(word) for word in file.read().split()]
-    except OSError:
-        pass
-    return found
-
-
-def _descendants() -> list[int]:
-    todo, seen = _children(os.getpid()), []
-    while todo:
-        pid = todo.pop()
-        seen.append(pid)
-        todo += _children(pid)
-    return seen
 
 
 def _mapped() -> set[str]:
-    """Files of shared memory that a descendant has mapped now."""
-    found = set()
-    for pid in _descendants():
-        try:
-            with open(f"/proc/{pid}/maps") as file:
-                found |= {path for line in file if (path := line.rstrip("\n").partition("/")[2])}
-        except OSError:
-            pass
-    return {f"/{path}" for path in found if f"/{path}".startswith(SHARED)}
+    """Returns the files of shared memory that a descendant has mapped now."""
+    found = set().union(*map(mapped_files, descendants(os.getpid())))
+    return {path for path in found if path.startswith(SHARED)}
 
 
 def _kill_all() -> None:
     """SIGKILL to every descendant; those that are orphaned meanwhile come here and are met in the next round."""
     for _ in range(100):
-        for pid in _descendants():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        kill_each(descendants(os.getpid()))
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -81,8 +52,7 @@ def _kill_all() -> None:
 
 def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
     """Runs the command; its status. ``heeded``: signals that end it, the others of these are ignored."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     ended = False
@@ -99,7 +69,7 @@ def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
             command,
             stdin=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            preexec_fn=die_with_parent,
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)

@@ -33,6 +33,7 @@ import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
+from megaflow_hpc.host.address import LOOPBACK
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, dialect_of, messages
@@ -78,7 +79,7 @@ class ModelGateway:
         *,
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         policies: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
@@ -154,7 +155,7 @@ class ModelGateway:
         if listener is not None:
             rollout.sandbox_site = web.SockSite(self._runner, listener, backlog=256)
             await rollout.sandbox_site.start()
-            sandbox_url = f"http://127.0.0.1:{listener.getsockname()[1]}/r/{rollout.token}/v1"
+            sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
         return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
 

@@ -10,12 +10,12 @@ counted that its events speak of.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.events import AttemptEvent, EventReader
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
@@ -113,7 +113,7 @@ def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
 
 def forget(run: RunDir) -> None:
     """Removes everything that was kept of rollouts: they are all stored."""
-    shutil.rmtree(run.partial, ignore_errors=True)
+    remove_tree(run.partial, ignore_errors=True)
 
 
 def _read(said: Mapping[str, Any]) -> History:

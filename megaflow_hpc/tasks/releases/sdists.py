@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
@@ -253,7 +254,7 @@ def commit(tree: Path, message: str) -> None:
     git(tree, "add", "-A", "-f")
     git(tree, "commit", "-q", "--no-verify", "-m", message)
     git(tree, "repack", "-a", "-d", "-q")
-    shutil.rmtree(tree / ".git" / "hooks", ignore_errors=True)
+    remove_tree(tree / ".git" / "hooks", ignore_errors=True)
 
 
 def keep_version(old: bytes, new: bytes) -> bytes:

@@ -7,12 +7,12 @@ import gzip
 import io
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.trajectories.hdf5.publishing import fsync
 
 
@@ -31,12 +31,12 @@ def published_directory(path: Path) -> Iterator[Path]:
             except OSError:
                 os.rename(aside, path)
                 raise
-            shutil.rmtree(aside)
+            remove_tree(aside)
         else:
             os.rename(temporary, path)
         fsync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary, ignore_errors=True)
 
 
 def zstandard() -> Any:

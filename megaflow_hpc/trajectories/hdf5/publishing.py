@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.layout import file_mode
 
 FOREIGN_AGE_S = 86400.0
@@ -66,8 +66,7 @@ def _abandoned(path: Path, name: str) -> bool:
 
 def _host() -> str:
     """This boot of this host: a pid and its start mean something within it only."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip().replace("-", "")[:12]
+    boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"
 
 

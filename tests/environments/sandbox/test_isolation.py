@@ -20,8 +20,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import descendants
+from megaflow_hpc.host.process import Identity, descendants
 
 InSandbox = Callable[..., Any]
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"

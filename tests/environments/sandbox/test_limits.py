@@ -14,7 +14,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
 from megaflow_hpc.errors import LimitError
-from megaflow_hpc.host.proctree import descendants
+from megaflow_hpc.host.process import descendants
 from megaflow_hpc.types import ExecResult
 
 InSandbox = Callable[..., Any]

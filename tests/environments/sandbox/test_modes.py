@@ -22,8 +22,7 @@ from megaflow_hpc.environments.sandbox.rootfs.mounts import mount, sweep_mounts
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import descendants
+from megaflow_hpc.host.process import Identity, descendants
 from megaflow_hpc.types import ExecResult
 from tests.support.namespaces import restricted
 

@@ -11,7 +11,6 @@ What is used is leased and never removed; :mod:`.cache` keeps the books.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from megaflow_hpc.environments.images.cache.shelf import POLL_S, Room, Shelf
 from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles, read_checked, stamp
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.host.files import remove_tree
 
 Form = Literal["tree", "sif", "direct"]
 
@@ -211,7 +211,7 @@ class ImageCache:
         freed = 0
         for entry in self._shelf.entries():
             if place := self._shelf.withdraw(entry.name):
-                shutil.rmtree(place, ignore_errors=True)
+                remove_tree(place, ignore_errors=True)
                 freed += entry.size.bytes
         return freed
 

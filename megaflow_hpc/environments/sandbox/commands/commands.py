@@ -21,10 +21,10 @@ from megaflow_hpc.environments.sandbox.commands.running import (
 )
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
+from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import kill_marked
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64

@@ -25,11 +25,12 @@ from importlib import resources
 from megaflow_hpc.environments.sandbox.commands.commands import KILL_GRACE_S, Commands, write_new
 from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
+from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
+from megaflow_hpc.host.parent_death import dies_with_parent
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import dies_with_parent, namespace_init
 
 _STDERR_KEPT = 16384
 _ONE_THREAD = {"GOMAXPROCS": "1", "GOGC": "off"}

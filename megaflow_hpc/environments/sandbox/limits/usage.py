@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
+from megaflow_hpc.host.process import children, environment, parent, stat_fields
 
 PAGE = resource.getpagesize()
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -42,10 +43,8 @@ def look(init: int, written: bool = False) -> Look:
     waiting = [init]
     while waiting:
         pid = waiting.pop()
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
+        fields = stat_fields(pid)
+        if not fields:
             continue
         threads = int(fields[17])
         found.pids.append(pid)
@@ -54,37 +53,19 @@ def look(init: int, written: bool = False) -> Look:
         found.cpu_s += sum(map(int, fields[11:15])) / TICKS
         if written:
             found.written += written_by(pid)
-        waiting += _children(pid, threads)
+        waiting += children(pid, threads)
     return found
 
 
 def runtime_threads(init: int) -> int:
     """Threads that the kernel counts with a container's without being in it: the runtime's, in its user namespace."""
     try:
-        with open(f"/proc/{init}/stat", "rb") as file:
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-        if os.readlink(f"/proc/{parent}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
-            return len(os.listdir(f"/proc/{parent}/task"))
-    except (OSError, ValueError, IndexError):
+        runtime = parent(init)
+        if os.readlink(f"/proc/{runtime}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
+            return len(os.listdir(f"/proc/{runtime}/task"))
+    except OSError:
         pass
     return 0
-
-
-def _children(pid: int, threads: int) -> list[int]:
-    names = [str(pid)]
-    if threads > 1:
-        try:
-            names = os.listdir(f"/proc/{pid}/task")
-        except OSError:
-            return []
-    found: list[int] = []
-    for name in names:
-        try:
-            with open(f"/proc/{pid}/task/{name}/children", "rb") as file:
-                found += map(int, file.read().split())
-        except OSError:
-            continue
-    return found
 
 
 def written_by(pid: int) -> int:
@@ -152,13 +133,9 @@ def memory_files(init: int) -> int:
 def command_of(pid: int) -> int | None:
     """The number of the command a process belongs to; ``None`` for the runner and for who wiped its environment."""
     marker = MARKER.encode() + b"="
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            for entry in file.read(1 << 20).split(b"\0"):
-                if entry.startswith(marker) and entry[len(marker) :].isdigit():
-                    return int(entry[len(marker) :])
-    except OSError:
-        pass
+    for entry in environment(pid):
+        if entry.startswith(marker) and entry[len(marker) :].isdigit():
+            return int(entry[len(marker) :])
     return None
 
 

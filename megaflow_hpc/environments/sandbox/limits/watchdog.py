@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.limits import cgroups, usage
+from megaflow_hpc.environments.sandbox.processes import kill_marked, limit_processes
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.proctree import descendants, kill_marked, limit_processes
+from megaflow_hpc.host.process import Identity, descendants
 
 TICK_S = 0.05
 BUSY_S = 0.5

@@ -13,8 +13,8 @@ extended attributes, the kernel's marks, cannot be had on every file system.
 What differs is found by comparing contents, not times, which an agent may set. Blocks are shared where the file system
 can (reflinks), never hard links: what a sandbox writes into must not be the image.
 
-The standard library alone: it is run by its path, as uid 0 of a user namespace where that can be had, in which it may
-read the owner's files whatever their modes say. Usage: ``copies.py lay_out|gather IMAGE LAYER``.
+A process of its own runs it (``lay_out|gather IMAGE LAYER``), as uid 0 of a user namespace where that can be had: there
+it may read the owner's files whatever their modes say. It imports little, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.parent_death import dies_with_parent
 
 DELETED = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
@@ -39,12 +42,9 @@ def lay_out(image: str, layer: str) -> int:
         Bytes on disk that the copy takes by itself.
     """
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "root.partial"))
-    if os.path.isdir(partial):
-        shutil.rmtree(partial)
-    setpriv = shutil.which("setpriv")
-    words = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+    remove_tree(partial)
     copied = subprocess.run(
-        [*words, "cp", "-a", "--reflink=auto", "--", os.path.realpath(image), partial],
+        [*dies_with_parent(), "cp", "-a", "--reflink=auto", "--", os.path.realpath(image), partial],
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -55,7 +55,7 @@ def lay_out(image: str, layer: str) -> int:
     size = _size(partial)
     if os.path.isdir(upper):
         _put_over(upper, partial)
-        shutil.rmtree(upper)
+        remove_tree(upper)
     os.rename(partial, root)
     return size
 
@@ -92,13 +92,13 @@ def _put_over(upper: str, root: str) -> None:
             if entry.name == OPAQUE_MARK:
                 continue
             if entry.name.startswith(DELETED):
-                _remove(os.path.join(root, entry.name.removeprefix(DELETED)))
+                remove_tree(os.path.join(root, entry.name.removeprefix(DELETED)))
             elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
-                _remove(place)
+                remove_tree(place)
             elif entry.is_dir(follow_symlinks=False) and os.path.isdir(place) and not os.path.islink(place):
                 _put_over(entry.path, place)
             else:
-                _remove(place)
+                remove_tree(place)
                 os.rename(entry.path, place)
     shutil.copystat(upper, root)
 
@@ -123,7 +123,7 @@ def gather(image: str, layer: str) -> None:
     os.mkdir(partial, 0o755)
     _take_changes(os.path.realpath(image), root, partial)
     os.rename(partial, upper)
-    shutil.rmtree(root)
+    remove_tree(root)
 
 
 def _take_changes(image: str, root: str, upper: str) -> None:
@@ -175,17 +175,11 @@ def same(one: str, other: str) -> bool:
 
 def _empty(directory: str) -> None:
     for name in os.listdir(directory):
-        _remove(os.path.join(directory, name))
+        remove_tree(os.path.join(directory, name))
 
 
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point of the process that lays a copy out, or gathers one."""
     try:
         if sys.argv[1] == "gather":
             gather(*sys.argv[2:])

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import megaflow_hpc
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -26,8 +27,10 @@ from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR, clean_environment, unshare
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.proctree import dies_with_parent
+from megaflow_hpc.host.parent_death import dies_with_parent
 
+_LIBRARY = str(Path(megaflow_hpc.__file__).parents[1])
+_RUN_COPIES = f"import sys; sys.path.append(sys.argv.pop(1)); from {copies.__name__} import main; main()"
 _MADE_BY_US = ("dev", "proc", "sys", "tmp", "etc", CONTROL_DIR.lstrip("/"))
 
 
@@ -118,7 +121,7 @@ class WritableLayer:
         """Runs :mod:`.copies`, whose reading and writing would hold up everything else in this process."""
         image = self._access.rootfs
         argv = [*(unshare() if os.geteuid() else ()), *dies_with_parent()]
-        argv += [sys.executable, "-S", "-E", copies.__file__, verb, image, self.path]
+        argv += [sys.executable, "-S", "-E", "-c", _RUN_COPIES, _LIBRARY, verb, image, self.path]
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,

@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.address import LOOPBACK
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, load
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: wrong script: {mistake}") from None
     kind = SplitEngine if arguments.split else ScriptedEngine
     engine = kind(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
-    place: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": "127.0.0.1", "port": arguments.port}
+    place: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": LOOPBACK, "port": arguments.port}
     web.run_app(engine.application(), **place, access_log=None, print=lambda *_: print(json.dumps(place), flush=True))
 
 
