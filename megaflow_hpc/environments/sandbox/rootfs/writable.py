@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import megaflow_hpc
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -29,7 +28,7 @@ from megaflow_hpc.host.apptainer import CONTROL_DIR, clean_environment, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.parent_death import dies_with_parent
 
-_LIBRARY = str(Path(megaflow_hpc.__file__).parents[1])
+_LIBRARY = str(Path(__file__).parents[4])
 _RUN_COPIES = f"import sys; sys.path.append(sys.argv.pop(1)); from {copies.__name__} import main; main()"
 _MADE_BY_US = ("dev", "proc", "sys", "tmp", "etc", CONTROL_DIR.lstrip("/"))
 
