@@ -74,7 +74,7 @@ def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
     drawn = [transcripts.draw(n, max(30_000, 2 * each), 40) for n in range(24)]
     columns = ("tokens", "logprobs", "loss_mask", "weight_versions")
     draw = np.random.default_rng(0)
-    writer = TrajectoryWriter(path, "generated", f"megaflow-hpc {__version__}")
+    writer = TrajectoryWriter(path, "generated")
     for number in range(count):
         source = drawn[int(draw.integers(len(drawn)))]
         whole = source.sequences[0]

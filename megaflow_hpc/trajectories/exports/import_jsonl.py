@@ -36,9 +36,9 @@ def import_jsonl(
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
     seen: set[str] = set()
     with published(target) as temporary:
-        writer = TrajectoryWriter(temporary, campaign or source.name.split(".")[0], f"megaflow-hpc {__version__}")
+        name = campaign or source.name.split(".")[0]
         try:
-            with reading(source) as lines:
+            with TrajectoryWriter(temporary, name) as writer, reading(source) as lines:
                 for number, line in enumerate(lines, 1):
                     if not line.strip():
                         continue
@@ -53,10 +53,5 @@ def import_jsonl(
                     if progress is not None:
                         progress(len(seen))
         except EOFError as error:
-            writer.abandon()
             raise ConfigError(f"{source}: ends early ({error}); copy it again") from None
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.close()
     return len(seen)

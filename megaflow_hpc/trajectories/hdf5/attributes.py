@@ -1,4 +1,4 @@
-"""The root attributes by which a file says how it came about: the campaign as resolved, and versions of what ran."""
+"""The root attributes that describe where a campaign file comes from: the resolved campaign and software versions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megaflow_hpc.trajectories.hdf5 import deflate
 from megaflow_hpc.version import __version__
 
 
-def described(run: RunDir) -> dict[str, str]:
-    """The campaign as resolved and the versions of what ran, so that a file says by itself how it came about."""
+def root_attributes(run: RunDir) -> dict[str, str]:
+    """Returns the attributes ``config`` (the resolved campaign) and ``versions`` of a run, both as JSON."""
     content = run.read_run() if run.run_json.exists() else {}
     campaign = content.get("campaign")
     planned = content.get("versions")
@@ -46,7 +46,7 @@ def _model(policy: Any) -> Any:
 
 
 def campaign_name(run: RunDir) -> str:
-    """The name in the resolved campaign of ``run.json``; the directory's name where there is none."""
+    """Returns the campaign's name from ``run.json``, or the directory's name where that has none."""
     if not run.run_json.exists():
         return run.path.name
     content = run.read_run()

@@ -1,8 +1,8 @@
-"""Writes trajectories into an HDF5 file of the schema: row by row, or runs of rows of another file; in bounded memory.
+"""Writes trajectories into an HDF5 file of the schema, row by row or as runs of rows of another file, in bounded memory.
 
 Values are collected per column and handed to :mod:`~megaflow_hpc.trajectories.hdf5.column_writer` some hundred
-trajectories at a time. The file is meant to be written under a temporary name and published by its caller: it is whole
-only after ``close``.
+trajectories at a time. The file is complete only after ``close``; callers write it under a temporary name and publish
+it then.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import h5py
 import numpy as np
 
+from megaflow_hpc import __version__
 from megaflow_hpc.trajectories.hdf5 import column_writer
-from megaflow_hpc.trajectories.hdf5.guarded import GuardedFile
+from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
+from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
-from megaflow_hpc.trajectories.hdf5.texts import clean, message_json, reward_name
 from megaflow_hpc.types import Trajectory
 
 _FLUSH_ROWS = 256
@@ -39,15 +40,15 @@ _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "start
 
 
 _ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
-"""Items of a row: their extent and the offsets that say which."""
+"""Extents of the items that rows have, and the offset columns of the trajectories that say which."""
 
 _FLAT = {"k": "sequences/token_offset", "qb": "messages/offset", "fb": "artifacts/offset"}
-"""Extents of the large columns, and the offsets into them."""
+"""Extents of the large columns, and the columns of offsets into them."""
 
 _NOT_SAMPLED = {"tokens/logprob": math.nan, "tokens/weight_version": -1}
 
 _PICKED = {"attempts": "a", "artifacts": "f"}
-"""Groups of which a part may be kept, and their extents."""
+"""Groups of which :meth:`TrajectoryWriter.extend` may keep a part, and their extents."""
 
 _NUMBERED = {
     "trajectories/sequence_offset": "m",
@@ -63,37 +64,37 @@ _NUMBERED = {
     "artifacts/trajectory": "n",
     "artifacts/offset": "fb",
 }
-"""Columns that number items of the file: they are rebased when rows move."""
+"""Columns that hold numbers of items of the file: they are renumbered when rows move."""
 
 
 class TrajectoryWriter:
     """A new HDF5 file at ``path``, which must not exist.
 
+    As a context manager it closes at the end, and abandons the file after an error.
+
     Args:
-        path: where.
+        path: the file, usually a temporary name that the caller publishes.
         campaign: name of the campaign.
-        software: name and version of what writes.
-        sources: what it is gathered from, for later readers to see whether it is still all there is.
+        sources: journals and seals it is gathered from, by which later readers see whether it is still complete.
         attributes: further root attributes.
-        lead: entries before the first row's in the columns of an extent (``k``, ``qb`` or ``fb``), filled with nothing:
-            a shard's chunks then lie as they will in the file that it is gathered into.
+        lead: number of filler entries before the first row's in the columns of an extent (``k``, ``qb`` or ``fb``), so
+            that a shard's chunks lie as they will in the file that it is gathered into.
     """
 
     def __init__(
         self,
         path: Path,
         campaign: str,
-        software: str,
         sources: Mapping[str, Any] | None = None,
         attributes: Mapping[str, str] | None = None,
         lead: Mapping[str, int] | None = None,
     ) -> None:
-        self._below = GuardedFile(path)
-        self._file = h5py.File(self._below, "w", libver=("v110", "v110"))
+        self._backing = BackingFile(path)
+        self._file = h5py.File(self._backing, "w", libver=("v110", "v110"))
         self._file.attrs["format"] = FORMAT
         self._file.attrs["format_version"] = np.int32(FORMAT_VERSION)
-        self._file.attrs["campaign"] = clean(campaign)
-        self._file.attrs["software"] = software
+        self._file.attrs["campaign"] = escape(campaign)
+        self._file.attrs["software"] = f"megaflow-hpc {__version__}"
         self._file.attrs["sources"] = json.dumps(sources or {}, sort_keys=True)
         self.describe(**(attributes or {}))
         self._threads = column_writer.pool()
@@ -104,7 +105,7 @@ class TrajectoryWriter:
         self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0) | dict(lead or {})
         self._flushed_rows = 0
         self.copied = 0
-        """Entries taken over from other files in compressed form."""
+        """Number of entries copied from other files in compressed form."""
         for column in COLUMNS.values():
             if column.is_offset:
                 self._held[column.path].append(self._counts[_NUMBERED[column.path]])
@@ -113,16 +114,29 @@ class TrajectoryWriter:
                 self._columns[column.path].put(np.full(lead[column.extent], nothing, column.dtype))
         self._file.create_group("rewards")
 
+    def __enter__(self) -> TrajectoryWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
     def __len__(self) -> int:
         return self._counts["n"]
 
     def describe(self, **attributes: str) -> None:
         """Sets root attributes."""
         for name, value in attributes.items():
-            self._file.attrs[name] = clean(value)
+            self._file.attrs[name] = escape(value)
 
     def append(self, trajectory: Trajectory) -> None:
-        """Adds one row. The trajectory is :func:`~megaflow_hpc.trajectories.journal.records.checked`."""
+        """Adds one row.
+
+        Args:
+            trajectory: one whose token columns agree (:func:`~megaflow_hpc.trajectories.journal.records.checked`).
+        """
         held, counts = self._held, self._counts
         row = counts["n"]
         for name in _COPIED:
@@ -152,11 +166,18 @@ class TrajectoryWriter:
             self._flush()
 
     def extend(self, source: h5py.File, start: int, end: int, keep: Mapping[str, Mask] | None = None) -> None:
-        """Adds rows ``[start, end)`` of another file of the schema, rebased. Flat columns are taken over chunk by chunk
-        without being inflated where the chunks of both files lie on one grid.
+        """Adds rows ``[start, end)`` of another file of the schema, with their references renumbered.
+
+        Where the chunks of both files lie on one grid, those of flat columns are copied without being inflated.
 
         Args:
-            keep: for the extents ``a`` (attempts) and ``f`` (artifacts), which items of the source are kept; else all.
+            source: an open file of the schema.
+            start, end: row numbers of it.
+            keep: by extent, ``a`` (attempts) or ``f`` (artifacts), a mask over all items of the source that says which
+                ones to copy; without one all are.
+
+        Raises:
+            OSError: not everything could be written.
         """
         if start >= end:
             return
@@ -190,7 +211,7 @@ class TrajectoryWriter:
             self._pick_attempts(source, spans["a"], keep["a"])
         if "f" in keep:
             self._pick_artifacts(source, spans["f"], keep["f"], shift["n"])
-        self._below.check()
+        self._backing.check()
 
     def _pick_attempts(self, source: h5py.File, span: tuple[int, int], keep: Mask) -> None:
         mask = keep[span[0] : span[1]]
@@ -211,7 +232,7 @@ class TrajectoryWriter:
         self._flush()
 
     def close(self) -> None:
-        """Writes the rest and closes; the caller makes it durable.
+        """Writes what is still held and closes the file; making it durable is up to the caller.
 
         Raises:
             OSError: not everything could be written.
@@ -222,13 +243,13 @@ class TrajectoryWriter:
                 column.finish()
         finally:
             self.abandon()
-        self._below.check()
+        self._backing.check()
 
     def abandon(self) -> None:
-        """Closes without writing the rest."""
+        """Closes the file without writing what is still held."""
         self._threads.shutdown(cancel_futures=True)
         self._file.close()
-        self._below.close()
+        self._backing.close()
 
     def _put_bytes(self, path: str, offset_path: str, count: str, items: list[bytes]) -> None:
         if not items:
@@ -282,10 +303,10 @@ class TrajectoryWriter:
             given.clear()
         self._rewards = {name: {} for name in self._rewards}
         self._flushed_rows = self._counts["n"]
-        self._below.check()
+        self._backing.check()
 
     def _reward_column(self, name: str) -> column_writer.Column:
-        """The column of a reward, filled up to the last flush."""
+        """Returns the column of a reward, padded with NaN up to the last flush."""
         if name not in self._reward_columns:
             column = column_writer.Column(
                 self._file, f"rewards/{name}", np.float32, 4096, True, self._threads, fill=np.float32(np.nan)
@@ -304,7 +325,7 @@ class TrajectoryWriter:
 
 
 def lead_behind(source: h5py.File) -> dict[str, int]:
-    """The ``lead`` of a file whose rows come right behind those of ``source``: how far its last chunks are filled."""
+    """Returns the ``lead`` of a file whose rows follow those of ``source``: how far the last chunks there are filled."""
     found = {}
     for extent, path in _FLAT.items():
         grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
@@ -313,7 +334,7 @@ def lead_behind(source: h5py.File) -> dict[str, int]:
 
 
 def _spans(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Items of each extent that rows ``[start, end)`` have."""
+    """Returns the first and last item, by extent, that rows ``[start, end)`` have."""
 
     def bounds(path: str, first: int, last: int) -> tuple[int, int]:
         return int(source[path][first]), int(source[path][last])
@@ -339,9 +360,9 @@ def _rebased(path: str, values: Any, shift: Mapping[str, int], source: h5py.File
 
 def _array(dtype: str, values: list[Any]) -> np.ndarray[Any, Any]:
     if dtype == TEXT:
-        return np.array([clean(value) for value in values], dtype=object)
+        return np.array([escape(value) for value in values], dtype=object)
     if dtype == STRING:
-        known = {value: clean(value).encode() for value in set(values)}
+        known = {value: escape(value).encode() for value in set(values)}
         return np.array([known[value] for value in values], dtype="S")
     return np.array(values, dtype=dtype)
 

@@ -1,7 +1,7 @@
 """Shards: finished parts of journals as HDF5, so that a campaign is opened and gathered without decoding them again.
 
-``RUN/shards/<pod>.<start>+NNNN.h5`` holds every record of the journal part of that name, also those that lose or are
-void: which records count is decided by readers. It has the columns of the schema and, per row, where the record lies::
+``RUN/shards/<pod>.<start>+NNNN.h5`` holds every record of the journal part of that name, those that lose or are void
+included: which records count is up to readers. It has the columns of the schema and, per row, where the record lies::
 
     /journal/start, end     int64, bytes of the frame within the file of the part
     /journal/time_ns        int64, commit time, monotone within the part
@@ -40,32 +40,26 @@ _PLACES = ("start", "end", "time_ns", "block")
 
 
 def shard_path(run: RunDir, journal: str) -> Path:
-    """Where the shard of a journal file is, or would be."""
+    """Returns the path of a journal file's shard, whether there is one or not."""
     return run.shards / f"{journal.removesuffix(SUFFIX)}.h5"
 
 
 def write_shard(run: RunDir, journal: Path) -> Path:
-    """Makes the shard of a journal file that is not written any more.
+    """Makes the shard of a journal file that is not written any more, and returns its path.
 
     Raises:
-        ConfigError: not a journal.
+        ConfigError: the file is not a journal.
         OSError: no space left, or a read-only directory.
     """
     target = shard_path(run, journal.name)
     size = journal.stat().st_size
     places: list[tuple[int, int, int, int]] = []
     with published(target) as temporary:
-        software = f"megaflow-hpc {__version__}"
-        writer = TrajectoryWriter(temporary, run.path.name, software, lead=_lead(run, journal))
-        try:
+        with TrajectoryWriter(temporary, run.path.name, lead=_lead(run, journal)) as writer:
             for frame, heading in headings(journal, limit=size):
                 if heading is not None:
                     writer.append(trajectory_of(frame, heading.epoch, journal))
                     places.append((frame.start, frame.end, frame.time_ns, heading.block))
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.close()
         columns = np.array(places, np.int64).reshape(-1, len(_PLACES)).T
         with h5py.File(temporary, "r+", locking=False) as file:
             for name, values in zip(_PLACES, columns, strict=True):
@@ -78,7 +72,7 @@ def write_shard(run: RunDir, journal: Path) -> Path:
 
 
 def _lead(run: RunDir, journal: Path) -> dict[str, int]:
-    """Where the columns of a part begin: behind the shard of the part before, if there is one."""
+    """Returns the ``lead`` of a part's columns, by which they continue the shard of the part before, if there is one."""
     stem, _, number = journal.name.removesuffix(SUFFIX).rpartition("+")
     if not stem:
         return {}
@@ -90,7 +84,7 @@ def _lead(run: RunDir, journal: Path) -> dict[str, int]:
 
 
 def open_shard(run: RunDir, journal: Path) -> h5py.File | None:
-    """The shard of a journal file, if there is one and it fits."""
+    """Returns the open shard of a journal file; ``None`` without one, or where it is damaged or of other bytes."""
     path = shard_path(run, journal.name)
     if not path.exists():
         return None
@@ -116,7 +110,13 @@ def open_shard(run: RunDir, journal: Path) -> h5py.File | None:
 
 
 def shard_entries(run: RunDir, journal: Path, seals: Seals) -> list[Entry] | None:
-    """The valid records of a journal file as its shard has them; ``None`` without one."""
+    """Returns the valid records of a journal file from its shard; ``None`` without one.
+
+    Args:
+        run: the run directory.
+        journal: the file, a part of a journal.
+        seals: what voids records.
+    """
     file = open_shard(run, journal)
     if file is None:
         return None
@@ -137,7 +137,7 @@ def shard_entries(run: RunDir, journal: Path, seals: Seals) -> list[Entry] | Non
 
 
 def _head(journal: Path) -> bytes:
-    """The journal's header: its salt is unique."""
+    """Returns the journal's header, which names it: its salt is unique."""
     with open(journal, "rb") as file:
         return file.read(24)
 

@@ -1,9 +1,9 @@
-"""A copy of a campaign file that names no user, host, job or home directory.
+"""Copies a campaign file without the names of users, hosts, jobs and home directories.
 
-Nodes, servers and jobs are numbered; in every text (errors, messages, artifacts, the configuration) the names
-that were found, and those that are given, are replaced, as are the owner in paths such as ``/home/NAME`` and mail
-addresses. Token ids cannot be rewritten without the tokenizer that made them: a rollout whose messages had to be
-changed loses its sequences, unless they are asked for.
+Nodes, servers and jobs are numbered. In every text (errors, messages, artifacts, the configuration) the names found
+and the names given are replaced, as are mail addresses and the owner in paths such as ``/home/NAME``. Token ids cannot
+be rewritten without the tokenizer that made them: a rollout whose messages had to be changed loses its token sequences,
+unless they are asked for.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.maintenance.compact import copy_of
+from megaflow_hpc.trajectories.maintenance.compact import writer_like
 from megaflow_hpc.types import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
-"""A directory of people, and whose it is."""
+"""A directory that holds people's directories, and the person's name."""
 _MAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
+_WITH_IDS = "engine.jsonl"
+"""The artifact in which older software kept the sampled ids a second time."""
 _SHORTEST = 3
 """Names shorter than this would be found inside ordinary words."""
 
 
 @dataclass
 class Scrubber:
-    """Replaces names in texts."""
+    """Replaces names in texts: users by ``user``, hosts by ``host``, nodes, servers and jobs by their numbers."""
 
     users: set[str] = field(default_factory=set)
     hosts: set[str] = field(default_factory=set)
@@ -41,6 +43,7 @@ class Scrubber:
     _pattern: re.Pattern[str] | None = None
 
     def learn(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
+        """Adds names to be replaced; a host's also without its domain. Short and common words are left alone."""
         self.users |= {name for name in users if len(name) >= _SHORTEST and name not in _COMMON}
         for name in hosts:
             short = name.partition(".")[0]
@@ -48,12 +51,13 @@ class Scrubber:
         self._pattern = None
 
     def number(self, kind: str, name: str) -> str:
-        """``node-3`` for the fourth node met; empty stays empty."""
+        """Returns for example ``node-3`` for the fourth node seen; an empty name stays empty."""
         if not name:
             return ""
         return f"{kind}-{self.numbers.setdefault((kind, name), sum(k == kind for k, _ in self.numbers))}"
 
     def text(self, text: str) -> str:
+        """Returns the text with every known name, owner of a directory and mail address replaced."""
         text = _OWNED.sub(r"\1user", text)
         text = _MAIL.sub("user@example.org", text)
         if self._pattern is None:
@@ -64,7 +68,7 @@ class Scrubber:
         return self._pattern.sub(lambda found: "user" if found[0] in self.users else "host", text)
 
     def value(self, value: Any) -> Any:
-        """A JSON value with every text in it replaced."""
+        """Returns a JSON value with every text in it replaced."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -78,19 +82,19 @@ def anonymise(
     names: Iterable[str] = (),
     keep_tokens: bool = False,
 ) -> dict[str, int]:
-    """Writes the copy.
+    """Writes a copy of a campaign file without names.
 
     Args:
         path: the campaign file.
         output: the copy, which must not be the file itself.
-        names: further words that must not appear: users, projects, machines.
+        names: further words to replace: users, projects, machines.
         keep_tokens: keep the sequences of rollouts whose messages were changed; their ids still spell the old text.
 
     Returns:
-        ``trajectories``, ``changed`` (whose messages were) and ``without_tokens``.
+        Counts of ``trajectories``, of those ``changed`` in their messages, and of those ``without_tokens`` therefore.
 
     Raises:
-        ConfigError: not a campaign file, or ``output`` is the same file.
+        ConfigError: ``path`` is not a campaign file, or ``output`` is the same file.
         OSError: no space left, or a read-only directory.
     """
     from megaflow_hpc.trajectories.reading.store import open_trajectories
@@ -104,8 +108,7 @@ def anonymise(
         scrub.learn(users=[*names, getpass.getuser()], hosts=[os.uname().nodename])
         for column in ("trajectories/node", "attempts/node"):
             scrub.learn(hosts=set(source[column].asstr()[:]))
-        writer = copy_of(temporary, source)
-        try:
+        with writer_like(source, temporary) as writer:
             writer.describe(sources="{}", **_described(source.attrs, scrub))
             for row in store:
                 trajectory = row.trajectory()
@@ -115,13 +118,10 @@ def anonymise(
                 if changed and trajectory.sequences and not keep_tokens:
                     counts["without_tokens"] += 1
                     trajectory.sequences = []
+                    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _WITH_IDS]
                     for turn in trajectory.turns:
                         turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
                 writer.append(trajectory)
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.close()
     return counts
 
 
@@ -134,7 +134,7 @@ def _described(attributes: Any, scrub: Scrubber) -> dict[str, str]:
 
 
 def _scrub(trajectory: Trajectory, scrub: Scrubber) -> bool:
-    """Replaces in place; returns whether a message, and so what the tokens spell, was changed."""
+    """Replaces names in place, and returns whether a message, and so the text of the tokens, was changed."""
     parts: list[Trajectory | Attempt] = [trajectory, *trajectory.attempts]
     for part in parts:
         part.node = scrub.number("node", part.node)

@@ -1,8 +1,8 @@
 """Reads every byte of a campaign file and compares it with the checksums that its writer left.
 
-Each deflate stream carries a checksum of its own, so a flipped bit in a chunk is noticed even without ours; what ours
-add is that chunks are in their places and nothing is missing. The SHA-256 of a column's values names it whatever way it
-is chunked and compressed: two files with the same digests hold the same.
+Each deflate stream carries a checksum of its own, so a flipped bit in a chunk is noticed even without ours; ours also
+tell whether every chunk is in its place. The SHA-256 of a column depends on its values alone, not on chunks and
+compression: two files with the same digests hold the same.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ _WINDOW_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class ColumnCheck:
-    """What was read of one column."""
+    """The result of reading one column."""
 
     path: str
     entries: int
     sha256: str
-    """Of its values as they lie in memory; texts of variable length each end with NUL."""
+    """Hexadecimal digest of the values as they lie in memory; texts of variable length are each followed by NUL."""
     state: str
     """``ok``, ``no checksum``, or what is wrong."""
 
     @property
     def good(self) -> bool:
+        """Whether nothing is wrong with the column."""
         return self.state in ("ok", "no checksum")
 
 
 def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
-    """Reads every column.
+    """Reads every column and returns their checks, by path.
 
     Raises:
         ConfigError: it cannot be opened as a campaign file at all.

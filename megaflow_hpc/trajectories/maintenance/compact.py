@@ -1,7 +1,7 @@
-"""Making campaigns smaller: superseded attempts, artifacts and, in the end, the journals of a finished run.
+"""Makes campaigns smaller: drops superseded attempts, artifacts and, in the end, the journals of a finished run.
 
-A file is written anew beside itself and replaced by rename; token and message columns are taken over chunk by chunk as
-they are. Journals and shards go only when the campaign is finished, the file holds all that is in them, and every
+A file is rewritten beside itself and replaced by rename; the chunks of token and message columns are copied as they
+are. Journals and shards are removed only when the campaign is finished, the file holds all that is in them, and every
 column of the file agrees with its checksum.
 """
 
@@ -29,7 +29,7 @@ from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.version import __version__
 
 _ROWS = 65536
-"""Copied at a time, which bounds memory."""
+"""Rows copied at a time, which bounds memory."""
 
 
 def compact(
@@ -39,14 +39,14 @@ def compact(
 
     Args:
         path: the file.
-        output: where to; by default in its place.
-        drop: names of artifacts to leave out, as shell patterns.
+        output: the file to write; by default ``path`` is replaced.
+        drop: shell patterns of the names of artifacts to leave out.
 
     Returns:
-        ``bytes_before``, ``bytes_after``, ``attempts_dropped``, ``artifacts_dropped``.
+        Counts: ``bytes_before``, ``bytes_after``, ``attempts_dropped`` and ``artifacts_dropped``.
 
     Raises:
-        ConfigError: not a campaign file.
+        ConfigError: ``path`` is not a campaign file.
         OSError: no space left, or a read-only directory; the file stays as it was.
     """
     path = Path(path)
@@ -54,16 +54,10 @@ def compact(
     before = path.stat().st_size if path.exists() else 0
     with open_file(path) as source:
         keep = {"a": _counting_attempts(source), "f": _kept_artifacts(source, drop)}
-        with published(target) as temporary:
-            writer = copy_of(temporary, source)
-            try:
-                rows = len(source["trajectories/id"])
-                for start in range(0, rows, _ROWS):
-                    writer.extend(source, start, min(start + _ROWS, rows), keep)
-            except BaseException:
-                writer.abandon()
-                raise
-            writer.close()
+        rows = len(source["trajectories/id"])
+        with published(target) as temporary, writer_like(source, temporary) as writer:
+            for start in range(0, rows, _ROWS):
+                writer.extend(source, start, min(start + _ROWS, rows), keep)
     return {
         "bytes_before": before,
         "bytes_after": target.stat().st_size,
@@ -72,20 +66,15 @@ def compact(
     }
 
 
-def copy_of(path: Path, source: h5py.File) -> TrajectoryWriter:
-    """A writer for an empty file that says of itself what ``source`` does."""
+def writer_like(source: h5py.File, path: Path) -> TrajectoryWriter:
+    """Returns the writer of a new file at ``path`` with the root attributes of ``source``."""
     others = {name: str(source.attrs[name]) for name in ("config", "versions") if name in source.attrs}
-    return TrajectoryWriter(
-        path,
-        str(source.attrs["campaign"]),
-        f"megaflow-hpc {__version__}",
-        json.loads(source.attrs.get("sources", "{}")),
-        others,
-    )
+    sources = json.loads(source.attrs.get("sources", "{}"))
+    return TrajectoryWriter(path, str(source.attrs["campaign"]), sources, others)
 
 
 def _counting_attempts(source: h5py.File) -> NDArray[Any]:
-    """Of each trajectory the last of its attempts that has its number and status."""
+    """Returns a mask over the attempts: each trajectory's last attempt with the trajectory's own number and status."""
     offsets = source["trajectories/attempt_offset"][:]
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     keep = np.zeros(len(owner), bool)
@@ -106,7 +95,7 @@ def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> NDArray[Any]:
 
 
 def drop_journals(run: RunDir) -> int:
-    """Removes the journals and shards of a finished run whose file holds all of them; returns the bytes freed.
+    """Removes the journals and shards of a finished run whose file holds all of them, and returns the bytes freed.
 
     Raises:
         ConfigError: the campaign is not finished, the file does not hold everything, or it is damaged.

@@ -1,4 +1,4 @@
-"""Where the bytes of a run, or of a campaign file, are."""
+"""Disk usage of a run by directory, and of a campaign file by column."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaflow_hpc.trajectories.hdf5.file import open_file
 
 @dataclass(frozen=True)
 class Share:
-    """``stored`` bytes on disk of something; ``raw`` bytes of its values, 0 where that is not known."""
+    """What a directory, file or column takes: ``stored`` bytes on disk, ``raw`` bytes of values (0 where unknown)."""
 
     name: str
     files: int
@@ -22,7 +22,7 @@ class Share:
 
 
 def of_run(path: Path) -> list[Share]:
-    """The rooms of a run directory, largest first."""
+    """Returns the usage of each directory and file at the top of a run directory, largest first."""
     found: dict[str, list[int]] = {}
     for directory, _, names in os.walk(path):
         for name in names:
@@ -38,10 +38,10 @@ def of_run(path: Path) -> list[Share]:
 
 
 def of_file(path: Path) -> list[Share]:
-    """The columns of a campaign file, largest first, and last what is none: strings of variable length, indices.
+    """Returns the usage of each column, largest first; last ``(structure)``: variable-length strings and indices.
 
     Raises:
-        ConfigError: not a campaign file.
+        ConfigError: ``path`` is not a campaign file.
     """
     shares: list[Share] = []
     with open_file(path, complete=False) as file:

@@ -1,10 +1,10 @@
-"""Gather: one self-contained ``RUN/trajectories.h5`` from the journals and shards of a run.
+"""Gathers the journals and shards of a run into one self-contained ``RUN/trajectories.h5``.
 
-The winners are decided first, then copied in commit order: runs of rows that lie side by side in a shard as columns,
-single rows and what no shard holds from the journals. The file is published by rename, so a reader sees the old file or
-the new one, and a gather that was killed is simply run again. It may run while the campaign does.
+The winners are decided first, then copied in commit order: rows that lie side by side in a shard are copied as columns,
+single rows and those that no shard holds are decoded from the journals. The file is published by rename, so a reader
+sees the old file or the new one, and a gather that was killed is simply run again. It may run while the campaign does.
 
-With ``rebuild`` the shards are not looked at. Either way makes the same file.
+With ``rebuild`` the shards are ignored. Both ways make the same file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import h5py
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, described
+from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
 from megaflow_hpc.trajectories.hdf5.file import recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
@@ -29,7 +28,7 @@ from megaflow_hpc.trajectories.journal.winners import Index, fingerprint, index,
 from megaflow_hpc.version import __version__
 
 _RUN_ROWS = 16
-"""Rows side by side in a shard from which on copying columns is quicker than decoding records."""
+"""Copying columns is quicker than decoding records from this number of rows side by side on."""
 
 
 def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, rebuild: bool = False) -> Path:
@@ -37,14 +36,14 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
 
     Args:
         run: the run directory.
-        seals: (block, epoch) → (``<pod>.<start>``, bytes that count); by default what the ledger says.
-        rebuild: write it anew in any case, from the journals alone.
+        seals: (block, epoch) → (``<pod>.<start>``, bytes that count); by default those of the ledger.
+        rebuild: rewrite the file in any case, from the journals alone.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigError: a journal is foreign or newer, or journals that the present file was made from are gone.
+        ConfigError: a journal is foreign or of a newer version, or journals that the present file was made from are gone.
         OSError: no space left, or a read-only directory; the present file stays as it was.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
@@ -61,20 +60,11 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
             )
         if gone or (before == now and not rebuild):
             return run.trajectories
-    _write(run, seals, now, rebuild)
-    return run.trajectories
-
-
-def _write(run: RunDir, seals: Seals, sources: dict[str, Any], rebuild: bool) -> None:
     found = index(run, seals, shards=not rebuild)
     with published(run.trajectories) as temporary:
-        writer = TrajectoryWriter(temporary, campaign_name(run), f"megaflow-hpc {__version__}", sources, described(run))
-        try:
+        with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run)) as writer:
             _copy(run, found, writer)
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.close()
+    return run.trajectories
 
 
 def _copy(run: RunDir, found: Index, writer: TrajectoryWriter) -> None:
@@ -99,7 +89,7 @@ def _copy(run: RunDir, found: Index, writer: TrajectoryWriter) -> None:
 
 
 def _runs(found: Index) -> Iterator[tuple[int, int]]:
-    """Winners ``[first, last)`` that lie side by side in one shard, or one that must be decoded."""
+    """Yields spans ``[first, last)`` of winners that lie side by side in one shard, or single ones to be decoded."""
     first = 0
     winners = found.winners
     while first < len(winners):

@@ -1,6 +1,6 @@
 """Checks a campaign file against the schema and its invariants.
 
-Large columns are read in windows, so memory stays bounded. Every kind of fault is reported once, with the first place.
+Large columns are read in windows, so memory stays bounded. Each kind of fault is reported once, at its first place.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _TARGETS = {
     "messages/offset": "messages/json",
     "artifacts/offset": "artifacts/bytes",
 }
-"""What each offset column ends at; ``message_offset`` ends at the number of messages."""
+"""The column whose length an offset column ends with; ``message_offset`` ends with the number of messages."""
 
 
 def validate(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with the file, in words that name dataset and row; empty if nothing is.
+    """Returns what is wrong with the file, in words that name dataset and row; an empty list if nothing is.
 
     Raises:
         ConfigError: it cannot be opened as a campaign file at all.
@@ -128,7 +128,7 @@ def _rewards(file: h5py.File) -> Iterator[str]:
 
 
 def _owners(file: h5py.File, path: str) -> NDArray[Any]:
-    """The trajectory each item belongs to, by the offsets."""
+    """Returns the row of the trajectory that each item belongs to, by the offsets."""
     counts = np.diff(file[path][:])
     return np.repeat(np.arange(len(counts)), counts)
 
@@ -207,6 +207,6 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
 
 
 def _first(where: NDArray[Any]) -> int | None:
-    """The first true entry."""
+    """Returns the index of the first true entry, if there is one."""
     found = np.flatnonzero(where)
     return int(found[0]) if len(found) else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.texts import clean, message_json, reward_name
+from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
 from megaflow_hpc.trajectories.journal.winners import Index
@@ -67,13 +67,13 @@ class JournalSource(Rowwise):
         self._cache.clear()
 
     def ids(self) -> list[str]:
-        return [clean(entry.id) for entry in self._index.winners]
+        return [escape(entry.id) for entry in self._index.winners]
 
     def scalar(self, name: str, row: int) -> Any:
         value = getattr(self._load(row), name)
         if name in UNKNOWN_AS_NAN:
             return float("nan") if value is None else float(np.float32(value))
-        return clean(value) if isinstance(value, str) else value
+        return escape(value) if isinstance(value, str) else value
 
     def rewards(self, row: int) -> dict[str, float]:
         found = {reward_name(name): float(np.float32(value)) for name, value in self._load(row).rewards.items()}
@@ -85,7 +85,7 @@ class JournalSource(Rowwise):
     def sequences(self, row: int) -> list[SequenceView]:
         return [
             SequenceView(
-                clean(s.policy),
+                escape(s.policy),
                 np.frombuffer(s.tokens.tobytes(), np.int32),
                 np.frombuffer(s.logprobs.tobytes(), np.float32),
                 np.frombuffer(s.loss_mask.tobytes(), np.uint8),
@@ -97,7 +97,7 @@ class JournalSource(Rowwise):
     def turns(self, row: int) -> list[Turn]:
         found = []
         for turn in self._load(row).turns:
-            turn = replace(turn, finish_reason=clean(turn.finish_reason), server=clean(turn.server))
+            turn = replace(turn, finish_reason=escape(turn.finish_reason), server=escape(turn.server))
             for name in ("model_s", "sandbox_s", "agent_s", "wait_s"):
                 setattr(turn, name, float(np.float32(getattr(turn, name))))
             if turn.sequence < 0:
@@ -109,11 +109,11 @@ class JournalSource(Rowwise):
         found = [replace(attempt) for attempt in self._load(row).attempts]
         for attempt in found:
             for name in ("status", "error_kind", "error", "node", "job_id"):
-                setattr(attempt, name, clean(getattr(attempt, name)))
+                setattr(attempt, name, escape(getattr(attempt, name)))
         return found
 
     def artifacts(self, row: int) -> list[Artifact]:
-        return [Artifact(clean(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
+        return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
 
     def _load(self, row: int) -> Trajectory:
         entry = self._index.winners[row]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, described
+from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
 from megaflow_hpc.trajectories.hdf5.file import recorded_sources
 from megaflow_hpc.trajectories.journal.records import Seals
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
@@ -154,7 +154,7 @@ class TrajectoryStore:
         if isinstance(self._source, Hdf5Source):
             found = json.loads(self._source.file.attrs.get("versions", "{}"))
         else:
-            found = json.loads(described(RunDir(self.path))["versions"])
+            found = json.loads(root_attributes(RunDir(self.path))["versions"])
         return found if isinstance(found, dict) else {}
 
     def flat(self, ids: Iterable[int | str]) -> Flat:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 
-def clean(text: str) -> str:
+def escape(text: str) -> str:
     """``text`` as an HDF5 string can hold it."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
@@ -31,7 +31,7 @@ def message_json(message: Mapping[str, Any]) -> bytes:
 
 def reward_name(name: str) -> str:
     """A verifier's name for a reward as the name of a dataset: no path, never empty."""
-    plain = clean(name).replace("/", "_")
+    plain = escape(name).replace("/", "_")
     return plain if plain.strip(".") else f"_{plain}"
 
 

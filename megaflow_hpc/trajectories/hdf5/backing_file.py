@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 
-class GuardedFile(io.RawIOBase):
+class BackingFile(io.RawIOBase):
     """A new file at ``path``, for ``h5py.File(guarded, "w")``. Errors of writing are kept, not raised."""
 
     def __init__(self, path: Path) -> None:
