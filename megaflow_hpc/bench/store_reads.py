@@ -69,7 +69,6 @@ def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
 
     from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
     from megaflow_hpc.types import TokenSequence
-    from megaflow_hpc.version import __version__
 
     drawn = [transcripts.draw(n, max(30_000, 2 * each), 40) for n in range(24)]
     columns = ("tokens", "logprobs", "loss_mask", "weight_versions")

@@ -12,7 +12,6 @@ from megaflow_hpc.trajectories.exports.jsonl import parse
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.records import checked
-from megaflow_hpc.version import __version__
 
 
 def import_jsonl(

@@ -1,4 +1,4 @@
-"""Writes trajectories into an HDF5 file of the schema, row by row or as runs of rows of another file, in bounded memory.
+"""Writes trajectories into an HDF5 file of the schema, row by row or in runs of rows of another file, in little memory.
 
 Values are collected per column and handed to :mod:`~megaflow_hpc.trajectories.hdf5.column_writer` some hundred
 trajectories at a time. The file is complete only after ``close``; callers write it under a temporary name and publish
@@ -325,7 +325,7 @@ class TrajectoryWriter:
 
 
 def lead_behind(source: h5py.File) -> dict[str, int]:
-    """Returns the ``lead`` of a file whose rows follow those of ``source``: how far the last chunks there are filled."""
+    """Returns the ``lead`` of a file whose rows follow those of ``source``, from how far its last chunks are filled."""
     found = {}
     for extent, path in _FLAT.items():
         grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two

@@ -32,7 +32,6 @@ from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter, lead_behind
 from megaflow_hpc.trajectories.journal.records import Entry, Seals, counts, headings, trajectory_of
 from megaflow_hpc.trajectories.journal.writer import SUFFIX, base_of, part_path
-from megaflow_hpc.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def write_shard(run: RunDir, journal: Path) -> Path:
 
 
 def _lead(run: RunDir, journal: Path) -> dict[str, int]:
-    """Returns the ``lead`` of a part's columns, by which they continue the shard of the part before, if there is one."""
+    """Returns the ``lead`` by which a part's columns continue the shard of the part before, if there is one."""
     stem, _, number = journal.name.removesuffix(SUFFIX).rpartition("+")
     if not stem:
         return {}

@@ -26,7 +26,6 @@ from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
 from megaflow_hpc.trajectories.maintenance.checksums import verify
-from megaflow_hpc.version import __version__
 
 _ROWS = 65536
 """Rows copied at a time, which bounds memory."""

@@ -25,7 +25,6 @@ from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.records import Entry, Seals
 from megaflow_hpc.trajectories.journal.shards import open_shard
 from megaflow_hpc.trajectories.journal.winners import Index, fingerprint, index, seals_of
-from megaflow_hpc.version import __version__
 
 _RUN_ROWS = 16
 """Copying columns is quicker than decoding records from this number of rows side by side on."""
@@ -43,7 +42,7 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
         The path of the file.
 
     Raises:
-        ConfigError: a journal is foreign or of a newer version, or journals that the present file was made from are gone.
+        ConfigError: a journal is foreign or of a newer version, or journals the present file was made from are gone.
         OSError: no space left, or a read-only directory; the present file stays as it was.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
