@@ -18,12 +18,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-from megaflow_hpc import __version__
 from megaflow_hpc.trajectories.hdf5 import column_writer
 from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
 from megaflow_hpc.types import Trajectory
+from megaflow_hpc.version import __version__
 
 _FLUSH_ROWS = 256
 
