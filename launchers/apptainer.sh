@@ -7,6 +7,7 @@
 # that C library lies beside it and the binaries are told so with patchelf. Suites are tried in turn, since the archive
 # moves; what counts is that a container really starts. MEGAFLOW_DEBIAN_MIRROR names the archive on other systems,
 # MEGAFLOW_APPTAINER_SUITES the suites.
+# shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${MEGAFLOW_HOME:?called by launchers/setup}"
 

@@ -6,6 +6,7 @@
 # apt-get and dpkg-deb put the packages' files together, and `apptainer build` runs their scripts inside. It needs no
 # debootstrap and no range of user ids of one's own. MEGAFLOW_DEBIAN_MIRROR and MEGAFLOW_BASE_SUITE (bookworm) choose
 # the archive; where no Debian archive is known the image has the system that this machine has.
+# shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${MEGAFLOW_HOME:?called by launchers/setup}"
 

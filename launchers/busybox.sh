@@ -2,6 +2,7 @@
 # Provides a static busybox, of which tests make the barest image there is: from PATH, else from the apt archive.
 #
 # usage: launchers/busybox.sh OUTPUT     (called by launchers/setup)
+# shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${MEGAFLOW_HOME:?called by launchers/setup}"
 

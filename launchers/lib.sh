@@ -256,7 +256,9 @@ debian_mirror() {
 # --- packages: what a machine may lack ------------------------------------------------------------------------------
 
 # program:package, the program being what shows that the package is there.
-TOOLS=(h5dump:hdf5-tools mksquashfs:squashfs-tools squashfuse:squashfuse fakeroot:fakeroot patchelf:patchelf git:git)
+# (fuse-overlayfs is what Apptainer falls back to where the kernel refuses users an overlay.)
+TOOLS=(h5dump:hdf5-tools mksquashfs:squashfs-tools squashfuse:squashfuse fuse-overlayfs:fuse-overlayfs fakeroot:fakeroot
+  patchelf:patchelf git:git)
 SLURM=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd munged:munge mariadbd:mariadb-server-core)
 # Packages without a program of their own that the lab needs beside those.
 SLURM_MORE=(slurm-wlm-basic-plugins slurm-wlm-mysql-plugin mariadb-client-core)
