@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -19,3 +20,8 @@ def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedP
         timeout=120,
         check=False,
     )
+
+
+def fuse_overlay() -> bool:
+    """Whether Apptainer can take fuse-overlayfs where the kernel gives no overlay: installed, and FUSE open to users."""
+    return shutil.which("fuse-overlayfs") is not None and os.access("/dev/fuse", os.R_OK | os.W_OK)

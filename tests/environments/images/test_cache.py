@@ -232,7 +232,7 @@ def test_of_many_ranks_one_stages_and_the_others_wait_for_it(
 SLOW = """
 import os, sys, time
 from pathlib import Path
-from megaflow_hpc.environments import sif
+from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 real = sif.unpack
 def slow(path, target, partition):

@@ -26,7 +26,7 @@ from megaflow_hpc.tasks.loading import prepare
 from megaflow_hpc.tasks.verifier import VerificationContext, verify
 from megaflow_hpc.types import ExecResult
 from tests.support.harbor_tasks import write_task
-from tests.support.namespaces import restricted
+from tests.support.namespaces import fuse_overlay, restricted
 from tests.support.sandboxes import runs
 
 InSandbox = Callable[..., Any]
@@ -252,13 +252,14 @@ def test_a_verdict_on_a_copy_is_honest(
 
 START = """
 import asyncio, json, sys
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec, site
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments.sandbox import probe
 
 async def main():
     async with ApptainerProvider(sys.argv[1]) as provider:
         async with await provider.start(SandboxSpec(sys.argv[2])) as sandbox:
             said = await sandbox.exec("echo x > /etc/mine; rm -r /opt; ls /etc; ls -d /opt")
-            print(json.dumps([provider.images.writes, said.stdout, site.probe(sys.argv[1]).copy]))
+            print(json.dumps([provider.images.writes, said.stdout, probe.probe(sys.argv[1]).copy]))
 
 asyncio.run(main())
 """
@@ -274,7 +275,7 @@ def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, b
     remove_tree(tmp_path / "w")
     assert done.returncode == 0, done.stderr
     writes, said, why_no_copy = json.loads(done.stdout)
-    assert writes == ("overlay" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "copy")
+    assert writes == ("overlay" if fuse_overlay() else "copy")
     assert said == "mine\npasswd\nprofile\n"
     assert why_no_copy == ""
 
@@ -295,7 +296,7 @@ def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
     done = restricted(before, "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m"))
     remove_tree(tmp_path / "w")
     findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-    if os.access("/dev/fuse", os.R_OK | os.W_OK):
+    if fuse_overlay():
         assert findings["overlay"]["found"] == "writable layers by fuse-overlayfs"
     else:
         assert findings["overlay"]["level"] == "warn"
