@@ -23,5 +23,5 @@ def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedP
 
 
 def fuse_overlay() -> bool:
-    """Whether Apptainer can take fuse-overlayfs where the kernel gives no overlay: installed, and FUSE open to users."""
+    """Whether Apptainer can take fuse-overlayfs where the kernel gives no overlay: installed, and FUSE open."""
     return shutil.which("fuse-overlayfs") is not None and os.access("/dev/fuse", os.R_OK | os.W_OK)
