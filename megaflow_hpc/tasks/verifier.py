@@ -192,7 +192,7 @@ async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list
     def change(paths: LayerPaths) -> None:
         found.extend(upperdir.false_programs(paths.upper, paths.rootfs, path))
         for name in found:
-            upperdir.forget(paths.upper, name)
+            upperdir.revert(paths.upper, name)
 
     await sandbox.restart(change=change)
     return found

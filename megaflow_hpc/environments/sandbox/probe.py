@@ -90,7 +90,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
     Raises :class:`SiteError` where there is no Apptainer, or scratch cannot be written.
     """
     apptainer = apptainer or find_apptainer()
-    namespaces = _said(["unshare", "--user", "--map-root-user", "--mount", "true"])
+    namespaces = _failure_of(["unshare", "--user", "--map-root-user", "--mount", "true"])
     setuid = is_setuid(apptainer)
     try:
         where = tempfile.mkdtemp(prefix="probe-", dir=scratch)
@@ -239,7 +239,7 @@ def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
         )
         if not writes:
             argv.remove("--writable")
-        return _said([*namespace_root(spec), *argv], where)
+        return _failure_of([*namespace_root(spec), *argv], where)
 
     if not start("overlay", "none"):
         return "", "", "", ""
@@ -273,10 +273,10 @@ def _kernel_overlay(where: str) -> str:
         Path(where, name).mkdir()
     options = ",".join(f"{key}dir={where}/{key}" for key in ("lower", "upper", "work"))
     script = f"mount -t overlay overlay -o {options},userxattr {where}/merged && echo x > {where}/merged/x"
-    return _said(["unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", script], where)
+    return _failure_of(["unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", script], where)
 
 
-def _said(argv: Sequence[str], temporary: str | None = None) -> str:
+def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
     """What a program died of; empty if it did not."""
     try:
         done = subprocess.run(

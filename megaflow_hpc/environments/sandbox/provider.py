@@ -29,7 +29,7 @@ from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.standby import Pool
+from megaflow_hpc.environments.sandbox.standby import StandbyPool
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer, unshare
 from megaflow_hpc.host.process import Identity
@@ -85,7 +85,7 @@ class ApptainerProvider:
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
         self._sandboxes: dict[ApptainerSandbox, SandboxSpec] = {}
-        self._pool = Pool(self._start)
+        self._standby = StandbyPool(self._start)
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._gateway_by: Way | None = None
@@ -121,7 +121,7 @@ class ApptainerProvider:
         if self._bound is not None:
             await self._bound.acquire()
         try:
-            sandbox = await self._pool.take(spec) if spec.mode == "persistent" and snapshot is None else None
+            sandbox = await self._standby.take(spec) if spec.mode == "persistent" and snapshot is None else None
             if sandbox is None:
                 sandbox = await self._start(spec, snapshot)
         except BaseException:
@@ -129,7 +129,7 @@ class ApptainerProvider:
                 self._bound.release()
             raise
         self._sandboxes[sandbox] = spec
-        self._pool.began(spec)
+        self._standby.began(spec)
         if self._closed:
             await sandbox.stop()
             raise SandboxError("the provider was closed meanwhile")
@@ -148,10 +148,10 @@ class ApptainerProvider:
             self.apptainer,
             start_timeout_s=self._start_timeout_s,
             output_limit=self._output_limit,
-            on_stop=self._forget,
+            on_stop=self._ended,
             watchdog=self.watchdog,
             layer_in_memory=self._kind == "memory",
-            spare=self._pool.take if spec.mode == "persistent" else None,
+            spare=self._standby.take if spec.mode == "persistent" else None,
             kit=self._kit if spec.network == "gateway" and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
@@ -168,7 +168,7 @@ class ApptainerProvider:
 
     async def standing_by(self, spec: SandboxSpec) -> bool:
         """Waits for what starts in the background; whether a sandbox of mode ``persistent`` stands by for ``spec``."""
-        return await self._pool.standing_by(spec)
+        return await self._standby.standing_by(spec)
 
     async def stage(self, image: str) -> str:
         """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; where it is now.
@@ -195,11 +195,11 @@ class ApptainerProvider:
         if not self._closed:
             self._prefetcher.order(images)
 
-    def _forget(self, sandbox: ApptainerSandbox) -> None:
+    def _ended(self, sandbox: ApptainerSandbox) -> None:
         spec = self._sandboxes.pop(sandbox, None)
         if spec is None:  # it stood by
             return
-        self._pool.ended(spec)
+        self._standby.ended(spec)
         if self._bound is not None:
             self._bound.release()
 
@@ -208,7 +208,7 @@ class ApptainerProvider:
         self._closed = True
         await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
-        await self._pool.close()
+        await self._standby.close()
         await asyncio.to_thread(self.watchdog.close)
         await asyncio.to_thread(sweep_mounts, self.scratch)
         try:

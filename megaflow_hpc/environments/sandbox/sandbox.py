@@ -18,14 +18,14 @@ from types import TracebackType
 
 from megaflow_hpc.environments.sandbox import transfer
 from megaflow_hpc.environments.sandbox.bundle import Bundle
-from megaflow_hpc.environments.sandbox.commands.commands import Commands
 from megaflow_hpc.environments.sandbox.commands.container import Container
+from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen_by_helper, listen_inside
 from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
-from megaflow_hpc.environments.sandbox.session import Session
+from megaflow_hpc.environments.sandbox.session import ShellSession
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import LimitError, SandboxError
@@ -127,9 +127,9 @@ class ApptainerSandbox:
         if breach.final:
             self._over = breach
         if container is not None and number is not None:
-            container.commands.pays(number, str(breach))
+            container.commands.mark_breached(number, str(breach))
         elif container is not None and whole:
-            container.pays(str(breach))
+            container.mark_breached(str(breach))
 
     async def kill_processes(self) -> None:
         """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
@@ -176,7 +176,7 @@ class ApptainerSandbox:
         """Takes over everything of a sandbox that nobody has used."""
         spare._stopped = True
         if spare._watchdog is not None:
-            spare._watchdog.forget(spare._watch)
+            spare._watchdog.unwatch(spare._watch)
         self._watch.detach()
         leaving = self._loop.create_task(_discard(self._bundle))
         self._leaving.add(leaving)
@@ -215,7 +215,7 @@ class ApptainerSandbox:
                 await asyncio.gather(*self._leaving)
         finally:
             if self._watchdog is not None:
-                self._watchdog.forget(self._watch)
+                self._watchdog.unwatch(self._watch)
             if self._on_stop is not None:
                 self._on_stop(self)
 
@@ -321,16 +321,16 @@ class ApptainerSandbox:
         """
         await transfer.download(self.exec, source, target)
 
-    def session(self, *, output_limit: int | None = None) -> Session:
+    def session(self, *, output_limit: int | None = None) -> ShellSession:
         """A shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
 
         bash where the image has it, else its ``/bin/sh``.
         """
 
-        async def commands() -> Commands:
+        async def commands() -> CommandDispatcher:
             return (await self._alive()).commands
 
-        return Session(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
+        return ShellSession(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
 
     async def snapshot(self, target: str | os.PathLike[str]) -> Snapshot:
         """Copies the writable layer to ``target``, a new directory on the host; processes stand still meanwhile.

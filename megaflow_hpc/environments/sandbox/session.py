@@ -14,8 +14,8 @@ import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from megaflow_hpc.environments.sandbox.commands.commands import Commands
-from megaflow_hpc.environments.sandbox.commands.running import CommandUnderWay, Worker
+from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
+from megaflow_hpc.environments.sandbox.commands.running import RunningCommand, Worker
 from megaflow_hpc.environments.sandbox.commands.shell import session_text
 from megaflow_hpc.environments.sandbox.limits.usage import command_of
 from megaflow_hpc.environments.sandbox.processes import is_runner
@@ -26,24 +26,24 @@ GRACE_S = 1.0
 """From the kill of what a command started to its end; then the shell itself is busy, and goes."""
 
 
-class Session:
+class ShellSession:
     """From :meth:`ApptainerSandbox.session`; an async context manager.
 
     Args:
         commands: those of the sandbox's container, a fresh one if need be.
     """
 
-    def __init__(self, commands: Callable[[], Awaitable[Commands]], workdir: str, limit: int) -> None:
+    def __init__(self, commands: Callable[[], Awaitable[CommandDispatcher]], workdir: str, limit: int) -> None:
         self._find = commands
         self._workdir = workdir
         self._limit = limit
-        self._commands: Commands | None = None
-        self._shell: CommandUnderWay | None = None
+        self._commands: CommandDispatcher | None = None
+        self._shell: RunningCommand | None = None
         self._worker: Worker | None = None
-        self._said = b""
+        self._partial_line = b""
         self._one = asyncio.Lock()
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> ShellSession:
         async with self._one:
             await self._open()
         return self
@@ -86,15 +86,7 @@ class Session:
             status = await running.done
             if self._shell.done.done():
                 await self._close()
-        out, err = running.buffers
-        return ExecResult(
-            exit_code=124 if timed_out else status,
-            stdout_bytes=out.value(),
-            stderr_bytes=err.value(),
-            truncated=out.truncated or err.truncated,
-            timed_out=timed_out,
-            duration_s=time.monotonic() - began,
-        )
+        return running.result(status, timed_out=timed_out, started=began)
 
     async def _open(self) -> None:
         await self._close()
@@ -102,18 +94,18 @@ class Session:
         worker, inside = commands.session_worker()
         script = session_text(inside)
         chosen = f"if command -v bash >/dev/null; then exec bash -c {shlex.quote(script)}; fi\n{script}"
-        self._said = b""
+        self._partial_line = b""
         self._commands, self._worker = commands, worker
         self._shell = commands.launch(chosen, self._workdir, {}, None, self._limit, on_output=self._answered)
 
     def _answered(self, data: bytes) -> None:
-        *lines, self._said = (self._said + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             running = self._worker.command if self._worker else None
             if running is not None and line.isdigit() and self._commands is not None:
                 self._commands.finish(running, int(line))
 
-    async def _interrupt(self, running: CommandUnderWay) -> None:
+    async def _interrupt(self, running: RunningCommand) -> None:
         """Kills what the shell has started, then the shell if it is what goes on."""
         assert self._commands is not None
         assert self._shell is not None

@@ -26,7 +26,7 @@ SHARE = 4
 """One stands by for so many in use, at least one."""
 
 
-class Pool:
+class StandbyPool:
     """The sandboxes of one provider that stand by.
 
     Args:

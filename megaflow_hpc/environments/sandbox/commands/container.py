@@ -8,7 +8,7 @@
       i17  c17  s17     command 17's standard input, and what is too long for a line; removed when it is done
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
 
-Its commands are in commands.py. The container ends with its owner: the kernel kills it with the thread that started
+Its commands are in dispatcher.py. The container ends with its owner: the kernel kills it with the thread that started
 it, and its runner kills everything when its command pipe closes. Where Apptainer is setuid only the second holds.
 """
 
@@ -22,7 +22,7 @@ import tty
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
-from megaflow_hpc.environments.sandbox.commands.commands import KILL_GRACE_S, Commands, write_new
+from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher, write_new
 from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
 from megaflow_hpc.environments.sandbox.processes import namespace_init
@@ -50,7 +50,9 @@ class Container:
         self._on_started = on_started
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr_pipe = -1
-        self.commands = Commands(control, self._spawn, lambda: None if self.alive else self.last_words(), self._give_up)
+        self.commands = CommandDispatcher(
+            control, self._spawn, lambda: None if self.alive else self.last_words(), self._give_up
+        )
         self._answer = b""
         self._stderr = bytearray()
         self._ready: asyncio.Future[None] | None = None
@@ -128,6 +130,9 @@ class Container:
         init = namespace_init(self._process.pid)
         self.init = self.commands.init = Identity.of(init) if init else None
 
+    def _why_ended(self) -> str | None:
+        return None if self.alive else self.last_words()
+
     def last_words(self) -> str:
         text = self._stderr.decode("utf-8", "replace")
         if "/bin/sh" in text and "no such file" in text.lower():
@@ -193,12 +198,12 @@ class Container:
             self.lost = "the container was ended from outside (a kill of its job, preemption, or want of memory)"
             self.commands.fail(self.lost)
 
-    def pays(self, breach: str) -> None:
+    def mark_breached(self, breach: str) -> None:
         """The container is about to be killed because the sandbox passed a limit: that is its commands' doing."""
         self._breach = breach
 
     def _give_up(self, reason: str) -> None:
-        self.pays(reason)
+        self.mark_breached(reason)
         if self.init is not None:
             self.init.kill()
 

@@ -2,7 +2,7 @@
 #
 # $1 is the control directory, read-only in here. Standard input says which workers to start, one number a line; its
 # end means that the owner is gone. Worker K keeps a child waiting on the FIFO wK: the child reads one line of shell,
-# which is one command (fragments.py), and becomes it; the worker answers "K STATUS" and forks the next child. So the
+# which is one command (shell.py), and becomes it; the worker answers "K STATUS" and forks the next child. So the
 # fork is over before a command comes. Names begin with _mf_: a sandbox's own variables live in the same shell.
 #
 # A command needs a process group of its own. A shell with job control gives one without starting another program, but

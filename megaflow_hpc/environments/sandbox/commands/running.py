@@ -1,13 +1,15 @@
-"""What :mod:`.commands` keeps of a command under way, and the runner's workers that run them."""
+"""A command while it runs, and the workers of a container's runner, each of which runs one at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 
 from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
+from megaflow_hpc.types import ExecResult
 
 FIRST_WORKERS = 2
 """Started with the container: the next command finds a child waiting while the last worker forks its own."""
@@ -19,11 +21,16 @@ class Worker:
     def __init__(self, number: int, pipe: int) -> None:
         self.number = number
         self.pipe = pipe
-        self.command: CommandUnderWay | None = None
+        self.command: RunningCommand | None = None
 
 
-class CommandUnderWay:
-    """A command under way."""
+class RunningCommand:
+    """A command from its handing over to its end.
+
+    Args:
+        number: counts the commands of its container; its processes carry it in their environment.
+        limit: bytes kept of each stream.
+    """
 
     def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
         self.number = number
@@ -36,6 +43,19 @@ class CommandUnderWay:
         self.on_output: Callable[[bytes], None] | None = None
         self.listening: asyncio.TimerHandle | None = None
         self.killing: asyncio.Task[None] | None = None
+
+    def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
+        """Returns what the caller gets; ``started`` by the monotonic clock, in seconds."""
+        out, err = self.buffers
+        return ExecResult(
+            exit_code=124 if timed_out else status,
+            stdout_bytes=out.value(),
+            stderr_bytes=err.value(),
+            truncated=out.truncated or err.truncated,
+            timed_out=timed_out,
+            duration_s=time.monotonic() - started,
+            breach=self.breach,
+        )
 
 
 class Workers:

@@ -109,12 +109,12 @@ class StreamPairs:
         """A pair that was taken and given to no command."""
         self._free.append(pair)
 
-    def close(self, forget: Callable[[int], object]) -> None:
-        """``forget`` is called with every descriptor before it is closed."""
+    def close(self, remove_reader: Callable[[int], object]) -> None:
+        """Closes every descriptor, after ``remove_reader`` was called with it."""
         for pair in self._all:
             for descriptor in pair.descriptors:
                 if descriptor >= 0:
-                    forget(descriptor)
+                    remove_reader(descriptor)
             pair.close()
         self._all = []
 

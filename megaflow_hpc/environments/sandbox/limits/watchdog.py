@@ -67,7 +67,7 @@ class Breach:
 
 
 OnBreach = Callable[[Breach, int | None, bool], None]
-"""Called in the watchdog's thread before anything is killed: the breach, the number of the command that pays, and
+"""Called in the watchdog's thread before anything is killed: the breach, the number of the command to blame, and
 whether the whole container does. Neither: it was seen, and nobody who could be blamed is left."""
 
 
@@ -325,7 +325,7 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="sandbox limits", daemon=True)
                 self._thread.start()
 
-    def forget(self, watch: Watch) -> None:
+    def unwatch(self, watch: Watch) -> None:
         """Ends the watch of a sandbox. Idempotent."""
         with self._lock:
             if watch in self._watches:

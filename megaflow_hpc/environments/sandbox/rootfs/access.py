@@ -119,9 +119,9 @@ class Access:
         merged = f"{layer}.root"
         uid = None if spec.as_root else os.getuid()
         if self._mounted is not None:
-            prefix: Sequence[str] | None = self._mounted.enter(layer, merged, uid)
+            prefix: Sequence[str] | None = self._mounted.argv_prefix(layer, merged, uid)
         else:
-            prefix = overlay.words(self.rootfs, layer, merged, uid) if self.form == "tree" else None
+            prefix = overlay.argv_prefix(self.rootfs, layer, merged, uid) if self.form == "tree" else None
         if prefix is None:
             argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
             return namespace_root(spec), argv

@@ -62,7 +62,7 @@ class Mounted:
             return False
         return self.holder.alive()
 
-    def enter(self, layer: str, merged: str, uid: int | None) -> list[str]:
+    def argv_prefix(self, layer: str, merged: str, uid: int | None) -> list[str]:
         """The words before a container's command line: into the namespaces, and there an overlay at ``merged``.
 
         Args:

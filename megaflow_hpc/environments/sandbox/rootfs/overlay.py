@@ -21,7 +21,7 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Apptainer makes none in a root that it does not overlay itself."""
 
 
-def words(lower: str, layer: str, merged: str, uid: int | None) -> list[str] | None:
+def argv_prefix(lower: str, layer: str, merged: str, uid: int | None) -> list[str] | None:
     """The words before a container's command line: into namespaces of its own, and there an overlay at ``merged``.
 
     Args:

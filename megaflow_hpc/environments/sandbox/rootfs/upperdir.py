@@ -46,7 +46,7 @@ _DELETED = ".wh."
 _OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
 
 
-def forget(upper: Path, path: str) -> bool:
+def revert(upper: Path, path: str) -> bool:
     """Undoes whatever the layer has at ``path``, relative to the root; ``True`` if there was anything."""
     *parents, name = PurePosixPath(path).parts
     place = upper
@@ -66,7 +66,7 @@ def make_way(upper: Path, path: str) -> None:
             _open(place)
         elif os.path.lexists(place):
             _remove(place)
-    forget(upper, path)
+    revert(upper, path)
 
 
 def restore_programs(upper: Path, rootfs: Path) -> list[str]:
@@ -75,8 +75,8 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
     Where the image is no directory (``rootfs``), every file of these names counts as one of the image's.
     """
     _open(upper)
-    changed = [name for name in RUNTIME if forget(upper, name)]
-    if forget(upper, PRELOAD):
+    changed = [name for name in RUNTIME if revert(upper, name)]
+    if revert(upper, PRELOAD):
         changed.append(PRELOAD)
     known = _names_in(rootfs, PROGRAM_DIRS)
     for directory in PROGRAM_DIRS:
@@ -91,9 +91,9 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
             if entry.removeprefix(_DELETED).startswith(LIBRARIES):
                 changed += _undo(upper, rootfs, directory, entry)
             elif entry in _PREFERRED:
-                changed += _forget_libraries(upper, f"{directory}/{entry}")
+                changed += _revert_libraries(upper, f"{directory}/{entry}")
     if _cache_leads_elsewhere(upper, {f"/{place}" for place in places}):
-        forget(upper, CACHE)
+        revert(upper, CACHE)
         changed.append(CACHE)
     return changed
 
@@ -114,7 +114,7 @@ def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
     return found
 
 
-def _forget_libraries(upper: Path, directory: str) -> list[str]:
+def _revert_libraries(upper: Path, directory: str) -> list[str]:
     """Copies of the basic libraries for better processors, which the loader prefers."""
     if not _is_directory(upper / directory):
         return []
@@ -124,7 +124,7 @@ def _forget_libraries(upper: Path, directory: str) -> list[str]:
         for name in names
         if name.startswith(LIBRARIES)
     ]
-    return [path for path in found if forget(upper, path)]
+    return [path for path in found if revert(upper, path)]
 
 
 def _cache_leads_elsewhere(upper: Path, places: Collection[str]) -> bool:
@@ -179,7 +179,7 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
     """Undoes :func:`keep_only`: the layer is the agent's again, with what happened at the kept paths since."""
     for path in taken:
         parts = PurePosixPath(path).parts
-        forget(aside, path)
+        revert(aside, path)
         _move(upper, aside, parts)
     remove_tree(upper)
     os.rename(aside, upper)
@@ -201,7 +201,7 @@ def set_aside(upper: Path, path: str, aside: Path) -> bool:
 
 def replace(upper: Path, path: str, aside: Path) -> None:
     """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone."""
-    forget(upper, path.strip("/"))
+    revert(upper, path.strip("/"))
     os.rename(aside, upper / path.strip("/"))
 
 
@@ -264,7 +264,7 @@ def _show_through(directory: Path) -> None:
             os.removexattr(directory, name, follow_symlinks=False)
         except OSError:
             pass
-    forget(directory, ".wh..wh..opq")
+    revert(directory, ".wh..wh..opq")
     _open(directory)
 
 

@@ -1,4 +1,4 @@
-"""The commands under way in one container: how they are handed over, read, timed and ended.
+"""Hands commands to the workers of one container's runner; reads what they print, times and ends them.
 
 A command costs one line into the FIFO of a worker, whose child waits for it already, and one line back. It prints into
 two FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it
@@ -13,12 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from megaflow_hpc.environments.sandbox.commands.running import (
-    FIRST_WORKERS,
-    CommandUnderWay,
-    Worker,
-    Workers,
-)
+from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
@@ -60,7 +55,7 @@ def write_new(path: str, data: bytes) -> None:
         os.close(descriptor)
 
 
-class Commands:
+class CommandDispatcher:
     """Hands commands to the workers of one container's runner.
 
     Args:
@@ -84,7 +79,7 @@ class Commands:
         self._give_up = give_up
         self._sessions = 0
         self._number = 0
-        self._commands: dict[int, CommandUnderWay] = {}
+        self._commands: dict[int, RunningCommand] = {}
         self.workers = Workers(control, spawn)
         self._pairs = StreamPairs(control)
         self._slots = asyncio.Semaphore(MAX_WORKERS)
@@ -117,12 +112,12 @@ class Commands:
         """A command has killed every process but PID 1, or a limit was passed: each command's end, and a result."""
         for command in list(self._commands.values()):
             if breach:
-                self.pays(command.number, breach)
+                self.mark_breached(command.number, breach)
             else:
                 command.buffers[1].feed(b"[every process of the sandbox was killed]\n")
             self.finish(command, 137)
 
-    def pays(self, number: int, breach: str) -> None:
+    def mark_breached(self, number: int, breach: str) -> None:
         """A command is about to be killed because the sandbox passed a limit; its result will say so."""
         command = self._commands.get(number)
         if command is not None and not command.breach:
@@ -174,17 +169,7 @@ class Commands:
             finally:
                 if timer is not None:
                     timer.cancel()
-        out, err = running.buffers
-        timed_out = running.killing is not None
-        return ExecResult(
-            exit_code=124 if timed_out else status,
-            stdout_bytes=out.value(),
-            stderr_bytes=err.value(),
-            truncated=out.truncated or err.truncated,
-            timed_out=timed_out,
-            duration_s=time.monotonic() - started,
-            breach=running.breach,
-        )
+        return running.result(status, timed_out=running.killing is not None, started=started)
 
     def session_worker(self) -> tuple[Worker, str]:
         """A FIFO for a session's shell, which the caller closes, and its path inside."""
@@ -203,7 +188,7 @@ class Commands:
         limit: int,
         session: Worker | None = None,
         on_output: Callable[[bytes], None] | None = None,
-    ) -> CommandUnderWay:
+    ) -> RunningCommand:
         """Hands a command over; its ``done`` is set when it has ended.
 
         Args:
@@ -216,7 +201,7 @@ class Commands:
         try:
             pair = self._pairs.take()
             worker = session or self.workers.take()
-            running = CommandUnderWay(self._number, worker, pair, limit)
+            running = RunningCommand(self._number, worker, pair, limit)
             running.on_output = on_output
             line = self._line(running, command, cwd, env, user_input)
             pair.open()
@@ -239,7 +224,7 @@ class Commands:
 
     def _line(
         self,
-        running: CommandUnderWay,
+        running: RunningCommand,
         command: str | Sequence[str],
         cwd: str,
         env: Mapping[str, str],
@@ -260,14 +245,14 @@ class Commands:
             line = b". %s\n" % self._file(running, "c", text.encode("utf-8", "surrogateescape")).encode()
         return line
 
-    def _file(self, running: CommandUnderWay, kind: str, data: bytes) -> str:
+    def _file(self, running: RunningCommand, kind: str, data: bytes) -> str:
         """Lays a file into the control directory until the command has ended; its path inside."""
         name = f"{kind}{running.number}"
         running.files.append(name)
         write_new(os.path.join(self.control, name), data)
         return f"{CONTROL_DIR}/{name}"
 
-    def _listen(self, command: CommandUnderWay) -> None:
+    def _listen(self, command: RunningCommand) -> None:
         """Reads from now on as the command prints."""
         command.listening = None
         loop = asyncio.get_running_loop()
@@ -275,7 +260,7 @@ class Commands:
             if descriptor >= 0:
                 loop.add_reader(descriptor, self._read_output, command, stream)
 
-    def _read_output(self, command: CommandUnderWay, stream: int) -> bool:
+    def _read_output(self, command: RunningCommand, stream: int) -> bool:
         """One read; ``True`` if there may be more. A closed end gives its reader up."""
         descriptor = command.pair.descriptors[stream]
         if descriptor < 0:
@@ -297,7 +282,7 @@ class Commands:
             self._pairs.give_back(command.pair)
         return False
 
-    def finish(self, command: CommandUnderWay, status: int, dead: bool = False) -> None:
+    def finish(self, command: RunningCommand, status: int, dead: bool = False) -> None:
         for stream in (0, 1):
             for _ in range(_LEFT_OVER_READS):
                 if not self._read_output(command, stream):
@@ -313,24 +298,24 @@ class Commands:
         if not command.done.done():
             command.done.set_result(status)
 
-    def _withdraw(self, command: CommandUnderWay) -> None:
+    def _withdraw(self, command: RunningCommand) -> None:
         command.worker.command = None
         del self._commands[command.number]
         self._remove_files(command)
 
-    def _remove_files(self, command: CommandUnderWay) -> None:
+    def _remove_files(self, command: RunningCommand) -> None:
         for name in command.files:
             try:
                 os.unlink(os.path.join(self.control, name))
             except OSError:
                 pass
 
-    def kill(self, command: CommandUnderWay) -> asyncio.Task[None]:
+    def kill(self, command: RunningCommand) -> asyncio.Task[None]:
         if command.killing is None:
             command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
         return command.killing
 
-    async def _kill_command(self, command: CommandUnderWay) -> None:
+    async def _kill_command(self, command: RunningCommand) -> None:
         """Kills what carries the command's mark until it has ended: a child that only just took it has no mark yet."""
         if self.init is None:
             return
