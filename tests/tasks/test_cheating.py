@@ -14,11 +14,11 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import (
-    forget,
     keep_only,
     make_way,
     put_back,
     restore_programs,
+    revert,
 )
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -286,7 +286,7 @@ def test_no_link_of_the_agents_is_followed_on_the_host(tmp_path: Path) -> None:
     (outside / "verifier").mkdir(parents=True)
     upper.mkdir()
     (upper / "logs").symlink_to(outside)
-    assert not forget(upper, "logs/verifier")
+    assert not revert(upper, "logs/verifier")
     make_way(upper, "logs/verifier")
     assert not (upper / "logs").exists()
     assert (outside / "verifier").is_dir()

@@ -50,9 +50,7 @@ class Container:
         self._on_started = on_started
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr_pipe = -1
-        self.commands = CommandDispatcher(
-            control, self._spawn, lambda: None if self.alive else self.last_words(), self._give_up
-        )
+        self.commands = CommandDispatcher(control, self._spawn, self._why_ended, self._give_up)
         self._answer = b""
         self._stderr = bytearray()
         self._ready: asyncio.Future[None] | None = None
