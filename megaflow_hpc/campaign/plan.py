@@ -81,19 +81,23 @@ def make(
         ConfigError: names file, line, value and remedy.
     """
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import resolve_images
+    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
-    from megaflow_hpc.tasks.loading import in_image_directories, load_tasks
-    from megaflow_hpc.tasks.verifier import check_fresh
+    from megaflow_hpc.tasks.harbor.verifier import check_fresh
+    from megaflow_hpc.tasks.images import image_requests, in_image_directories
+    from megaflow_hpc.tasks.loading import load_tasks
 
     if config.is_pool:
         named = bool(config.models)
         pools = {name: _absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
         config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return Plan(config, pools, [], [], {}, list_servers(pools), source)
+    environment = config.environment
+    images = Images(ImageStore(), Registries.configured(environment.mirrors, environment.air_gapped or None))
     try:
-        tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base)
+        tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base, images.dockerfiles)
     except ConfigError as error:
         if str(error).startswith("/"):  # a task's own file, which names itself
             raise
@@ -111,22 +115,16 @@ def make(
         raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
     used = {rollout.task_id for rollout in rollouts}
     tasks = [task for task in tasks if task.id in used]
-    environment = config.environment
     require((environment.network_of(task) for task in tasks), private_directory(default_scratch()))
-    images = resolve_images(
-        tasks,
-        environment.images,
-        base,
-        build=build,
-        where=where("environment.images"),
-        registries=Registries.configured(environment.mirrors, environment.air_gapped or None),
+    files = images.resolve_all(
+        image_requests(tasks), environment.images, base, build=build, where=where("environment.images")
     )
-    tasks = in_image_directories(tasks, images, config.environment.images, base)
-    if config.environment.verification == "fresh":
+    tasks = in_image_directories(tasks, files, images, environment.images, base)
+    if environment.verification == "fresh":
         for task in tasks:
             check_fresh(task)
     durations = learned(config, base, where)
-    return Plan(config, policies, tasks, rollouts, images, list_servers(policies), source, durations)
+    return Plan(config, policies, tasks, rollouts, files, list_servers(policies), source, durations)
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:

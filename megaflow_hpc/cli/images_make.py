@@ -36,7 +36,7 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import resolve_all
+    from megaflow_hpc.tasks.images import image_requests
     from megaflow_hpc.tasks.loading import load_tasks
 
     config = load(path)
@@ -47,8 +47,8 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
     )
     base = Path(path).absolute().parent
     note(f"{path}: reading tasks")
-    tasks = load_tasks([source.model_dump() for source in config.tasks], base)
-    return resolve_all(images, tasks, environment.images, base, build=build)
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
+    return images.resolve_all(image_requests(tasks), environment.images, base, build=build)
 
 
 def build(arguments: argparse.Namespace) -> int:

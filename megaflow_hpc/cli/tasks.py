@@ -30,11 +30,13 @@ then, in a campaign file:
 VALIDATE_EPILOG = """\
 Each task runs twice in fresh sandboxes: as it is (reward 0 expected) and with its own solution (reward 1 expected). For
 tasks of `tasks build` single tests are compared too: a named test must fail before, not merely be missing.
+Sandboxes and verification are a campaign's: by default one without limits of its own, else that of --campaign.
 Exit status 1 if a task is not valid.
 
 examples:
   megaflow-hpc tasks validate tasks/bugs
   megaflow-hpc tasks validate tasks/bugs/tomlkit-integer-division --image tasks/images/megaflow-bugs.sif --json
+  megaflow-hpc tasks validate tasks/bugs --campaign campaign.yaml
 """
 
 LIST_EPILOG = """\
@@ -74,7 +76,10 @@ def register(subparsers: Any) -> None:
     validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif beside DIR")
     validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
     validate.add_argument(
-        "--network", choices=("none", "host"), default="none", help="for tasks that leave it open (default none)"
+        "--campaign", metavar="FILE", help="judge as this campaign does: its limits, network, verification and images"
+    )
+    validate.add_argument(
+        "--network", choices=("none", "host"), help="for tasks that leave it open (default the campaign's, or none)"
     )
     validate.add_argument("--jobs", metavar="N", type=int, default=2, help="sandboxes at once (default 2)")
     add_json(validate)
@@ -130,11 +135,14 @@ def task_directories(directory: str) -> list[Path]:
 
 def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.agents.oracle import OracleAgent
-    from megaflow_hpc.environments.images.resolve import resolve_images
+    from megaflow_hpc.config import load
+    from megaflow_hpc.config.sections import EnvironmentConfig
+    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-    from megaflow_hpc.tasks.harbor.verifier_section import verifier_environments
-    from megaflow_hpc.tasks.loading import in_image_directories
+    from megaflow_hpc.tasks.images import image_requests, in_image_directories
     from megaflow_hpc.tasks.validation import Validation, validate
 
     directories = task_directories(arguments.directory)
@@ -145,17 +153,26 @@ def run_validate(arguments: argparse.Namespace) -> int:
         )
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: expected 1 or more")
-    tasks = [read_harbor_task(path) for path in directories if not arguments.only or path.name in arguments.only]
-    wanted = [each for task in tasks for each in (task, *verifier_environments(task))]
-    names = {each.metadata["harbor"].get("from") or each.image: Path(each.path) for each in wanted}
-    mapping = {name: arguments.image or str(_image_beside(path, name)) for name, path in names.items()}
-    images = resolve_images(tasks, mapping, Path.cwd(), where="--image")
-    tasks = in_image_directories(tasks, images, mapping, Path.cwd())
+    environment = load(arguments.campaign).environment if arguments.campaign else EnvironmentConfig(network="none")
+    if arguments.network:
+        environment = environment.model_copy(update={"network": arguments.network})
+    images = Images(ImageStore(), Registries.configured(environment.mirrors, environment.air_gapped or None))
+    chosen = [path for path in directories if not arguments.only or path.name in arguments.only]
+    tasks = [read_harbor_task(path, images.dockerfiles) for path in chosen]
+    requests = image_requests(tasks)
+    if arguments.campaign and not arguments.image:
+        base, mapping, where = Path(arguments.campaign).absolute().parent, environment.images, arguments.campaign
+    else:
+        names = {request.base or request.name: Path(request.path) for request in requests}
+        mapping = {name: arguments.image or str(_image_beside(path, name)) for name, path in names.items()}
+        base, where = Path.cwd(), "--image"
+    files = images.resolve_all(requests, mapping, base, where=where)
+    tasks = in_image_directories(tasks, files, images, mapping, base)
 
     async def go() -> list[Validation]:
         done = []
         async with ApptainerProvider() as provider:
-            async for result in validate(tasks, images, OracleAgent(), provider, arguments.jobs, arguments.network):
+            async for result in validate(tasks, files, OracleAgent(), provider, environment, arguments.jobs):
                 done.append(result)
                 took_s = result.before.duration_s + result.after.duration_s
                 counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept, {took_s:.1f} s"

@@ -48,7 +48,7 @@ def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.tasks.swebench.instances import read_instances, read_tasks
+    from megaflow_hpc.tasks.swebench.instances import LineSource, read_instances, read_tasks
     from megaflow_hpc.tasks.swebench.plan import settle
 
     names = [Path(file).name for file in arguments.files]
@@ -82,7 +82,7 @@ def run_import(arguments: argparse.Namespace) -> int:
             {
                 "id": task.id,
                 "repo": instance.repo,
-                "tested_by": task.metadata["swebench"]["runner"],
+                "tested_by": LineSource.of(task).runner,
                 "fail_to_pass": len(instance.FAIL_TO_PASS),
                 "pass_to_pass": len(instance.PASS_TO_PASS),
                 "image": task.image,

@@ -32,10 +32,11 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, last_workdir
-from megaflow_hpc.environments.images.resolve import match_name, resolve_images
+from megaflow_hpc.environments.images.resolve import Images, match_name
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.types import Network, Task
+from megaflow_hpc.types import Network
 
 _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
 """One provider per event loop and scratch directory, with the environments that use it now."""
@@ -128,19 +129,17 @@ class ApptainerEnvironment(BaseEnvironment):
         dockerfile = self.environment_dir / "Dockerfile"
         named = self.task_env_config.docker_image
         parsed = None if named else Dockerfile.read(dockerfile)
-        if parsed is None:
-            name, bases, harbor = str(named), [str(named)], {}
-        else:
-            name, bases, harbor = parsed.base, [*parsed.bases, parsed.base], {"from": parsed.base}
-            if parsed.needs_build:
-                name, harbor = f"{name}+built", {**harbor, "dockerfile": str(dockerfile)}
+        name, bases = (parsed.base, parsed.bases) if parsed else (str(named), [str(named)])
         mapping = dict(self._images)
         for base in bases:
             if match_name(base, self._images) is None:
                 mapping[base] = base if os.path.exists(base) else f"docker://{base}"
-        path = str(self.environment_dir.parent)
-        task = Task(id=self.environment_name, instruction="", image=name, path=path, metadata={"harbor": harbor})
-        image = resolve_images([task], mapping, Path.cwd(), where="environment kwarg images")[name]
+        images, path, where = Images(ImageStore()), str(self.environment_dir.parent), "environment kwarg images"
+        if parsed is not None and parsed.needs_build:
+            file = images.resolve_dockerfile(parsed, mapping, Path.cwd(), where=where, task_path=path)
+        else:
+            file = images.resolve(name, mapping, Path.cwd(), where=where, task_path=path)
+        image = str(file)
         if parsed is not None:
             return image, parsed.workdir, dict(parsed.environment), parsed.user
         return image, last_workdir(dockerfile) if dockerfile.is_file() else None, {}, None

@@ -1,55 +1,166 @@
-"""Task formats other than Harbor's: which module reads, prepares, solves and judges tasks of a kind.
+"""Task formats: what reads a source of a campaign, and prepares, solves and judges the tasks it holds.
 
-A format is a module with ``prepare(task, sandbox)``, ``solve(task, sandbox) -> ExecResult`` and
-``verify(task, sandbox) -> Verdict``; ``SUBMITS_A_PATCH`` says that the verdict brings the agent's patch. They are
-imported when a task of theirs is met.
+A format is an object named ``FORMAT`` in a module of its own; its name is the ``kind`` of its tasks. Harbor's
+directories, SWE-bench lines and Python classes are peers: whoever runs a task asks :func:`format_of`.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
 
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
+from megaflow_hpc.environments.images.resolve import ImageRequest
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
-KINDS: Mapping[str, str] = {
-    "swebench": "megaflow_hpc.tasks.swebench.runs",
+MODULES: Mapping[str, str] = {
+    "swebench": "megaflow_hpc.tasks.swebench.format",
     "python": "megaflow_hpc.tasks.python_class",
+    "harbor": "megaflow_hpc.tasks.harbor.format",
 }
+"""Module of each kind. They are asked in this order whether a source is theirs; Harbor's takes every path."""
 
 
-def format_of(task: Task) -> Any:
-    """The module of the task's format; ``None`` for Harbor's."""
-    return importlib.import_module(KINDS[task.kind]) if task.kind in KINDS else None
+@dataclass(frozen=True)
+class VerificationContext:
+    """How a campaign verifies."""
+
+    fresh: bool = False
+    """Keep of the agent's changes only the work directory and the declared artifacts."""
+    network: Network | None = None
+    """Network of tests that may use one; ``None``: the network that the sandbox has."""
+    start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
+    """Starts the sandbox of a separate verifier, given its environment as a task."""
 
 
-def read(source: str, base: str | os.PathLike[str]) -> list[Task] | None:
-    """The tasks of a source of a campaign; ``None`` if it is to be read as Harbor directories.
+@dataclass(frozen=True)
+class StepVerdict:
+    """``verdict`` of the step ``name``; the name is empty for a task without steps."""
+
+    name: str
+    verdict: Verdict
+
+
+class TaskFormat(Protocol):
+    """One way to write tasks. Methods that take a sandbox run in a worker, ``claims`` to ``settle`` during planning."""
+
+    submits_a_patch: bool
+    """Whether :meth:`verify` judges a patch of the agent's, and so brings it along itself."""
+
+    def claims(self, source: str) -> bool:
+        """Whether a source of a campaign file is of this format."""
+
+    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+        """The tasks of a source; relative paths are relative to ``base``.
+
+        Raises:
+            ConfigError: names file, line, value and remedy.
+        """
+
+    def settle(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks that a campaign has chosen of one source, ready to run.
+
+        Raises:
+            ConfigError: one of them cannot be run here.
+        """
+
+    def images(self, task: Task) -> list[ImageRequest]:
+        """The images that a task wants: the agent's first, then those of separate verifiers."""
+
+    def steps(self, task: Task) -> list[Task]:
+        """The steps of a task in their order, each a task of its own; a task without steps is its only one."""
+
+    def step_name(self, step: Task) -> str:
+        """Name of a step; empty for a task without steps."""
+
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
+        """Makes a fresh sandbox ready, its work directory and log directories being there.
+
+        Raises:
+            SandboxError: it cannot be done; the rollout fails.
+        """
+
+    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
+        """Makes the sandbox ready for one step.
+
+        Raises:
+            SandboxError: it cannot be done; the rollout fails.
+        """
+
+    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
+        """Carries out the task's own solution.
+
+        Raises:
+            ConfigError: the task has none.
+        """
+
+    async def verify(
+        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
+    ) -> Verdict:
+        """Judges what the agent left; its processes have ended.
+
+        Args:
+            stay: the sandbox is used further, and gets its own container back.
+
+        Raises:
+            SandboxError: a sandbox was lost. What tests do wrong is in the verdict's ``error``.
+            ConfigError: the task cannot be verified in this way.
+        """
+
+    def may_continue(self, step: Task, verdict: Verdict) -> bool:
+        """Whether the next step may begin after this verdict."""
+
+    def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
+        """The verdict of a task from those of the steps that were run, at least one."""
+
+
+class OneStep:
+    """What holds for formats whose tasks have one step and one image, which is named as it is."""
+
+    submits_a_patch = False
+
+    def settle(self, tasks: Sequence[Task]) -> list[Task]:
+        return list(tasks)
+
+    def images(self, task: Task) -> list[ImageRequest]:
+        return [ImageRequest(task.image, path=task.path)]
+
+    def steps(self, task: Task) -> list[Task]:
+        return [task]
+
+    def step_name(self, step: Task) -> str:
+        return ""
+
+    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
+        pass
+
+    def may_continue(self, step: Task, verdict: Verdict) -> bool:
+        return not verdict.error
+
+    def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
+        return verdicts[0].verdict
+
+
+def format_of(task: Task) -> TaskFormat:
+    """The format of a task.
 
     Raises:
-        ConfigError: names what is wrong and where.
+        ConfigError: this version knows no such kind.
     """
-    if source.endswith(".jsonl"):
-        from megaflow_hpc.tasks.swebench.instances import read_tasks
-
-        pattern = os.path.join(base, os.path.expanduser(os.path.expandvars(source)))
-        paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
-        if not paths:
-            raise ConfigError(f"tasks: {pattern}: no such file; correct the path")
-        return [task for path in paths for task in read_tasks(path)]
-    from megaflow_hpc.tasks.python_class import looks_like_class, read_python_tasks
-
-    return read_python_tasks(source, base) if looks_like_class(source) else None
+    if task.kind not in MODULES:
+        raise ConfigError(f"task {task.id}: kind {task.kind!r}: expected one of {', '.join(MODULES)}")
+    return _format(task.kind)
 
 
-def settle(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks a campaign has chosen of one source, with what only their format can say of how they run."""
-    if tasks and tasks[0].kind == "swebench":
-        from megaflow_hpc.tasks.swebench import plan
+def format_of_source(source: str) -> TaskFormat:
+    """The format that reads a source of a campaign file."""
+    return next(found for found in map(_format, MODULES) if found.claims(source))
 
-        return plan.settle(tasks)
-    return list(tasks)
+
+def _format(kind: str) -> TaskFormat:
+    return cast(TaskFormat, importlib.import_module(MODULES[kind]).FORMAT)

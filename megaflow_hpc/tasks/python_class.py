@@ -44,9 +44,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.formats import OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -67,6 +71,17 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The instance that serves a sandbox: what ``setup`` kept in ``self`` is there in ``score``."""
+
+
+class ClassSource(msgspec.Struct, frozen=True):
+    """Where a task's class is; as a plain mapping it is ``task.metadata["python"]``."""
+
+    name: str = msgspec.field(name="class")
+    """``package.module:Class``"""
+    base: str
+    """Directory that is looked in for the module first."""
+    arguments: dict[str, Any]
+    """Keywords that the class is called with."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -128,7 +143,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
-        metadata={"python": {"class": source, "base": base, "arguments": keywords}},
+        metadata={"python": msgspec.to_builtins(ClassSource(source, base, keywords))},
     )
     SandboxSpec(made.image, made.env, made.workdir, network=made.network or "none").check()
     return made
@@ -213,9 +228,9 @@ async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
 
 def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:
     if sandbox not in _instances:
-        place = task.metadata["python"]
-        cls = _load(place["class"], place["base"])
-        _instances[sandbox] = _guard(lambda: cls(**place["arguments"]), place["class"], UserCodeError)
+        source = msgspec.convert(task.metadata["python"], ClassSource)
+        cls = _load(source.name, source.base)
+        _instances[sandbox] = _guard(lambda: cls(**source.arguments), source.name, UserCodeError)
     return _instances[sandbox]
 
 
@@ -294,6 +309,30 @@ def _origin(error: BaseException) -> str:
 def _code(method: Callable[..., Any]) -> str:
     code = getattr(method, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
+
+
+class PythonClassFormat(OneStep):
+    """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
+
+    def claims(self, source: str) -> bool:
+        return looks_like_class(source)
+
+    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+        return read_python_tasks(source, base)
+
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
+        await prepare(task, sandbox)
+
+    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
+        return await solve(step, sandbox)
+
+    async def verify(
+        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
+    ) -> Verdict:
+        return await verify(step, sandbox)
+
+
+FORMAT: TaskFormat = PythonClassFormat()
 
 
 class WaitingSandbox:

@@ -1,100 +1,99 @@
-"""The steps of a multi-step task: one after the other in one sandbox, each with an agent run and a verdict of its own.
+"""A task from a fresh sandbox to its verdict: prepared, and per step handed to an agent and verified.
 
-A step is a :class:`Task` like any other, so that agents and the verifier need not know of steps. A single-step task is
-its own only step.
+Campaigns and ``tasks validate`` both run tasks by :func:`run_steps`, and so judge them alike.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.tasks.healthcheck import wait_healthy
-from megaflow_hpc.types import Sandbox, Task, Verdict
+from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
+from megaflow_hpc.types import Task, Verdict
 
-SETUP_S = 600.0
-
-
-def steps_of(task: Task) -> list[Task]:
-    """One task per step, in order."""
-    harbor = task.metadata.get("harbor", {})
-    if not harbor.get("steps"):
-        return [task]
-    common = {key: value for key, value in harbor.items() if key not in ("steps", "healthcheck", "upload_environment")}
-    return [
-        replace(
-            task,
-            instruction=step["instruction"],
-            user=step["user"] or task.user,
-            agent_timeout_s=step["agent_timeout_s"] or task.agent_timeout_s,
-            verifier_timeout_s=step["verifier"]["timeout_s"],
-            metadata={**task.metadata, "harbor": {**common, **step, "step": step["name"]}},
-        )
-        for step in harbor["steps"]
-    ]
+Agent = Callable[[int, Task], Awaitable[None]]
+"""Runs the agent on a step, given its number from 0 and itself."""
 
 
-def name_of(step: Task) -> str:
-    """The step's name; empty for a task without steps."""
-    return str(step.metadata.get("harbor", {}).get("step", ""))
-
-
-async def begin_step(step: Task, sandbox: Sandbox) -> None:
-    """Uploads the step's ``workdir/``, runs its ``setup.sh``, waits until it is healthy.
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
+    """Makes a fresh sandbox ready: work and log directories, what the format adds, where a checkout in it stands.
 
     Raises:
-        SandboxError: it cannot be set up; the rollout fails.
+        SandboxError: it cannot be done; the rollout fails.
     """
-    name = name_of(step)
-    if not name:
-        return
-    harbor = step.metadata["harbor"]
-    workdir = step.workdir or "/"
-    if files := harbor.get("workdir"):
-        await sandbox.upload(files, workdir)
-        if os.path.isfile(os.path.join(files, "setup.sh")):
-            done = await sandbox.exec(["bash", os.path.join(workdir, "setup.sh")], cwd=workdir, timeout_s=SETUP_S)
-            if done.exit_code:
-                raise SandboxError(
-                    f"task {step.id}: step {name}: setup.sh ended with {done.exit_code}: {done.stderr.strip()[-300:]}"
-                )
-    if check := harbor.get("healthcheck"):
-        await wait_healthy(f"{step.id}: step {name}", sandbox, check)
+    workdir = task.workdir or "/"
+    made = await sandbox.exec(
+        ["mkdir", "-p", workdir, "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/", timeout_s=60
+    )
+    if made.exit_code:
+        raise SandboxError(f"task {task.id}: {workdir} and /logs cannot be made: {made.stderr.strip()[-300:]}")
+    await format_of(task).prepare(task, sandbox)
+    await checkout.remember(sandbox, workdir)
 
 
-def goes_on(step: Task, verdict: Verdict) -> bool:
-    """Whether the next step may begin: verified, and no reward below the step's ``min_reward``."""
-    if verdict.error:
-        return False
-    wanted = step.metadata.get("harbor", {}).get("min_reward") or {}
-    return all(verdict.rewards.get(name, float("-inf")) >= least for name, least in wanted.items())
+async def run_steps(
+    task: Task,
+    sandbox: ApptainerSandbox,
+    context: VerificationContext,
+    agent: Agent,
+    *,
+    verdicts: list[StepVerdict] | None = None,
+    under_way: bool = False,
+    verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Verdict:
+    """Runs the steps of a task in a prepared sandbox; a step that fails its minimum is the last.
 
+    Args:
+        verdicts: those of steps that were run before, which are not run again; each new one is appended.
+        under_way: the first step to run was begun before, and is not begun again.
+        verifying: entered while a step is verified.
 
-@dataclass(frozen=True)
-class StepVerdict:
-    """``verdict`` of the step ``name``."""
-
-    name: str
-    verdict: Verdict
-
-
-def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
-    """One verdict of a task from those of the steps that were run.
-
-    ``mean``: of each named reward over the verified steps, one that a step does not name counting as 0; steps that were
-    not reached do not count. ``final``: of the last step that was run.
+    Raises:
+        SandboxError: a sandbox was lost, or a step cannot be set up.
+        ConfigError: the task cannot be verified in this way.
     """
-    if len(verdicts) == 1 and not verdicts[0].name:
-        return verdicts[0].verdict
-    artifacts = [artifact for step in verdicts for artifact in step.verdict.artifacts]
-    output = "".join(f"=== step {step.name} ===\n{step.verdict.output}\n" for step in verdicts)
-    last = verdicts[-1].verdict
-    if last.error:
-        return Verdict(output=output, error=f"step {verdicts[-1].name}: {last.error}", artifacts=artifacts)
-    rewards = dict(last.rewards)
-    if task.metadata["harbor"].get("reward_strategy") != "final":
-        names = list(dict.fromkeys(name for step in verdicts for name in step.verdict.rewards))
-        rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in verdicts) / len(verdicts) for n in names}
-    return Verdict(rewards.get("reward", next(iter(rewards.values()))), rewards, output, artifacts=artifacts)
+    found = format_of(task)
+    verdicts = [] if verdicts is None else verdicts
+    steps = found.steps(task)
+    for number in range(len(verdicts), len(steps)):
+        step = steps[number]
+        if step.user != sandbox.spec.user:
+            await sandbox.restart(replace(sandbox.spec, user=step.user))
+        if not under_way:
+            await found.begin_step(step, sandbox)
+        under_way = False
+        await agent(number, step)
+        await sandbox.kill_processes()
+        with verifying():
+            verdict = await verify(step, sandbox, context, stay=number < len(steps) - 1)
+        verdicts.append(StepVerdict(found.step_name(step), verdict))
+        if not found.may_continue(step, verdict):
+            break
+    return found.combine(task, verdicts)
+
+
+async def verify(
+    step: Task, sandbox: ApptainerSandbox, context: VerificationContext | None = None, *, stay: bool = False
+) -> Verdict:
+    """Judges a task, or a step. The agent's processes must have ended.
+
+    Where the work directory is a git checkout, what the agent changed there is the artifact ``patch``.
+
+    Args:
+        context: default: in the agent's sandbox, with its network.
+        stay: the sandbox is used further: it gets its own container back, without tests and rewards.
+
+    Raises:
+        SandboxError: a sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
+        ConfigError: the task cannot be verified in this way.
+    """
+    found = format_of(step)
+    name = found.step_name(step)
+    patch = None if found.submits_a_patch else await checkout.difference(sandbox, step.workdir)
+    verdict = await found.verify(step, sandbox, context or VerificationContext(), stay=stay)
+    kept = checkout.to_artifacts(patch, f"steps/{name}/" if name else "")
+    return replace(verdict, artifacts=[*kept, *verdict.artifacts])

@@ -11,16 +11,15 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
-from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, SandboxError
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
-from megaflow_hpc.tasks.verifier import VerificationContext, verify
-from megaflow_hpc.types import Agent, Network, Task
+from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
+from megaflow_hpc.tasks.steps import prepare, run_steps
+from megaflow_hpc.types import Agent, Task
 
 
 @dataclass
@@ -89,22 +88,23 @@ async def validate(
     images: Mapping[str, str],
     oracle: Agent,
     provider: ApptainerProvider,
+    environment: EnvironmentConfig | None = None,
     jobs: int = 2,
-    network: Network = "none",
 ) -> AsyncIterator[Validation]:
     """Validates tasks, ``jobs`` at once; each is yielded when it is done.
 
     Args:
         images: image file of every image that the tasks name, separate verifiers included.
         oracle: carries out a task's own solution.
-        network: of tasks that leave it open.
+        environment: a campaign's, for limits, network and verification; default: no network, no limits of its own.
     """
+    environment = environment or EnvironmentConfig(network="none")
     slots = asyncio.Semaphore(jobs)
 
     async def one(task: Task) -> Validation:
         async with slots:
-            before = await _run(task, images, None, provider, network)
-            after = await _run(task, images, oracle, provider, network)
+            before = await _run(task, images, None, provider, environment)
+            after = await _run(task, images, oracle, provider, environment)
         return Validation(task.id, before, after, judge(before, after))
 
     running = [asyncio.create_task(one(task)) for task in tasks]
@@ -117,54 +117,38 @@ async def validate(
         await asyncio.gather(*running, return_exceptions=True)
 
 
+class _SolutionFailed(Exception):
+    """The solution ended with an error: nothing is to be judged."""
+
+
 async def _run(
-    task: Task, images: Mapping[str, str], agent: Agent | None, provider: ApptainerProvider, network: Network
+    task: Task,
+    images: Mapping[str, str],
+    agent: Agent | None,
+    provider: ApptainerProvider,
+    environment: EnvironmentConfig,
 ) -> Run:
-    context = VerificationContext(network=network, start=lambda other: provider.start(_spec(other, images, network)))
-    started = time.monotonic()
-    steps = steps_of(task)
-    verdicts: list[StepVerdict] = []
+    async def solve(number: int, step: Task) -> None:
+        if agent is None:
+            return
+        result = await asyncio.wait_for(agent.run(step, sandbox, None), step.agent_timeout_s)
+        if result.exit_code:
+            raise _SolutionFailed(result.error)
+
+    context = verification_context(environment, images, provider.start)
     try:
-        async with await provider.start(_spec(task, images, network)) as sandbox:
+        async with await provider.start(sandbox_spec(task, images, environment)) as sandbox:
             started = time.monotonic()
             await prepare(task, sandbox)
-            for step in steps:
-                if step.user != sandbox.spec.user:
-                    await sandbox.restart(replace(sandbox.spec, user=step.user))
-                await begin_step(step, sandbox)
-                if agent is not None:
-                    result = await asyncio.wait_for(agent.run(step, sandbox, None), step.agent_timeout_s)
-                    if result.exit_code:
-                        return Run(error=result.error)
-                await sandbox.kill_processes()
-                verdict = await verify(step, sandbox, context, stay=step is not steps[-1])
-                verdicts.append(StepVerdict(name_of(step), verdict))
-                if not goes_on(step, verdict):
-                    break
-    except (SandboxError, ConfigError) as error:
+            verdict = await run_steps(task, sandbox, context, solve)
+            duration_s = time.monotonic() - started
+    except (SandboxError, ConfigError, UserCodeError, _SolutionFailed) as error:
         return Run(error=str(error))
     except TimeoutError:
         return Run(error=f"the solution ran longer than its {task.agent_timeout_s:g} s")
-    verdict = combine(task, verdicts)
-    run = Run(reward=verdict.reward, error=verdict.error, output=verdict.output)
-    run.duration_s = time.monotonic() - started
+    run = Run(verdict.reward, verdict.error, output=verdict.output, duration_s=duration_s)
     for artifact in verdict.artifacts:
         if artifact.name == "verifier/results.json":
             results = json.loads(artifact.data)
             run.failing, run.passing = results["failing"], results["passing"]
     return run
-
-
-def _spec(task: Task, images: Mapping[str, str], network: Network) -> SandboxSpec:
-    limits = task.limits
-    return SandboxSpec(
-        image=images[task.image],
-        env=task.env,
-        workdir=task.workdir,
-        user=task.user,
-        network="none" if task.network else network,
-        memory_mb=limits.memory_mb,
-        cpus=limits.cpus,
-        disk_mb=limits.disk_mb,
-        processes=limits.processes,
-    )

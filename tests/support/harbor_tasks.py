@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import stat
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.tasks.images import image_requests
+from megaflow_hpc.types import Task
 
 TOML = """\
 version = "1.0"
@@ -154,3 +160,8 @@ def write_solved_task(
         file.write_text(f"#!/bin/bash\n{body}\n")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return task
+
+
+def resolve_images(tasks: list[Task], mapping: Mapping[str, str], base: Path, store: Path) -> dict[str, str]:
+    """The image files of tasks, as a campaign resolves them, with a store of the test's own."""
+    return Images(ImageStore(store)).resolve_all(image_requests(tasks), mapping, base)

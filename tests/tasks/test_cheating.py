@@ -21,10 +21,11 @@ from megaflow_hpc.environments.sandbox.rootfs.upperdir import (
     revert,
 )
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.rewards import parse_rewards, read_logs, read_rewards
-from megaflow_hpc.tasks.verifier import VerificationContext, check_fresh, verify
+from megaflow_hpc.tasks.harbor.rewards import parse_rewards, read_logs, read_rewards
+from megaflow_hpc.tasks.harbor.verifier import check_fresh
+from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
 from tests.support.harbor_tasks import write_task
 

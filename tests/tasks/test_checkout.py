@@ -13,9 +13,8 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.steps import name_of, steps_of
-from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.tasks.harbor.steps import step_name, steps_of
+from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Verdict
 from tests.support.harbor_tasks import write_task
 
@@ -166,7 +165,7 @@ def test_every_step_of_a_task_keeps_the_patch_up_to_it(image: str, scratch: Path
         await prepare(task, sandbox)
         verdicts = []
         for step in steps_of(task):
-            await sandbox.exec(f"echo {name_of(step)} > {name_of(step)}; {COMMIT}")
+            await sandbox.exec(f"echo {step_name(step)} > {step_name(step)}; {COMMIT}")
             verdicts.append(await verify(step, sandbox, stay=True))
         return verdicts
 

@@ -19,10 +19,10 @@ import pytest
 from megaflow_hpc.agents.oracle import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.images.image_config import LABEL
-from megaflow_hpc.environments.images.resolve import resolve_images
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.verifier_section import verifier_environments
-from megaflow_hpc.tasks.loading import in_image_directories
+from megaflow_hpc.tasks.images import image_requests, in_image_directories
 from megaflow_hpc.tasks.releases.sdists import fetch_wheels, run_pip
 from megaflow_hpc.tasks.validation import Validation, validate
 
@@ -77,10 +77,11 @@ def stand_in(rootfs: str, scratch: Path) -> Path:
 
 def validated(path: Path, image: Path, scratch: Path, store: Path) -> Validation:
     task = read_harbor_task(path)
-    wanted = (task, *verifier_environments(task))
-    mapping = {each.metadata["harbor"].get("from") or each.image: str(image) for each in wanted}
-    images = resolve_images([task], mapping, store, store=store)
-    tasks = in_image_directories([task], images, mapping, store)
+    requests = image_requests([task])
+    mapping = {request.base or request.name: str(image) for request in requests}
+    resolver = Images(ImageStore(store))
+    images = resolver.resolve_all(requests, mapping, store)
+    tasks = in_image_directories([task], images, resolver, mapping, store)
 
     async def main() -> Validation:
         async with ApptainerProvider(scratch) as provider:

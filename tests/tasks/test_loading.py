@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments.images.resolve import resolve_images
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.types import Limits, Task
-from tests.support.harbor_tasks import TOML, write_task
+from tests.support.harbor_tasks import TOML, resolve_images, write_task
 
 
 def test_a_task_is_read_with_its_limits_and_survives_json(tmp_path: Path) -> None:
@@ -22,8 +22,8 @@ def test_a_task_is_read_with_its_limits_and_survives_json(tmp_path: Path) -> Non
     assert (task.agent_timeout_s, task.verifier_timeout_s, task.network) == (120.0, 30.0, "gateway")
     assert task.limits == Limits(memory_mb=2048, cpus=2.0, disk_mb=500)
     assert task.metadata["difficulty"] == "easy"
-    assert task.metadata["harbor"]["verifier"]["env"] == {"MODE": "strict"}
-    assert task.metadata["harbor"]["upload_environment"]
+    assert HarborData.of(task).verifier.env == {"MODE": "strict"}
+    assert HarborData.of(task).upload_environment
     assert Task.from_dict(task.to_dict()) == task
 
 
@@ -49,14 +49,14 @@ def test_an_image_with_a_dockerfile_takes_only_its_workdir(tmp_path: Path) -> No
     toml = '[environment]\ndocker_image = "i"\n'
     text = "FROM a AS b\nWORKDIR /x\nFROM b\nWORKDIR /srv\nWORKDIR app\nRUN <<END\nrm -rf /\nEND\n"
     task = read_harbor_task(write_task(tmp_path, toml=toml, dockerfile=text))
-    assert (task.image, task.workdir, task.metadata["harbor"]["upload_environment"]) == ("i", "/srv/app", False)
+    assert (task.image, task.workdir, HarborData.of(task).upload_environment) == ("i", "/srv/app", False)
 
 
 def test_a_dockerfile_that_only_names_its_base_needs_no_build(tmp_path: Path) -> None:
     text = 'ARG TAG=12\nFROM debian:${TAG}\nENV A="x y"\nWORKDIR /w\nCMD ["sh"]\n'
     task = read_harbor_task(write_task(tmp_path, toml="", dockerfile=text))
     assert (task.image, task.workdir, dict(task.env)) == ("debian:12", "/w", {"A": "x y"})
-    assert "dockerfile" not in task.metadata["harbor"]
+    assert not HarborData.of(task).dockerfile
 
 
 def test_tasks_with_equal_dockerfiles_share_an_image_and_others_do_not(tmp_path: Path) -> None:

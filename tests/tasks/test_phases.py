@@ -7,20 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megaflow_hpc.agents.oracle import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.images.resolve import resolve_images
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.tasks.artifacts import MAX_FILE
+from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
+from megaflow_hpc.tasks.harbor.artifacts import MAX_FILE
+from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.steps import StepVerdict, combine, goes_on, steps_of
+from megaflow_hpc.tasks.harbor.steps import combine, may_continue, steps_of
+from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.tasks.validation import Validation, validate
-from megaflow_hpc.tasks.verifier import VerificationContext, verify
 from megaflow_hpc.types import Task, Verdict
-from tests.support.harbor_tasks import SEPARATE, STEPS, write_files, write_steps
+from tests.support.harbor_tasks import SEPARATE, STEPS, resolve_images, write_files, write_steps
 
 
 def validated(task: Task, images: dict[str, str], scratch: Path) -> Validation:
@@ -40,7 +41,7 @@ def test_a_step_is_a_task_with_its_own_instruction_times_and_tests(tmp_path: Pat
     assert (first.agent_timeout_s, second.agent_timeout_s) == (630, 650)
     assert (first.verifier_timeout_s, second.verifier_timeout_s) == (620, 610)
     assert (first.user, second.user) == ("1000", None)
-    assert second.metadata["harbor"]["verifier"]["env"] == {"WHO": "second"}
+    assert HarborData.of(second).verifier.env == {"WHO": "second"}
     assert steps_of(first) == [first]
 
 
@@ -60,16 +61,15 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
     one = StepVerdict("first", Verdict(1.0, {"reward": 1.0}, "a"))
     two = StepVerdict("second", Verdict(0.0, {"reward": 0.0, "extra": 3.0}, "b"))
     assert combine(task, [one, two]).rewards == {"reward": 0.5, "extra": 1.5}
-    harbor = {**task.metadata["harbor"], "reward_strategy": "final"}
-    final = Task.from_dict({**task.to_dict(), "metadata": {"harbor": harbor}})
+    final = msgspec.structs.replace(HarborData.of(task), reward_strategy="final").put(task)
     assert combine(final, [one, two]).rewards == {"reward": 0.0, "extra": 3.0}
     broken = StepVerdict("second", Verdict(error="no reward"))
     assert combine(task, [one, broken]).error == "step second: no reward"
     assert combine(task, [one, broken]).reward is None
     steps = steps_of(task)
-    assert goes_on(steps[0], one.verdict)
-    assert not goes_on(steps[0], two.verdict)
-    assert not goes_on(steps[1], one.verdict)  # it names no `extra`
+    assert may_continue(steps[0], one.verdict)
+    assert not may_continue(steps[0], two.verdict)
+    assert not may_continue(steps[1], one.verdict)  # it names no `extra`
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_artifacts_are_bounded_and_never_links(rootfs: str, scratch: Path, tmp_p
 def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaflow_hpc.tasks.artifacts.DOWNLOAD_S", 1.0)
+    monkeypatch.setattr("megaflow_hpc.tasks.harbor.artifacts.DOWNLOAD_S", 1.0)
     files = {
         "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
         "instruction.md": "x",

@@ -16,9 +16,9 @@ import pytest
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, UserCodeError
-from megaflow_hpc.tasks.loading import load_tasks, prepare
+from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.python_class import solve
-from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
 
 CODE = """\

@@ -18,6 +18,7 @@ import pytest
 from megaflow_hpc.cli import tasks as verbs
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks import named_tests
+from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.releases import image, sdists, tasks
 from megaflow_hpc.tasks.releases.sdists import Release
@@ -291,7 +292,7 @@ def test_a_real_bug_becomes_a_task_that_its_patch_solves(
     assert [path.name for path in output.iterdir()] == ["xmltodict-whitespace"]
     task = read_harbor_task(built.path)
     assert (task.image, task.workdir) == ("one-bug", "/testbed")
-    assert task.metadata["harbor"]["upload_environment"]
+    assert HarborData.of(task).upload_environment
     assert task.env["PYTHONPATH"] == "/testbed"
     assert "Blanks should not be kept." in task.instruction
     assert tomllib.loads((built.path / "task.toml").read_text())["metadata"]["kind"] == "parsing"

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.images.resolve import resolve_images
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.rewards import parse_rewards
-from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.tasks.harbor.rewards import parse_rewards
+from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
-from tests.support.harbor_tasks import write_task
+from tests.support.harbor_tasks import resolve_images, write_task
 
 TOML = (
     '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 600\nenv = { MODE = "strict" }\n'

@@ -10,67 +10,40 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.definition import build_options, write_definition
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore, digest_in
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
-from megaflow_hpc.tasks.harbor.verifier_section import verifier_environments
-from megaflow_hpc.types import Task
 
 BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 """Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
 
 BUILD_S = 3600.0
+"""Longest build of a Dockerfile that states no time."""
 
 KEY_LENGTH = 32
 
 
-def resolve_images(
-    tasks: Sequence[Task],
-    mapping: Mapping[str, str],
-    base_dir: str | os.PathLike[str],
-    *,
-    build: bool = True,
-    where: str = "environment.images",
-    store: str | os.PathLike[str] | None = None,
-    registries: Registries | None = None,
-) -> dict[str, str]:
-    """The image file of every image that ``tasks`` name, as ``task.image`` → absolute path.
+@dataclass(frozen=True)
+class ImageRequest:
+    """An image that a task wants."""
 
-    Args:
-        mapping: ``environment.images`` of the campaign; relative paths are relative to ``base_dir``.
-        build: build what is not there yet; without it only the names and sources are checked.
-        where: how messages call the mapping.
-        registries: mirrors, and whether anything may be fetched; default: what the environment says.
-
-    Raises:
-        ConfigError: a name that is not mapped, or mapped to nothing that exists.
-        SiteError: a build that failed, with Apptainer's output; an image that is missing and may not be fetched.
-    """
-    return resolve_all(Images(ImageStore(store), registries), tasks, mapping, base_dir, build=build, where=where)
-
-
-def resolve_all(
-    images: Images,
-    tasks: Sequence[Task],
-    mapping: Mapping[str, str],
-    base_dir: str | os.PathLike[str],
-    *,
-    build: bool = True,
-    where: str = "environment.images",
-) -> dict[str, str]:
-    """:func:`resolve_images` with an :class:`Images` of the caller's, which knows afterwards what was asked for."""
-    resolved: dict[str, str] = {}
-    judges = [judge for task in tasks for judge in verifier_environments(task)]
-    for task in (*tasks, *judges):
-        if task.image not in resolved:
-            resolved[task.image] = str(images.resolve_task(task, mapping, Path(base_dir), build=build, where=where))
-    return resolved
+    name: str
+    """As the task names it."""
+    base: str = ""
+    """Image name that is mapped instead, and its Dockerfile starts from; empty: ``name`` itself."""
+    dockerfile: Path | None = None
+    """To be built onto ``base``."""
+    timeout_s: float = BUILD_S
+    """Longest build."""
+    path: str = ""
+    """The task's directory or file, for messages."""
 
 
 def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
@@ -92,33 +65,65 @@ class Images:
     """Image names → files, made and kept in a store. Building needs Apptainer, looking does not."""
 
     def __init__(self, store: ImageStore, registries: Registries | None = None) -> None:
+        """
+        Args:
+            registries: mirrors, and whether anything may be fetched; default: what the environment says.
+        """
         self.store = store
         self.registries = registries or Registries.configured()
+        self.dockerfiles = Dockerfiles()
         self.used: dict[str, tuple[str, Path | None]] = {}
         """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
 
-    def resolve_task(
+    def resolve_all(
         self,
-        task: Task,
+        requests: Iterable[ImageRequest],
+        mapping: Mapping[str, str],
+        base_dir: str | os.PathLike[str],
+        *,
+        build: bool = True,
+        where: str = "environment.images",
+    ) -> dict[str, str]:
+        """The image file of every image that is asked for, as name → absolute path.
+
+        Args:
+            mapping: ``environment.images`` of the campaign; relative paths are relative to ``base_dir``.
+            build: build what is not there yet; without it only the names and sources are checked.
+            where: how messages call the mapping.
+
+        Raises:
+            ConfigError: a name that is not mapped, or mapped to nothing that exists.
+            SiteError: a build that failed, with Apptainer's output; an image that is missing and may not be fetched.
+        """
+        resolved: dict[str, str] = {}
+        for request in requests:
+            if request.name not in resolved:
+                resolved[request.name] = str(
+                    self.resolve_request(request, mapping, Path(base_dir), build=build, where=where)
+                )
+        return resolved
+
+    def resolve_request(
+        self,
+        request: ImageRequest,
         mapping: Mapping[str, str],
         base_dir: Path,
         *,
         build: bool = True,
         where: str = "environment.images",
     ) -> Path:
-        """The image of one task: its own mapped, or its Dockerfile built onto the mapped ``FROM``."""
-        harbor = task.metadata.get("harbor", {})
-        if "dockerfile" not in harbor:
-            name = str(harbor.get("from") or task.image)
-            return self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task.path)
+        """The file of one image: the mapped one, or its Dockerfile built onto the mapped ``FROM``."""
+        if request.dockerfile is None:
+            name = request.base or request.name
+            return self.resolve(name, mapping, base_dir, build=build, where=where, task_path=request.path)
         return self.resolve_dockerfile(
-            Dockerfile.read(Path(harbor["dockerfile"])),
+            self.dockerfiles.read(request.dockerfile),
             mapping,
             base_dir,
             build=build,
             where=where,
-            task_path=task.path,
-            timeout_s=harbor.get("build_timeout_s", BUILD_S),
+            task_path=request.path,
+            timeout_s=request.timeout_s,
         )
 
     def resolve_dockerfile(

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.host import wire
-from megaflow_hpc.tasks.steps import StepVerdict
+from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.types import Artifact, Trajectory, Verdict
 
 FORMAT = 1

@@ -27,11 +27,11 @@ from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
-from megaflow_hpc.pod.rollout.services import Services, sandbox_spec, verification_context
+from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.steps import StepVerdict, begin_step, combine, goes_on, name_of, steps_of
-from megaflow_hpc.tasks.verifier import verify
+from megaflow_hpc.tasks.formats import StepVerdict
+from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
+from megaflow_hpc.tasks.steps import prepare, run_steps
 from megaflow_hpc.types import (
     Agent,
     AgentResult,
@@ -156,37 +156,16 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             await _hand_over(task, sandbox, resumed)
         if resumed:
             resumed.carry_over(trajectory)
-        verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
-        steps = steps_of(task)
-        for number, step in list(enumerate(steps))[resumed.step if resumed else 0 :]:
-            if step.user != sandbox.spec.user:
-                await sandbox.restart(replace(sandbox.spec, user=step.user))
-            if not resumed:
-                await begin_step(step, sandbox)
-            before, before_s = len(sandbox.breaches), trajectory.agent_s or 0.0
-            try:
-                with _timed(trajectory, "agent_s"):
-                    seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
-                    result, recording = await _run_agent(services, rollout, step, policy, sandbox, seed, resumed)
-            except CutShort as cut:
-                spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
-                if cut.agent is not None:
-                    passed = _passed(sandbox, before, resumed)
-                    kept = Partial(trajectory, number, verdicts, spent_s, cut.agent, cut.recorded, passed)
-                    cut.kept, cut.why = await services.suspension.keep(rollout.id, kept, sandbox)
-                raise
-            _say_limits(result, _passed(sandbox, before, resumed))
-            resumed = None
-            _add(trajectory, result, recording)
-            if result.exit_code in KILLED:
-                await asyncio.sleep(SETTLE_S)
-            await sandbox.kill_processes()
-            with _timed(trajectory, "verify_s"):
-                verdict = await verify(step, sandbox, verification_context(services), stay=step is not steps[-1])
-            verdicts.append(StepVerdict(name_of(step), verdict))
-            if not goes_on(step, verdict):
-                break
-        verdict = combine(task, verdicts)
+        turn = _AgentTurn(services, rollout, policy, sandbox, trajectory, resumed)
+        verdict = await run_steps(
+            task,
+            sandbox,
+            verification_context(services.config.environment, services.images, services.provider.start),
+            turn.run,
+            verdicts=turn.verdicts,
+            under_way=resumed is not None,
+            verifying=lambda: _timed(trajectory, "verify_s"),
+        )
         trajectory.artifacts += verdict.artifacts
         trajectory.artifacts.append(
             Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
@@ -202,13 +181,63 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             print(f"{rollout.id}: {error}", file=sys.stderr)
 
 
+class _AgentTurn:
+    """The agent's part of each step: it runs, and what it did goes into the trajectory.
+
+    Args:
+        resumed: the partial rollout to go on with; its step comes first.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        rollout: Rollout,
+        policy: Policy,
+        sandbox: ApptainerSandbox,
+        trajectory: Trajectory,
+        resumed: Partial | None,
+    ) -> None:
+        self._services, self._rollout, self._policy = services, rollout, policy
+        self._sandbox, self._trajectory, self._resumed = sandbox, trajectory, resumed
+        self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
+        """Of the steps that are done."""
+
+    async def run(self, number: int, step: Task) -> None:
+        """Runs the agent on one step.
+
+        Raises:
+            CutShort: the allocation ends; the rollout was kept, where it can go on.
+        """
+        trajectory, sandbox = self._trajectory, self._sandbox
+        resumed, self._resumed = self._resumed, None
+        before, before_s = len(sandbox.breaches), trajectory.agent_s or 0.0
+        try:
+            with _timed(trajectory, "agent_s"):
+                seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
+                result, recording = await _run_agent(
+                    self._services, self._rollout, step, self._policy, sandbox, seed, resumed
+                )
+        except CutShort as cut:
+            spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
+            if cut.agent is not None:
+                passed = _passed(sandbox, before, resumed)
+                kept = Partial(trajectory, number, self.verdicts, spent_s, cut.agent, cut.recorded, passed)
+                cut.kept, cut.why = await self._services.suspension.keep(self._rollout.id, kept, sandbox)
+            raise
+        _say_limits(result, _passed(sandbox, before, resumed))
+        _add(trajectory, result, recording)
+        if result.exit_code in KILLED:
+            await asyncio.sleep(SETTLE_S)
+
+
 async def _sandbox(
     services: Services, task: Task, policy: Policy, partial: str
 ) -> tuple[ApptainerSandbox, Partial | None]:
     """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
     try:
         binds = getattr(create(policy.agent), "binds", ())
-        spec = replace(sandbox_spec(services, task), binds=tuple(binds))
+        spec = sandbox_spec(task, services.images, services.config.environment)
+        spec = replace(spec, binds=tuple(binds))
         resumed = await services.suspension.read(partial)
         if resumed is not None:
             try:

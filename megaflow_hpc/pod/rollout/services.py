@@ -1,4 +1,4 @@
-"""What the rollouts of one runner share, and what follows for each from the campaign and its task."""
+"""What the rollouts of one runner share: campaign, images, sandboxes, gateway, processes of agents."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.quotas import gateways
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.recordings import replays_of
 from megaflow_hpc.pod.rollout.suspension import Suspension
-from megaflow_hpc.tasks.verifier import VerificationContext
-from megaflow_hpc.types import Task
 
 
 @dataclass
@@ -53,32 +51,3 @@ class Services:
         self.agents.close()
         await self.provider.close()
         await self.gateway.stop()
-
-
-def sandbox_spec(services: Services, task: Task) -> SandboxSpec:
-    environment = services.config.environment
-    limits, default = task.limits, environment.limits
-    return SandboxSpec(
-        image=services.images[task.image],
-        env=dict(task.env),
-        workdir=task.workdir,
-        user=task.user,
-        network=environment.network_of(task),
-        memory_mb=limits.memory_mb or default.memory_mb,
-        cpus=limits.cpus or default.cpus,
-        disk_mb=limits.disk_mb or default.disk_mb,
-        processes=default.processes or limits.processes or 512,
-        mode=environment.mode_of(task),
-        cpu_s=limits.cpu_s or default.cpu_s,
-        wall_s=limits.wall_s or default.wall_s,
-    )
-
-
-def verification_context(services: Services) -> VerificationContext:
-    """Where and how this campaign verifies."""
-    environment = services.config.environment
-    return VerificationContext(
-        fresh=environment.verification == "fresh",
-        network="none" if environment.network == "gateway" else environment.network,
-        start=lambda other: services.provider.start(sandbox_spec(services, other)),
-    )

@@ -7,21 +7,21 @@ single container without root cannot be is refused with its line.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import (
-    Dockerfile,
+    Dockerfiles,
     context_digest,
     last_workdir,
 )
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.task_toml import Table
 from megaflow_hpc.types import Limits, Network, Task
 
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 
-def read_environment(table: Table, directory: Path, root: Path) -> Task:
+def read_environment(table: Table, directory: Path, root: Path, dockerfiles: Dockerfiles) -> Task:
     """A task of which only image, directory, user, variables, limits and network are filled in.
 
     Args:
@@ -35,13 +35,13 @@ def read_environment(table: Table, directory: Path, root: Path) -> Task:
     _refuse(table, directory)
     dockerfile = inside(root, directory / "Dockerfile")
     named = table.text("docker_image")
-    parsed = Dockerfile.read(dockerfile) if named is None and dockerfile.is_file() else None
+    parsed = dockerfiles.read(dockerfile) if named is None and dockerfile.is_file() else None
     if named is None and parsed is None:
         raise ConfigError(
             f"{table.path}: neither [{table.name}] docker_image nor {directory.relative_to(root)}/Dockerfile; name an "
             "image, and map it in environment.images of the campaign"
         )
-    harbor: dict[str, Any] = {}
+    data = HarborData()
     env = table.variables("env")
     image = named or ""
     if parsed is not None:
@@ -49,10 +49,8 @@ def read_environment(table: Table, directory: Path, root: Path) -> Task:
         env = {**parsed.environment, **env}
         if parsed.needs_build:
             image = f"{parsed.base}+{context_digest(parsed)[:12]}"
-            harbor["dockerfile"] = str(dockerfile)
-            harbor["from"] = parsed.base
-            if seconds := table.number("build_timeout_sec"):
-                harbor["build_timeout_s"] = seconds
+            seconds = table.number("build_timeout_sec")
+            data = HarborData(dockerfile=str(dockerfile), base=parsed.base, build_timeout_s=seconds)
     workdir = table.path_inside("workdir") or (parsed.workdir if parsed else None)
     if workdir is None and named is not None and dockerfile.is_file():
         workdir = last_workdir(dockerfile)
@@ -60,7 +58,7 @@ def read_environment(table: Table, directory: Path, root: Path) -> Task:
         raise ConfigError(f"{dockerfile}: WORKDIR {workdir!r}: expected an absolute path")
     if skills := table.path_inside("skills_dir"):
         env.setdefault("MEGAFLOW_SKILLS_DIR", skills)
-    return Task(
+    task = Task(
         id="environment",
         instruction="",
         image=image,
@@ -74,8 +72,8 @@ def read_environment(table: Table, directory: Path, root: Path) -> Task:
             disk_mb=table.size_mb("storage_mb", "storage"),
         ),
         network=read_network(table),
-        metadata={"harbor": harbor},
     )
+    return data.put(task)
 
 
 def read_network(table: Table) -> Network | None:

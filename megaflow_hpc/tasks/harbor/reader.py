@@ -5,8 +5,8 @@
     TASK/  task.toml  instruction.md  environment/[Dockerfile …]  tests/test.sh …  [solution/solve.sh …]
            or, with [[steps]], steps/NAME/{instruction.md, tests/, solution/, workdir/}
 
-What only the verifier, the image store, ``prepare`` or the oracle needs is in ``task.metadata["harbor"]``; the author's
-own ``[metadata]`` is beside it. Keys that Harbor would ignore are ignored; what a cluster cannot give is refused.
+What only the verifier, the image store, ``prepare`` or the oracle needs is in :class:`.data.HarborData`; the author's
+own ``[metadata]`` is the task's. Keys that Harbor would ignore are ignored; what a cluster cannot give is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
+import msgspec
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, Judging, Step, fields_of
 from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
 from megaflow_hpc.tasks.harbor.task_toml import Table, read_text, read_toml
-from megaflow_hpc.tasks.harbor.verifier_section import read_ending
+from megaflow_hpc.tasks.harbor.verifier_section import read_judging
 from megaflow_hpc.types import SandboxMode, Task
 
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -33,8 +37,11 @@ _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7f. ]")
 
 
-def read_harbor_task(path: str | os.PathLike[str]) -> Task:
+def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | None = None) -> Task:
     """One task directory.
+
+    Args:
+        dockerfiles: reads its Dockerfiles; those that were read with it are not read again.
 
     Raises:
         ConfigError: names the file, the line where there is one, the value and the remedy.
@@ -47,38 +54,38 @@ def read_harbor_task(path: str | os.PathLike[str]) -> Task:
         )
     _check_version(toml)
     table = toml.table("environment")
-    environment = read_environment(table, inside(root, root / "environment"), root)
+    dockerfiles = dockerfiles or Dockerfiles()
+    environment = read_environment(table, inside(root, root / "environment"), root, dockerfiles)
     agent = toml.table("agent")
     steps = toml.tables("steps")
-    harbor: dict[str, Any] = {
-        **environment.metadata["harbor"],
-        "upload_environment": bool(table.text("docker_image"))
+    data = msgspec.structs.replace(
+        HarborData.of(environment),
+        upload_environment=bool(table.text("docker_image"))
         and not (root / "environment" / "Dockerfile").is_file()
         and (root / "environment").is_dir(),
-        "healthcheck": read_healthcheck(table),
-    }
+        healthcheck=read_healthcheck(table),
+    )
     if steps:
-        harbor["steps"] = _read_steps(toml, steps, root, environment)
-        harbor["reward_strategy"] = toml.choice("multi_step_reward_strategy", "mean", "final") or "mean"
-        first = harbor["steps"][0]
-        instruction, verifier_s = first["instruction"], first["verifier"]["timeout_s"]
+        found = _read_steps(toml, steps, root, environment, dockerfiles)
+        strategy = toml.choice("multi_step_reward_strategy", "mean", "final") or "mean"
+        data = msgspec.structs.replace(data, steps=found, reward_strategy=strategy)
+        instruction, judging = found[0].instruction, cast(Judging, found[0])
     else:
-        instruction = read_instruction(root, root)
-        ending = read_ending(toml, root, environment)
-        harbor |= ending
-        verifier_s = ending["verifier"]["timeout_s"]
+        instruction, judging = read_instruction(root, root), read_judging(toml, root, environment, dockerfiles)
+        data = msgspec.structs.replace(data, **fields_of(judging))
     network = read_network(agent) if "network_mode" in agent else environment.network
-    return replace(
+    task = replace(
         environment,
         id=root.name,
         instruction=instruction,
         user=agent.user() or environment.user,
         agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_S) or DEFAULT_AGENT_S,
-        verifier_timeout_s=verifier_s,
+        verifier_timeout_s=judging.verifier.timeout_s,
         network=network,
         mode=cast("SandboxMode | None", toml.table("metadata").choice("sandbox_mode", *get_args(SandboxMode))),
-        metadata={**toml.table("metadata").data, "harbor": harbor},
+        metadata=toml.table("metadata").data,
     )
+    return data.put(task)
 
 
 def read_instruction(root: Path, home: Path) -> str:
@@ -99,19 +106,19 @@ def read_instruction(root: Path, home: Path) -> str:
     return "".join(lines[marked:])
 
 
-def read_healthcheck(table: Table) -> dict[str, Any]:
-    """As Docker's HEALTHCHECK, times in seconds; empty where there is none."""
+def read_healthcheck(table: Table) -> Healthcheck:
+    """The table's ``[healthcheck]``; one without a command where there is none."""
     check = table.table("healthcheck")
     if not check:
-        return {}
+        return Healthcheck()
     command = check.text("command")
     if command is None:
         raise check.error("command", None, "a shell command that exits 0 when the environment is healthy")
-    values: dict[str, Any] = {"command": command, "retries": int(check.number("retries", 3) or 3)}
-    for key, default in (("interval_sec", 5.0), ("timeout_sec", 30.0), ("start_interval_sec", 5.0)):
-        values[key] = check.number(key, default)
-    values["start_period_sec"] = check.number("start_period_sec", 0.0) if check.data.get("start_period_sec") else 0.0
-    return values
+    given = {key: check.number(key) for key in ("interval_sec", "timeout_sec", "start_interval_sec")}
+    if check.data.get("start_period_sec"):
+        given["start_period_sec"] = check.number("start_period_sec")
+    times = {key: seconds for key, seconds in given.items() if seconds is not None}
+    return Healthcheck(command, int(check.number("retries") or 3), **times)
 
 
 def _check_version(toml: Table) -> None:
@@ -127,14 +134,14 @@ def _check_version(toml: Table) -> None:
         )
 
 
-def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task) -> list[dict[str, Any]]:
+def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task, dockerfiles: Dockerfiles) -> list[Step]:
     """What each step has of its own; steps.py makes tasks of it."""
-    found: list[dict[str, Any]] = []
+    found: list[Step] = []
     for step in steps:
         name = step.text("name")
         if name is None or not _STEP.fullmatch(name) or name in (".", ".."):
             raise step.error("name", name, "the name of a directory under steps/")
-        if name.casefold() in {str(other["name"]).casefold() for other in found}:
+        if name.casefold() in {other.name.casefold() for other in found}:
             raise step.error("name", name, "a name that no other step has")
         home = root / "steps" / name
         if not home.is_dir():
@@ -144,16 +151,16 @@ def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task) 
         if "network_mode" in agent:
             raise agent.error("network_mode", agent.data["network_mode"], "one network for all steps, under [agent]")
         found.append(
-            {
-                "name": name,
-                "instruction": read_instruction(root, home),
-                "agent_timeout_s": agent.number("timeout_sec"),
-                "user": agent.user(),
-                "min_reward": _min_reward(step),
-                "healthcheck": read_healthcheck(step),
-                "workdir": str(inside(root, home / "workdir")) if (home / "workdir").is_dir() else None,
-                **read_ending(toml, root, environment, step),
-            }
+            Step(
+                name=name,
+                instruction=read_instruction(root, home),
+                agent_timeout_s=agent.number("timeout_sec"),
+                user=agent.user(),
+                min_reward=_min_reward(step),
+                healthcheck=read_healthcheck(step),
+                workdir=str(inside(root, home / "workdir")) if (home / "workdir").is_dir() else None,
+                **fields_of(read_judging(toml, root, environment, dockerfiles, step)),
+            )
         )
     return found
 

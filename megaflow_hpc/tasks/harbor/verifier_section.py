@@ -1,15 +1,15 @@
-"""What a Harbor task says of its end: ``[verifier]``, the artifacts to keep, and where the tests and solution lie.
-
-All of it becomes plain values in ``task.metadata["harbor"]``, read by verifier.py, artifacts.py and the oracle agent.
-"""
+"""What a Harbor task says of its end: ``[verifier]``, the artifacts to keep, and where the tests and solution lie."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+import msgspec
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.harbor.data import CollectHook, DeclaredArtifact, HarborData, Judging, VerifierRules
 from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.task_toml import Table
@@ -18,13 +18,18 @@ from megaflow_hpc.types import Task
 SCRIPT = "test.sh"
 
 
-def read_ending(toml: Table, root: Path, environment: Task, step: Table | None = None) -> dict[str, Any]:
-    """``tests`` ``solution`` ``solution_env`` ``artifacts`` ``verifier`` of a task, or of one of its steps.
+def read_judging(
+    toml: Table, root: Path, environment: Task, dockerfiles: Dockerfiles, step: Table | None = None
+) -> Judging:
+    """How a task, or one of its steps, ends.
 
     Args:
         toml: the task's root table.
         environment: as the agent has it; a separate verifier without an image of its own gets the same.
         step: its ``[[steps]]`` table.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
     """
     tests = [root / "tests"]
     solution = root / "solution"
@@ -34,59 +39,64 @@ def read_ending(toml: Table, root: Path, environment: Task, step: Table | None =
         if (home / "solution").is_dir():
             solution = home / "solution"
     tests = [inside(root, directory) for directory in tests if directory.is_dir()]
-    levels = [table.table("verifier") for table in (toml, step) if table is not None]
-    verifier = _read_verifier(levels)
-    separate = _read_separate(levels, tests, root, environment)
+    levels = [table for table in (toml, step) if table is not None]
+    sections = [table.table("verifier") for table in levels]
+    rules = _read_rules(sections)
+    separate = _read_separate(sections, tests, root, environment, dockerfiles)
     if separate is not None:
-        verifier["environment"] = separate.to_dict()
-        verifier["bundled"] = bool(separate.metadata["harbor"].pop("bundled", False))
+        rules = msgspec.structs.replace(rules, environment=separate.environment.to_dict(), bundled=separate.bundled)
     script = next((directory / SCRIPT for directory in reversed(tests) if (directory / SCRIPT).is_file()), None)
-    if script is not None and not verifier.get("bundled"):
+    if script is not None and not rules.bundled:
         TaskFiles(root).require(script)
-    elif script is None and not verifier.get("bundled"):
+    elif script is None and not rules.bundled:
         place = (root if step is None else root / "steps" / str(step.data["name"])) / "tests" / SCRIPT
         raise ConfigError(f"{place}: missing; a Harbor task without tests cannot be rewarded: add tests/test.sh")
-    artifacts = [entry for table in (toml, step) if table is not None for entry in _read_artifacts(table)]
-    return {
-        "tests": [str(directory) for directory in tests],
-        "solution": str(inside(root, solution)),
-        "solution_env": toml.table("solution").variables("env"),
-        "artifacts": artifacts,
-        "verifier": verifier,
-    }
+    return Judging(
+        tests=[str(directory) for directory in tests],
+        solution=str(inside(root, solution)),
+        solution_env=toml.table("solution").variables("env"),
+        artifacts=[entry for table in levels for entry in _read_artifacts(table)],
+        verifier=rules,
+    )
 
 
-def verifier_environments(task: Task) -> list[Task]:
-    """The environments in which a task's separate verifiers run, as tasks of which only the environment counts."""
-    harbor = task.metadata.get("harbor", {})
-    endings = harbor.get("steps") or [harbor]
-    found = [ending.get("verifier", {}).get("environment") for ending in endings]
-    return [replace(Task.from_dict(environment), id=task.id) for environment in found if environment]
-
-
-def _read_verifier(levels: list[Table]) -> dict[str, Any]:
+def _read_rules(sections: list[Table]) -> VerifierRules:
     """The task's values, then the step's over them."""
-    merged: dict[str, Any] = {"timeout_s": 600.0, "user": None, "env": {}, "network": None, "collect": []}
-    for table in levels:
-        merged["timeout_s"] = table.number("timeout_sec") or merged["timeout_s"]
-        merged["user"] = table.user() or merged["user"]
-        merged["env"] = {**merged["env"], **table.variables("env")}
-        if "network_mode" in table:
-            # "" leaves it to the campaign, even where the agent has no network.
-            merged["network"] = "none" if read_network(table) else ""
-        merged["collect"] += [_read_collect(hook) for hook in table.tables("collect")]
-    return merged
+    rules = VerifierRules()
+    for section in sections:
+        network = rules.network
+        if "network_mode" in section:
+            network = "none" if read_network(section) else ""
+        rules = msgspec.structs.replace(
+            rules,
+            timeout_s=section.number("timeout_sec") or rules.timeout_s,
+            user=section.user() or rules.user,
+            env={**rules.env, **section.variables("env")},
+            network=network,
+            collect=[*rules.collect, *map(_read_collect, section.tables("collect"))],
+        )
+    return rules
 
 
-def _read_collect(hook: Table) -> dict[str, Any]:
+def _read_collect(hook: Table) -> CollectHook:
     command = hook.text("command")
     if command is None:
         raise hook.error("command", None, "a shell command")
     _refuse_service(hook)
-    return {"command": command, "timeout_s": hook.number("timeout_sec", 60.0), "user": hook.user()}
+    return CollectHook(command, hook.number("timeout_sec") or 60.0, hook.user())
 
 
-def _read_separate(levels: list[Table], tests: list[Path], root: Path, environment: Task) -> Task | None:
+@dataclass(frozen=True)
+class _Separate:
+    """A separate verifier's environment, and whether its image holds the tests."""
+
+    environment: Task
+    bundled: bool = False
+
+
+def _read_separate(
+    levels: list[Table], tests: list[Path], root: Path, environment: Task, dockerfiles: Dockerfiles
+) -> _Separate | None:
     """The verifier's own environment; ``None`` where it is the agent's. The last level that says so decides."""
     separate = False
     for table in levels:
@@ -104,28 +114,20 @@ def _read_separate(levels: list[Table], tests: list[Path], root: Path, environme
         table = level.table("environment")
         directory = directories.get(home, home / "tests")
         if table.data.get("docker_image") or (directory / "Dockerfile").is_file():
-            found = read_environment(table if table or own is None else own, directory, root)
-            found.metadata["harbor"]["bundled"] = True
-            return found
+            chosen = table if table or own is None else own
+            return _Separate(read_environment(chosen, directory, root, dockerfiles), bundled=True)
     if own is None or not own:
-        return replace(environment, user=None, metadata={"harbor": dict(environment.metadata["harbor"])})
+        return _Separate(replace(environment, user=None))
     # Its own limits and variables on the agent's image.
     merged = Table(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
-    found = read_environment(merged, root / "environment", root)
-    kept = {
-        key: environment.metadata["harbor"][key]
-        for key in ("dockerfile", "from")
-        if key in environment.metadata["harbor"]
-    }
-    return replace(
-        found,
-        workdir=found.workdir or environment.workdir,
-        env={**environment.env, **found.env},
-        metadata={"harbor": {**found.metadata["harbor"], **kept}},
-    )
+    found = read_environment(merged, root / "environment", root, dockerfiles)
+    agents, data = HarborData.of(environment), HarborData.of(found)
+    data = msgspec.structs.replace(data, dockerfile=agents.dockerfile, base=agents.base)
+    workdir, env = found.workdir or environment.workdir, {**environment.env, **found.env}
+    return _Separate(data.put(replace(found, workdir=workdir, env=env)))
 
 
-def _read_artifacts(table: Table) -> list[dict[str, Any]]:
+def _read_artifacts(table: Table) -> list[DeclaredArtifact]:
     """``artifacts = ["/path", {source =, destination =, exclude = []}]``."""
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
@@ -144,7 +146,7 @@ def _read_artifacts(table: Table) -> list[dict[str, Any]]:
         if not isinstance(exclude, list) or not all(isinstance(pattern, str) for pattern in exclude):
             raise table.error("artifacts", exclude, "a list of patterns under exclude")
         _refuse_service(Table(table.path, given, table.lines, "artifacts"))
-        found.append({"source": given["source"], "destination": destination, "exclude": exclude})
+        found.append(DeclaredArtifact(given["source"], destination, exclude))
     return found
 
 

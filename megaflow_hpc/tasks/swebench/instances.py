@@ -23,7 +23,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
 
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import Task
@@ -251,19 +254,37 @@ def _literal(text: str) -> Any:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
+class LineSource(Struct, frozen=True, omit_defaults=True):
+    """Where a task's line is, and how it is tested; as a plain mapping it is ``task.metadata["swebench"]``."""
+
+    file: str
+    line: int
+    """From 1."""
+    offset: int
+    """Bytes before the line."""
+    bytes: int
+    sha256: str
+    """Digest of the line's bytes, its end included."""
+    runner: str = ""
+    """``script`` or ``named``; empty until it is settled."""
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        return msgspec.convert(task.metadata["swebench"], cls)
+
+    def put(self, task: Task) -> Task:
+        """The task with this source instead of its own."""
+        return replace(task, metadata={**task.metadata, "swebench": msgspec.to_builtins(self)})
+
+
 def to_task(line: Line, instance: Instance) -> Task:
-    """The task of an instance. How its tests are run is settled by :func:`swebench_plan.settle`."""
+    """The task of an instance. How its tests are run is settled by :func:`~megaflow_hpc.tasks.swebench.plan.settle`."""
     env = {}
     if "sweb.eval" in instance.image or "swesmith" in instance.image:
         env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
-    place = {
-        "file": str(line.path),
-        "line": line.number,
-        "offset": line.offset,
-        "bytes": len(line.data),
-        "sha256": hashlib.sha256(line.data).hexdigest(),
-    }
-    return Task(
+    digest = hashlib.sha256(line.data).hexdigest()
+    source = LineSource(str(line.path), line.number, line.offset, len(line.data), digest)
+    task = Task(
         id=instance.task_id,
         instruction=_instruction(instance),
         image=instance.image,
@@ -273,8 +294,9 @@ def to_task(line: Line, instance: Instance) -> Task:
         env=env,
         agent_timeout_s=AGENT_S,
         verifier_timeout_s=VERIFIER_S,
-        metadata={"repo": instance.repo, "version": instance.version, "swebench": place},
+        metadata={"repo": instance.repo, "version": instance.version},
     )
+    return source.put(task)
 
 
 def _instruction(instance: Instance) -> str:
@@ -291,18 +313,18 @@ def load(task: Task) -> Instance:
     Raises:
         SandboxError: the file is gone, or the line is not what it was when the task was made.
     """
-    place = task.metadata["swebench"]
+    source = LineSource.of(task)
     try:
-        with open(place["file"], "rb") as stream:
-            stream.seek(place["offset"])
-            data = stream.read(place["bytes"])
+        with open(source.file, "rb") as stream:
+            stream.seek(source.offset)
+            data = stream.read(source.bytes)
     except OSError as error:
-        raise SandboxError(f"task {task.id}: {place['file']} cannot be read ({error.strerror})") from error
-    if hashlib.sha256(data).hexdigest() != place["sha256"]:
-        raise SandboxError(f"task {task.id}: {place['file']} was changed since this was planned; plan it again")
-    return parse(Line(Path(place["file"]), place["line"], place["offset"], data))
+        raise SandboxError(f"task {task.id}: {source.file} cannot be read ({error.strerror})") from error
+    if hashlib.sha256(data).hexdigest() != source.sha256:
+        raise SandboxError(f"task {task.id}: {source.file} was changed since this was planned; plan it again")
+    return parse(Line(Path(source.file), source.line, source.offset, data))
 
 
 def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
-    """A task for every line of a file; :func:`swebench_plan.settle` makes those that are used ready to run."""
+    """A task for every line of a file; ``plan.settle`` makes those that are used ready to run."""
     return [to_task(line, instance) for line, instance in read_instances(path)]

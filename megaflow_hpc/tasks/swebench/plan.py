@@ -13,12 +13,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench import package
-from megaflow_hpc.tasks.swebench.instances import Instance, load
+from megaflow_hpc.tasks.swebench.instances import Instance, LineSource, load
 from megaflow_hpc.types import Task
 
 INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"
@@ -73,15 +74,13 @@ def settle(tasks: Sequence[Task]) -> list[Task]:
     runners = {
         task.id: _runner(_where(task), instance, plan) for (task, instance), plan in zip(asked, plans, strict=True)
     }
-    return [_with_runner(task, runners.get(task.id, "named")) for task in tasks]
-
-
-def _with_runner(task: Task, runner: str) -> Task:
-    return replace(task, metadata={**task.metadata, "swebench": {**task.metadata["swebench"], "runner": runner}})
+    return [
+        msgspec.structs.replace(LineSource.of(task), runner=runners.get(task.id, "named")).put(task) for task in tasks
+    ]
 
 
 def _where(task: Task) -> str:
-    return f"{task.path}:{task.metadata['swebench']['line']}"
+    return f"{task.path}:{LineSource.of(task).line}"
 
 
 def short(instance: Instance) -> dict[str, Any]:

@@ -4,7 +4,7 @@ As in SWE-bench itself, what an agent submits is its *patch*: the difference bet
 and as it was left. Everything else the agent did is thrown away: the sandbox is reset to the image, the patch applied,
 then the tests of ``test_patch``, and the tests run. An agent can tamper with its own container as it likes.
 
-Who reads the outcome was settled when the campaign was planned (:mod:`swebench_plan`): a ``script`` between SWE-bench's
+Who reads the outcome was settled when the campaign was planned (:mod:`.plan`): a ``script`` between SWE-bench's
 markers has its log parsed and graded by the ``swebench`` package's own code; ``named`` tests are run by pytest by their
 ids, with outcomes from its own reports (:mod:`named_tests`).
 """
@@ -24,7 +24,7 @@ from typing import Any
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
-from megaflow_hpc.tasks.swebench.instances import Instance, load
+from megaflow_hpc.tasks.swebench.instances import Instance, LineSource, load
 from megaflow_hpc.tasks.swebench.plan import ask, short
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
@@ -36,8 +36,6 @@ PLACE = "/.megaflow-swebench"
 """Where the verification's own files lie in the sandbox, after the agent is gone."""
 START = "refs/megaflow-hpc/start"
 """The checkout as it was handed out, for the verifier's scripts."""
-SUBMITS_A_PATCH = True
-"""The patch is what is verified, and kept with the verdict."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
 """SWE-bench's, which its grading looks for."""
@@ -136,7 +134,7 @@ async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: Apptaine
         applied = await _apply(instance, patch, sandbox)
         if applied.exit_code:
             return _unresolved(f"the agent's patch does not apply to a clean checkout:\n{applied.stderr[-2000:]}")
-    runner = task.metadata["swebench"]["runner"]
+    runner = LineSource.of(task).runner
     try:
         return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
     except (TimeoutError, RuntimeError) as error:  # a log that no parser reads is no test that passed

@@ -21,9 +21,9 @@ from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.loading import prepare
-from megaflow_hpc.tasks.verifier import VerificationContext, verify
+from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import ExecResult
 from tests.support.harbor_tasks import write_task
 from tests.support.namespaces import fuse_overlay, restricted

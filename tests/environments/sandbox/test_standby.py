@@ -17,9 +17,8 @@ from megaflow_hpc import open_trajectories
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.services import Services, sandbox_spec
 from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.sandboxes import sandbox_spec
 from megaflow_hpc.types import Network, Task
 from tests.support.harbor_tasks import write_task
 
@@ -122,9 +121,10 @@ def test_a_task_has_the_mode_of_its_source_else_its_own_else_the_campaigns(
     async def main() -> dict[str, bool]:
         found = {}
         async with ApptainerProvider(scratch) as provider:
-            services = Services(config, {}, {"base": rootfs}, provider, ModelGateway())
             for task in tasks:
-                spec = replace(sandbox_spec(services, task), env={"TASK": task.id})  # nobody else's stands by
+                spec = replace(
+                    sandbox_spec(task, {"base": rootfs}, config.environment), env={"TASK": task.id}
+                )  # nobody else's stands by
                 async with await provider.start(spec):
                     found[task.id] = await provider.standing_by(spec)
         return found

@@ -90,6 +90,26 @@ class Dockerfile:
         return list(dict.fromkeys([self.base, *others]))
 
 
+class Dockerfiles:
+    """Reads each Dockerfile once: planning asks for it when its task is read, and when its image is resolved.
+
+    An object is to live no longer than the files are taken to stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[Path, Dockerfile] = {}
+
+    def read(self, path: Path) -> Dockerfile:
+        """The Dockerfile at ``path``, with its own directory as the context.
+
+        Raises:
+            ConfigError: names file and line of what is refused.
+        """
+        if path not in self._read:
+            self._read[path] = Dockerfile.read(path)
+        return self._read[path]
+
+
 def last_workdir(path: Path) -> str | None:
     """The WORKDIR at the end of any Dockerfile, multi-stage or not, without judging its other lines.
 

@@ -17,10 +17,10 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
@@ -28,10 +28,11 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.tasks import checkout, formats
-from megaflow_hpc.tasks.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
+from megaflow_hpc.tasks.formats import VerificationContext
+from megaflow_hpc.tasks.harbor.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
+from megaflow_hpc.tasks.harbor.data import HarborData, VerifierRules
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
-from megaflow_hpc.tasks.rewards import read_logs, read_rewards
+from megaflow_hpc.tasks.harbor.rewards import read_logs, read_rewards
 from megaflow_hpc.types import Network, Task, Verdict
 
 _SHELL = (
@@ -40,23 +41,8 @@ _SHELL = (
 """Not looked up on PATH: an image's PATH may name directories that the agent filled."""
 
 
-@dataclass(frozen=True)
-class VerificationContext:
-    """How a campaign verifies."""
-
-    fresh: bool = False
-    network: Network | None = None
-    """For tests that may use it; ``None``: as the sandbox has it."""
-    start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
-    """Starts the sandbox of a separate verifier, from its environment as a task."""
-
-
-async def verify(
-    task: Task, sandbox: ApptainerSandbox, context: VerificationContext = VerificationContext(), *, stay: bool = False
-) -> Verdict:
+async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool) -> Verdict:
     """Collects the artifacts and runs the tests of a task (or of a step). The agent must have ended.
-
-    Where the work directory is a git checkout, what the agent changed there is the artifact ``patch``.
 
     Args:
         stay: the sandbox is used further: it gets its own container back, without tests and rewards.
@@ -65,33 +51,26 @@ async def verify(
         SandboxError: a sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
         ConfigError: the task cannot be verified in this way.
     """
-    harbor = task.metadata.get("harbor", {})
-    prefix = f"steps/{harbor['step']}/" if harbor.get("step") else ""
-    found = formats.format_of(task)
-    submits = getattr(found, "SUBMITS_A_PATCH", False)
-    patch = [] if submits else checkout.to_artifacts(await checkout.difference(sandbox, task.workdir), prefix)
-    if found is not None:
-        verdict: Verdict = await found.verify(task, sandbox)
-        return replace(verdict, artifacts=[*patch, *verdict.artifacts])
-    rules: Mapping[str, Any] = harbor.get("verifier", {})
+    data = HarborData.of(task)
+    prefix = f"steps/{data.step.name}/" if data.step else ""
     folder = Path(sandbox.directory + ".artifacts")
     try:
         await run_hooks(task, sandbox)
         collected = await collect(task, sandbox, folder)
         artifacts = to_artifacts(collected, prefix)
-        if rules.get("environment"):
-            verdict = await _judge_elsewhere(task, sandbox, rules, context, collected, stay)
+        if data.verifier.environment:
+            verdict = await _judge_elsewhere(task, sandbox, context, collected, stay)
         else:
-            verdict = await _judge(task, sandbox, rules, context, fresh=context.fresh, stay=stay)
+            verdict = await _judge(task, sandbox, context, fresh=context.fresh, stay=stay)
     finally:
         await asyncio.to_thread(remove_tree, folder)
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
-    return replace(verdict, artifacts=[*patch, *artifacts, *logs])
+    return replace(verdict, artifacts=[*artifacts, *logs])
 
 
 def check_fresh(task: Task) -> None:
     """Raises :class:`ConfigError` for a task of which ``fresh`` would keep nothing, or all."""
-    if os.path.normpath(task.workdir or "/") == "/" and not task.metadata.get("harbor", {}).get("artifacts"):
+    if os.path.normpath(task.workdir or "/") == "/" and not HarborData.of(task).artifacts:
         raise ConfigError(
             f"task {task.id}: verification 'fresh' keeps the work directory, and the task has none; set [environment] "
             "workdir in its task.toml, or use 'shared'"
@@ -99,38 +78,30 @@ def check_fresh(task: Task) -> None:
 
 
 async def _judge_elsewhere(
-    task: Task,
-    sandbox: ApptainerSandbox,
-    rules: Mapping[str, Any],
-    context: VerificationContext,
-    collected: Sequence[Collected],
-    stay: bool,
+    task: Task, sandbox: ApptainerSandbox, context: VerificationContext, collected: Sequence[Collected], stay: bool
 ) -> Verdict:
-    if context.start is None:
+    environment = HarborData.of(task).verifier_environment(task.id)
+    if environment is None or context.start is None:
         raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
     if not stay:
         await sandbox.stop()
-    other = await context.start(replace(Task.from_dict(rules["environment"]), id=task.id))
+    other = await context.start(environment)
     try:
         await carry(collected, other)
         there = replace(task, workdir=other.spec.workdir)
-        return await _judge(there, other, rules, context, fresh=False, stay=False)
+        return await _judge(there, other, context, fresh=False, stay=False)
     finally:
         await other.stop()
 
 
 async def _judge(
-    task: Task,
-    sandbox: ApptainerSandbox,
-    rules: Mapping[str, Any],
-    context: VerificationContext,
-    *,
-    fresh: bool,
-    stay: bool,
+    task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, fresh: bool, stay: bool
 ) -> Verdict:
+    data = HarborData.of(task)
+    rules = data.verifier
     home = Path(sandbox.directory, "verifier")
     tests, logs, aside = home / "tests", home / "logs", Path(sandbox.directory, "layer", "agent")
-    sources = [] if rules.get("bundled") else [Path(path) for path in task.metadata["harbor"]["tests"]]
+    sources = [] if rules.bundled else [Path(path) for path in data.tests]
     before = sandbox.spec
     taken: list[str] = []
     restored: list[str] = []
@@ -154,11 +125,11 @@ async def _judge(
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
         await sandbox.restart(_spec(before, rules, context, binds), enter)
         if not fresh:
-            restored += await _clear_path(sandbox, dict(rules.get("env", {})))
+            restored += await _clear_path(sandbox, rules.env)
         result = await sandbox.exec(
             _command(sources),
             cwd=task.workdir or None,
-            env=dict(rules.get("env", {})),
+            env=rules.env,
             timeout_s=task.verifier_timeout_s,
         )
         output = result.stdout + (f"\n--- stderr ---\n{result.stderr}" if result.stderr else "")
@@ -198,17 +169,15 @@ async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list
     return found
 
 
-def _spec(
-    before: SandboxSpec, rules: Mapping[str, Any], context: VerificationContext, binds: Sequence[str]
-) -> SandboxSpec:
+def _spec(before: SandboxSpec, rules: VerifierRules, context: VerificationContext, binds: Sequence[str]) -> SandboxSpec:
     network = before.network
-    if rules.get("network") is not None:
-        network = rules["network"] or context.network or network
-    return replace(before, binds=(*before.binds, *binds), network=network, user=rules.get("user") or before.user)
+    if rules.network is not None:
+        network = cast(Network, rules.network) if rules.network else context.network or network
+    return replace(before, binds=(*before.binds, *binds), network=network, user=rules.user or before.user)
 
 
 def _kept(task: Task) -> list[str]:
-    return [task.workdir or "/", *(str(entry["source"]) for entry in entries_of(task))]
+    return [task.workdir or "/", *(entry.source for entry in entries_of(task))]
 
 
 def _command(sources: Sequence[Path]) -> list[str]:

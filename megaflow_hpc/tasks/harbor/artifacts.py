@@ -10,7 +10,7 @@ import asyncio
 import fnmatch
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.tasks.harbor.data import DeclaredArtifact, HarborData
 from megaflow_hpc.types import Artifact, Sandbox, Task
 
 PUBLISHED = "/logs/artifacts"
@@ -43,13 +44,15 @@ class Collected:
     error: str = ""
 
 
-def entries_of(task: Task) -> list[Mapping[str, Any]]:
-    """``{source, destination, exclude}`` of everything to collect, sources absolute."""
-    declared: list[dict[str, Any]] = [
-        {**entry, "source": os.path.normpath(os.path.join(task.workdir or "/", entry["source"]))}
-        for entry in task.metadata.get("harbor", {}).get("artifacts", ())
+def entries_of(task: Task) -> list[DeclaredArtifact]:
+    """Everything to collect, sources absolute."""
+    declared = [
+        DeclaredArtifact(
+            os.path.normpath(os.path.join(task.workdir or "/", entry.source)), entry.destination, entry.exclude
+        )
+        for entry in HarborData.of(task).artifacts
     ]
-    published = [] if any(e["source"] == PUBLISHED for e in declared) else [{"source": PUBLISHED}]
+    published = [] if any(entry.source == PUBLISHED for entry in declared) else [DeclaredArtifact(PUBLISHED)]
     return [*published, *declared]
 
 
@@ -59,11 +62,11 @@ async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
     Each runs as its own user, if it names one, else as the agent did.
     """
     before = sandbox.spec
-    for hook in task.metadata.get("harbor", {}).get("verifier", {}).get("collect", ()):
-        user = hook.get("user") or before.user
+    for hook in HarborData.of(task).verifier.collect:
+        user = hook.user or before.user
         if user != sandbox.spec.user:
             await sandbox.restart(replace(sandbox.spec, user=user))
-        await sandbox.exec(hook["command"], cwd=task.workdir, timeout_s=hook["timeout_s"])
+        await sandbox.exec(hook.command, cwd=task.workdir, timeout_s=hook.timeout_s)
     if sandbox.spec.user != before.user:
         await sandbox.restart(before)
 
@@ -75,7 +78,7 @@ async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]
         SandboxError: the sandbox was lost.
     """
     entries = entries_of(task)
-    sources = [str(entry["source"]) for entry in entries]
+    sources = [entry.source for entry in entries]
     # A directory that is empty counts as missing: /logs/artifacts is made for every task.
     test = (
         'for p in "$@"; do if [ -d "$p" ]; then set -- "$p"/*; [ -e "$1" ]; else [ -e "$p" ]; fi && echo 1 || echo 0; '
@@ -86,9 +89,9 @@ async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]
     found: list[Collected] = []
     for number, entry in enumerate(entries):
         source = sources[number]
-        kept = Collected(source, str(entry.get("destination") or source.strip("/") or "root"))
+        kept = Collected(source, entry.destination or source.strip("/") or "root")
         if there[number : number + 1] != ["1"]:
-            if entry.get("destination") or source != PUBLISHED:
+            if entry.destination or source != PUBLISHED:
                 found.append(kept)
                 kept.error = "not there"
             continue
@@ -96,7 +99,7 @@ async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]
         try:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             await asyncio.wait_for(sandbox.download(source, str(target)), DOWNLOAD_S)
-            await asyncio.to_thread(_leave_out, target, entry.get("exclude") or ())
+            await asyncio.to_thread(_leave_out, target, entry.exclude)
             kept.path = target
         except (SandboxError, TimeoutError, OSError) as error:
             kept.error = str(error) or f"not read within {DOWNLOAD_S:g} s"

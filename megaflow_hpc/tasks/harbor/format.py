@@ -1,0 +1,110 @@
+"""Harbor task directories as a task format."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
+from megaflow_hpc.environments.images.resolve import ImageRequest
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.formats import StepVerdict, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.harbor import solution, steps, verifier
+from megaflow_hpc.tasks.harbor.data import HarborData, Judging
+from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.types import ExecResult, Task, Verdict
+
+
+class HarborFormat:
+    """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
+
+    submits_a_patch = False
+
+    def claims(self, source: str) -> bool:
+        return True
+
+    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+        return [read_harbor_task(directory, dockerfiles) for directory in find_tasks(source, Path(base))]
+
+    def settle(self, tasks: Sequence[Task]) -> list[Task]:
+        return list(tasks)
+
+    def images(self, task: Task) -> list[ImageRequest]:
+        data = HarborData.of(task)
+        endings: Sequence[Judging] = data.steps or [data]
+        judges = [judge for ending in endings if (judge := ending.verifier_environment(task.id))]
+        return [_image(each) for each in (task, *judges)]
+
+    def steps(self, task: Task) -> list[Task]:
+        return steps.steps_of(task)
+
+    def step_name(self, step: Task) -> str:
+        return steps.step_name(step)
+
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
+        data = HarborData.of(task)
+        if data.upload_environment:
+            await sandbox.upload(os.path.join(task.path, "environment"), task.workdir or "/")
+        await wait_healthy(task.id, sandbox, data.healthcheck)
+
+    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
+        await steps.begin_step(step, sandbox)
+
+    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
+        return await solution.solve(step, sandbox)
+
+    async def verify(
+        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
+    ) -> Verdict:
+        return await verifier.verify(step, sandbox, context, stay=stay)
+
+    def may_continue(self, step: Task, verdict: Verdict) -> bool:
+        return steps.may_continue(step, verdict)
+
+    def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
+        return steps.combine(task, verdicts)
+
+
+FORMAT: TaskFormat = HarborFormat()
+
+
+def find_tasks(source: str, base: Path) -> list[str]:
+    """The task directories that a path or a pattern names.
+
+    Raises:
+        ConfigError: there is none, or one of another form.
+    """
+    pattern = str(base / os.path.expanduser(os.path.expandvars(source)))
+    matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    several = len(matches) != 1 or glob.has_magic(pattern)
+    directories = [match for match in matches if os.path.isdir(match) and (_is_task(match) or not several)]
+    for match in matches:
+        if os.path.isfile(os.path.join(match, "task.yaml")) and not _is_task(match):
+            raise ConfigError(
+                f"{match}/task.yaml: a task in the first form of Terminal-Bench; convert it with: "
+                f"harbor task migrate -i {match} -o OUTPUT"
+            )
+    if not directories:
+        raise ConfigError(f"tasks: {pattern}: no Harbor task directory (one with task.toml) there; correct the path")
+    if len(directories) == 1 and not _is_task(directories[0]):
+        inner = sorted(entry.path for entry in os.scandir(directories[0]) if entry.is_dir() and _is_task(entry.path))
+        if inner:
+            raise ConfigError(f"tasks: {source}: not a task, but it holds {len(inner)}; write {source.rstrip('/')}/*")
+    return directories
+
+
+def _is_task(directory: str) -> bool:
+    return os.path.isfile(os.path.join(directory, "task.toml"))
+
+
+def _image(task: Task) -> ImageRequest:
+    """The image of an environment."""
+    data = HarborData.of(task)
+    dockerfile = Path(data.dockerfile) if data.dockerfile else None
+    request = ImageRequest(task.image, data.base, dockerfile, path=task.path)
+    return request if data.build_timeout_s is None else replace(request, timeout_s=data.build_timeout_s)

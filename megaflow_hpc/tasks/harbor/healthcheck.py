@@ -1,0 +1,37 @@
+"""Waits until an environment is healthy, as Docker's HEALTHCHECK does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.tasks.harbor.data import Healthcheck
+from megaflow_hpc.types import Sandbox
+
+
+async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
+    """Runs the check's command until it succeeds; failures within the start period do not count.
+
+    Args:
+        who: named in the message.
+        check: without a command nothing is waited for.
+
+    Raises:
+        SandboxError: it failed ``retries`` times.
+    """
+    if not check.command:
+        return
+    started = time.monotonic()
+    failures = 0
+    while True:
+        result = await sandbox.exec(check.command, timeout_s=check.timeout_sec)
+        if result.exit_code == 0:
+            return
+        starting = time.monotonic() - started < check.start_period_sec
+        failures += not starting
+        if failures >= check.retries:
+            raise SandboxError(
+                f"task {who}: not healthy: {check.command!r} gave {result.exit_code}: {result.stderr[-300:]}"
+            )
+        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)

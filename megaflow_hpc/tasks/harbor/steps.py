@@ -1,0 +1,95 @@
+"""The steps of a multi-step Harbor task: one after the other in one sandbox, each with an agent run and a verdict.
+
+A step is a :class:`Task` like any other, so that agents and the verifier need not know of steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.tasks.formats import StepVerdict
+from megaflow_hpc.tasks.harbor.data import HarborData, fields_of
+from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
+from megaflow_hpc.types import Sandbox, Task, Verdict
+
+SETUP_S = 600.0
+"""Longest run of a step's ``setup.sh``."""
+
+
+def steps_of(task: Task) -> list[Task]:
+    """One task per step, in order; a task without steps is its own only one."""
+    data = HarborData.of(task)
+    if not data.steps:
+        return [task]
+    return [
+        HarborData(**fields_of(step), step=step).put(
+            replace(
+                task,
+                instruction=step.instruction,
+                user=step.user or task.user,
+                agent_timeout_s=step.agent_timeout_s or task.agent_timeout_s,
+                verifier_timeout_s=step.verifier.timeout_s,
+            )
+        )
+        for step in data.steps
+    ]
+
+
+def step_name(step: Task) -> str:
+    """The step's name; empty for a task without steps."""
+    found = HarborData.of(step).step
+    return found.name if found else ""
+
+
+async def begin_step(task: Task, sandbox: Sandbox) -> None:
+    """Uploads the step's ``workdir/``, runs its ``setup.sh``, waits until it is healthy.
+
+    Raises:
+        SandboxError: it cannot be set up; the rollout fails.
+    """
+    step = HarborData.of(task).step
+    if step is None:
+        return
+    workdir = task.workdir or "/"
+    if files := step.workdir:
+        await sandbox.upload(files, workdir)
+        if os.path.isfile(os.path.join(files, "setup.sh")):
+            done = await sandbox.exec(["bash", os.path.join(workdir, "setup.sh")], cwd=workdir, timeout_s=SETUP_S)
+            if done.exit_code:
+                raise SandboxError(
+                    f"task {task.id}: step {step.name}: setup.sh ended with {done.exit_code}: "
+                    f"{done.stderr.strip()[-300:]}"
+                )
+    await wait_healthy(f"{task.id}: step {step.name}", sandbox, step.healthcheck)
+
+
+def may_continue(task: Task, verdict: Verdict) -> bool:
+    """Whether the next step may begin: verified, and no reward below the step's ``min_reward``."""
+    if verdict.error:
+        return False
+    step = HarborData.of(task).step
+    least = step.min_reward if step else {}
+    return all(verdict.rewards.get(name, float("-inf")) >= value for name, value in least.items())
+
+
+def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
+    """One verdict of a task from those of the steps that were run.
+
+    ``mean``: of each named reward over the verified steps, one that a step does not name counting as 0; steps that were
+    not reached do not count. ``final``: of the last step that was run.
+    """
+    if len(verdicts) == 1 and not verdicts[0].name:
+        return verdicts[0].verdict
+    artifacts = [artifact for step in verdicts for artifact in step.verdict.artifacts]
+    output = "".join(f"=== step {step.name} ===\n{step.verdict.output}\n" for step in verdicts)
+    last = verdicts[-1].verdict
+    if last.error:
+        return Verdict(output=output, error=f"step {verdicts[-1].name}: {last.error}", artifacts=artifacts)
+    rewards = dict(last.rewards)
+    if HarborData.of(task).reward_strategy != "final":
+        names = list(dict.fromkeys(name for step in verdicts for name in step.verdict.rewards))
+        rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in verdicts) / len(verdicts) for n in names}
+    return Verdict(rewards.get("reward", next(iter(rewards.values()))), rewards, output, artifacts=artifacts)

@@ -1,0 +1,43 @@
+"""Images of tasks: which ones they want, which files those are, and the work directories they bring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.resolve import ImageRequest, Images
+from megaflow_hpc.tasks.formats import format_of
+from megaflow_hpc.types import Task
+
+
+def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
+    """The images that tasks want: the agents' in the order of the tasks, then those of separate verifiers."""
+    wanted = [format_of(task).images(task) for task in tasks]
+    return [requests[0] for requests in wanted] + [request for requests in wanted for request in requests[1:]]
+
+
+def in_image_directories(
+    tasks: Sequence[Task],
+    files: Mapping[str, str],
+    images: Images,
+    mapping: Mapping[str, str],
+    base_dir: str | os.PathLike[str],
+) -> list[Task]:
+    """The tasks, those that name no work directory in the one of their image (of their ``FROM``, where it was built).
+
+    Args:
+        files: what :meth:`Images.resolve_all` made of ``mapping``.
+    """
+    placed = []
+    for task in tasks:
+        if task.workdir is None:
+            request = format_of(task).images(task)[0]
+            image: str | Path = files[task.image]
+            if request.base:
+                image = images.resolve(request.base, mapping, Path(base_dir), build=False)
+            task = replace(task, workdir=working_directory(image))
+        placed.append(task)
+    return placed

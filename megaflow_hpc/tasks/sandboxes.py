@@ -1,0 +1,52 @@
+"""What a campaign's environment makes of a task: the sandbox it runs in, and how it is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from megaflow_hpc.config.sections import EnvironmentConfig
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.tasks.formats import VerificationContext
+from megaflow_hpc.types import Task
+
+
+def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
+    """The sandbox of a task, with the campaign's limits where the task states none.
+
+    Args:
+        images: image name in the tasks → SIF file or directory.
+    """
+    limits, default = task.limits, environment.limits
+    return SandboxSpec(
+        image=images[task.image],
+        env=dict(task.env),
+        workdir=task.workdir,
+        user=task.user,
+        network=environment.network_of(task),
+        memory_mb=limits.memory_mb or default.memory_mb,
+        cpus=limits.cpus or default.cpus,
+        disk_mb=limits.disk_mb or default.disk_mb,
+        processes=default.processes or limits.processes or 512,
+        mode=environment.mode_of(task),
+        cpu_s=limits.cpu_s or default.cpu_s,
+        wall_s=limits.wall_s or default.wall_s,
+    )
+
+
+def verification_context(
+    environment: EnvironmentConfig,
+    images: Mapping[str, str],
+    start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
+) -> VerificationContext:
+    """Where and how a campaign verifies.
+
+    Args:
+        images: image name in the tasks → SIF file or directory.
+        start: starts the sandbox of a separate verifier.
+    """
+    return VerificationContext(
+        fresh=environment.verification == "fresh",
+        network="none" if environment.network == "gateway" else environment.network,
+        start=lambda task: start(sandbox_spec(task, images, environment)),
+    )

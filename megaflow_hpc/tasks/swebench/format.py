@@ -1,0 +1,48 @@
+"""SWE-bench style lines as a task format."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.formats import OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.swebench import plan, runs
+from megaflow_hpc.tasks.swebench.instances import read_tasks
+from megaflow_hpc.types import ExecResult, Task, Verdict
+
+
+class SwebenchFormat(OneStep):
+    """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
+
+    submits_a_patch = True
+
+    def claims(self, source: str) -> bool:
+        return source.endswith(".jsonl")
+
+    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+        pattern = os.path.join(base, os.path.expanduser(os.path.expandvars(source)))
+        paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        if not paths:
+            raise ConfigError(f"tasks: {pattern}: no such file; correct the path")
+        return [task for path in paths for task in read_tasks(path)]
+
+    def settle(self, tasks: Sequence[Task]) -> list[Task]:
+        return plan.settle(tasks)
+
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
+        await runs.prepare(task, sandbox)
+
+    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
+        return await runs.solve(step, sandbox)
+
+    async def verify(
+        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
+    ) -> Verdict:
+        return await runs.verify(step, sandbox)
+
+
+FORMAT: TaskFormat = SwebenchFormat()

@@ -1,0 +1,61 @@
+"""Validation judges a task as a campaign does: the same steps, under the same limits and defaults."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
+from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.rollout.rollout import execute
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.tasks.validation import Validation, validate
+from megaflow_hpc.types import Limits, Rollout, Task, Trajectory
+from tests.support.harbor_tasks import write_files
+
+TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n'
+BUSY = "python3 -c 'import time\nwhile time.process_time() < 6: pass' && cat answer > /logs/verifier/reward.txt\n"
+"""Tests that take more processor time than the campaigns below let them have."""
+
+
+def judged(
+    task: Task, images: dict[str, str], environment: dict[str, Any], scratch: Path
+) -> tuple[Trajectory, Validation]:
+    """The task with its own solution: what a campaign makes of it, and what validation does."""
+    fields = {"name": "x", "tasks": "x", "agent": "oracle", "environment": {"network": "none", **environment}}
+    config = CampaignConfig.model_validate(fields)
+    policies = {"oracle": Policy(agent=AgentConfig(name="oracle"))}
+
+    async def main() -> tuple[Trajectory, Validation]:
+        async with ApptainerProvider(scratch) as provider:
+            services = Services(config, policies, images, provider, ModelGateway())
+            trajectory = await execute(services, Rollout(task.id, "oracle", 0, "oracle"), task, 0)
+            async for found in validate([task], images, OracleAgent(), provider, config.environment):
+                return trajectory, found
+        raise AssertionError
+
+    try:
+        return asyncio.run(main())
+    finally:
+        remove_tree(scratch)
+
+
+@pytest.mark.parametrize("limited_by", ["task", "campaign"])
+def test_a_limit_of_processor_time_holds_for_both(limited_by: str, rootfs: str, tmp_path: Path) -> None:
+    files = {"task.toml": TOML, "instruction.md": "Write 1 into answer.\n", "tests/test.sh": BUSY}
+    task = read_harbor_task(write_files(tmp_path / "busy", {**files, "solution/solve.sh": "echo 1 > answer\n"}))
+    if limited_by == "task":
+        task = replace(task, limits=Limits(cpu_s=2.0))
+    environment = {"limits": {"cpu_s": 2.0}} if limited_by == "campaign" else {}
+    trajectory, found = judged(task, {"base": rootfs}, environment, tmp_path / "scratch")
+    assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("failed", "verifier", None)
+    assert (found.after.reward, found.after.error) == (None, trajectory.error)
+    assert "cpu time limit: 2 of 2 s" in found.after.output
