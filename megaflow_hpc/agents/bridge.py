@@ -1,8 +1,7 @@
-"""Runs a synchronous agent beside the event loop that owns its sandbox and model.
+"""Runs a synchronous agent in a thread, beside the event loop that owns its sandbox and model.
 
-The agent has a thread of its own; where it waits for the sandbox or the model, the work is done in the event loop. A
-thread cannot be killed, so cancelling the rollout cancels the work it waits for and refuses any more: the thread ends
-at its next wait.
+Where the agent waits for the sandbox or the model, the work is done in the event loop. A thread cannot be killed, so
+cancelling the rollout cancels the work that it waits for and refuses any further: the thread ends at its next wait.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """Raised in the agent's thread once the rollout is cancelled; no ``except Exception`` of an agent holds it up."""
+    """Raised in the agent's thread once the rollout is cancelled; an agent's ``except Exception`` does not catch it."""
 
 
 class Bridge:
-    """Between one agent's thread and the event loop. Make it in the loop."""
+    """Connects one agent's thread with the event loop in which it is made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,7 +29,11 @@ class Bridge:
         self._stopped = False
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """From the thread: carries ``work`` out in the event loop and returns its result."""
+        """Called in the thread: runs ``work`` in the event loop and returns its result.
+
+        Raises:
+            Stopped: The rollout is cancelled.
+        """
         with self._lock:
             if self._stopped:
                 work.close()
@@ -43,13 +46,14 @@ class Bridge:
             raise Stopped from None
 
     def stop(self) -> None:
+        """Cancels the work that the thread waits for, and refuses any further."""
         with self._lock:
             self._stopped = True
             if self._pending is not None:
                 self._pending.cancel()
 
     async def run(self, program: Callable[[], T], name: str) -> T:
-        """From the loop: runs ``program`` in a thread to its end, or to its stop if this is cancelled."""
+        """Called in the loop: runs ``program`` in a thread and returns its result; stops it if cancelled."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def finish(result: T | None, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""The smallest client of an OpenAI-style chat endpoint that an agent of ours needs."""
+"""A client of an OpenAI-style chat endpoint, for the package's own agents."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.types import ModelEndpoint
 
 TIMEOUT_S = 3600.0
-"""Seconds for one call. The gateway has limits of its own below this; it only catches a gateway that is gone."""
+"""Timeout of one call in seconds; above the gateway's own limits, so it catches only a gateway that is gone."""
 
 
 class CallRefused(Exception):
-    """The engine refused this request (4xx): too long, a parameter it does not know."""
+    """The engine refused the request (4xx), such as for its length or an unknown parameter."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the model refused the call (HTTP {status}): {message}")
@@ -26,19 +26,19 @@ class CallRefused(Exception):
 
 
 class BudgetExceeded(Exception):
-    """This rollout has used up its calls or tokens (HTTP 429 of the gateway)."""
+    """The rollout has used up its calls or tokens (HTTP 429 of the gateway)."""
 
 
 class Suspended(BaseException):
-    """The rollout goes on in another allocation, with this very call. No ``except Exception`` of an agent holds it."""
+    """The rollout goes on in another allocation, with this call. An agent's ``except Exception`` does not catch it."""
 
 
 class ChatClient:
-    """An async context manager; ``complete`` makes one call.
+    """Makes calls to a model. An async context manager.
 
     Args:
-        model: Where, with which key, and the name of the model.
-        options: Sent with every call: ``temperature``, ``max_tokens``, …
+        model: The endpoint.
+        options: Fields sent with every call: ``temperature``, ``max_tokens``, …
     """
 
     def __init__(self, model: ModelEndpoint, options: Mapping[str, Any]) -> None:
@@ -58,12 +58,12 @@ class ChatClient:
             await self._session.close()
 
     async def complete(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The first choice of the answer: ``message`` and ``finish_reason``.
+        """Makes one call and returns the first choice of the answer, with ``message`` and ``finish_reason``.
 
         Raises:
             ModelServiceError: No engine could answer, or the gateway is gone.
             CallRefused: The request is at fault.
-            BudgetExceeded: The rollout may call no more.
+            BudgetExceeded: The rollout has used up its budget.
             Suspended: The allocation ends.
         """
         assert self._session is not None, "use it as an async context manager"
@@ -76,7 +76,7 @@ class ChatClient:
         if response.status == 200:
             choice: dict[str, Any] = json.loads(raw)["choices"][0]
             return choice
-        message, kind = _error(raw)
+        message, kind = _error_fields(raw)
         if response.status == 429 and kind == "rollout_budget_exceeded":
             raise BudgetExceeded(message)
         if kind == "rollout_suspended":
@@ -86,8 +86,8 @@ class ChatClient:
         raise CallRefused(response.status, message)
 
 
-def _error(raw: bytes) -> tuple[str, str]:
-    """Message and type of an error in OpenAI's shape, or what there is."""
+def _error_fields(raw: bytes) -> tuple[str, str]:
+    """Returns message and type of an error in OpenAI's shape; of any other body its text."""
     try:
         body = json.loads(raw)
         error = body.get("error", body)

@@ -1,11 +1,11 @@
-"""Any command-line agent, run inside the sandbox and pointed at the rollout's model address.
+"""Runs a command-line agent inside the sandbox, with the rollout's model address in its environment.
 
-The command is shell text. It finds the task's text in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model in
+The command is shell text. It finds the instruction in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model in
 ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` names that clients read. Its standard
 input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
 
-Instead of a command, a preset names a program that is known (:mod:`megaflow_hpc.agents.presets`); the agents
-``claude-code``, ``codex``, ``openhands`` and ``qwen-code`` are these.
+Instead of a command, a preset names a known program (:mod:`megaflow_hpc.agents.presets`): ``claude-code``, ``codex``,
+``openhands`` or ``qwen-code``, which are agents by these names too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 INSTRUCTION = "/tmp/megaflow-instruction.md"
 TAIL = 2000
+"""Characters of a failed command's output that are kept."""
 
 
 class CommandAgent:
-    """Runs in the sandbox, and reaches the model from there.
+    """Runs one command in the sandbox.
 
     Args:
         command: Shell text, run by ``/bin/sh -c`` in the task's work directory.
-        preset: A known program instead.
+        preset: Name of a known program, instead of a command.
         flags: Further flags of the preset's command line, as shell text.
         toolbox: Directory with the presets' programs; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
-        env: Further variables for it.
+        env: Further variables of its environment.
     """
 
     in_sandbox = True
@@ -48,7 +49,7 @@ class CommandAgent:
         if (command is None) == (preset is None):
             raise ConfigError("agent command: args need one of command (shell text) and preset")
         self.binds: tuple[str, ...] = ()
-        """What the sandbox must see of the host for it, as Apptainer takes it."""
+        """Host paths bound into its sandbox, as Apptainer takes them."""
         self.env = {str(k): str(v) for k, v in (env or {}).items()}
         if preset is not None:
             self.binds = (f"{toolbox_of(preset, toolbox)}:{INSIDE}:ro",)
@@ -59,6 +60,11 @@ class CommandAgent:
         self.command = command
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Runs the command to its end.
+
+        Raises:
+            ConfigError: The sandbox has no way to the model.
+        """
         with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
             file = Path(folder) / "instruction.md"
             file.write_text(task.instruction)
@@ -75,7 +81,11 @@ class CommandAgent:
 
 
 def environment(model: ModelEndpoint | None) -> dict[str, str]:
-    """The variables by which agents find their task and model."""
+    """Returns the variables by which agents find their task and model.
+
+    Raises:
+        ConfigError: The model cannot be reached from inside the sandbox.
+    """
     known = {"MEGAFLOW_INSTRUCTION_FILE": INSTRUCTION}
     if model is None:
         return known

@@ -1,15 +1,15 @@
-"""mini-swe-agent's own ``DefaultAgent`` over our sandbox and gateway, in its text form (no tools, no litellm).
+"""mini-swe-agent's ``DefaultAgent`` in its text form (no tools, no litellm), on this package's sandbox and gateway.
 
 Prompts are those of the installed package's ``config/mini_textbased.yaml``, or of another such file. The agent is
-synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). One thing differs from the package's own model
-classes: an answer in the wrong format stays in the conversation before the complaint about it, so that the conversation
-only ever grows and one rollout is one token sequence.
+synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). It differs from the package's own model classes in
+one point: an answer in the wrong format stays in the conversation before the complaint about it, so that the
+conversation only grows and a rollout is one token sequence.
 
-It is suspended between two turns, where its model call is refused because the allocation ends: its state is its
-conversation, with which it asks again elsewhere.
+It is suspended between two turns, when its model call is refused because the allocation ends. Its state is the
+conversation, with which it repeats the call elsewhere.
 
-How it ends: *Submitted* is ``completed``; a limit of turns, time, tokens or context is ``truncated``; giving up after
-repeated format errors is ``completed`` with exit code 1. A model that no engine serves, or a lost sandbox, raises.
+*Submitted* ends it as ``completed``; a limit of turns, time, tokens or context as ``truncated``; repeated format errors
+as ``completed`` with exit code 1. A model that no engine serves, or a lost sandbox, raises.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 COMMAND_TIMEOUT_S = 120.0
+"""Seconds for one command, by default."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 class MiniSweAgent:
-    """
+    """Runs mini-swe-agent for one rollout.
+
     Args:
         max_turns: Model calls before the rollout is truncated; ``None`` is unlimited.
         command_timeout_s: Seconds one command may take.
@@ -56,25 +58,32 @@ class MiniSweAgent:
         self.model_options = dict(model or {})
         self.max_format_errors = max_format_errors
         self._config = _load_config(config)
-        self._kept: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        self._kept = dict(state)
+        """Takes the state of a suspended rollout, from which :meth:`run` goes on."""
+        self._saved = dict(state)
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Runs the agent to its end, to a limit, or to its suspension.
+
+        Raises:
+            ConfigError: There is no model.
+            ModelServiceError, SandboxError: No engine answered, or the sandbox was lost.
+        """
         if model is None:
             raise ConfigError("agent mini-swe-agent needs a model; the campaign names none")
         bridge = Bridge()
-        names = await _system(sandbox)
+        system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
             model_part = _Model(client, bridge, self._config.get("model", {}), model.model_name)
-            environment = _Environment(sandbox, bridge, self._config.get("environment", {}), task, names)
+            environment = _Environment(sandbox, bridge, self._config.get("environment", {}), task, system)
             environment.command_timeout_s = self.command_timeout_s
             templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
             agent = _package().Agent(
                 model_part,
                 environment,
-                kept=self._kept,
+                saved=self._saved,
                 **templates,
                 step_limit=self.max_turns or 0,
                 cost_limit=0.0,
@@ -89,7 +98,7 @@ class MiniSweAgent:
             except CallRefused as refusal:
                 ended, error = ("LimitsExceeded" if refusal.too_long else "CallRefused"), str(refusal)
             except Suspended:
-                seconds = [*self._kept.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)]
+                seconds = [*self._saved.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)]
                 return AgentResult(state={**agent.state(), "sandbox_s": seconds})
         messages = [_openai(m) for m in agent.messages if m.get("role") in ("system", "user", "assistant", "tool")]
         limited = ended in ("LimitsExceeded", "TimeExceeded")
@@ -99,7 +108,7 @@ class MiniSweAgent:
             exit_code=1 if failed else 0,
             error=error or ("" if ended == "Submitted" else ended),
             messages=messages,
-            sandbox_s=[*self._kept.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)],
+            sandbox_s=[*self._saved.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)],
         )
 
 
@@ -147,7 +156,7 @@ class _Model:
         return {}
 
     def sandbox_seconds(self, environment: _Environment) -> list[float]:
-        """Seconds in the sandbox after each model call, until the next."""
+        """Returns the seconds spent in the sandbox between each model call and the next."""
         edges = [*self.calls_ended, float("inf")]
         spent = [0.0] * len(self.calls_ended)
         for began, seconds in environment.commands:
@@ -158,18 +167,19 @@ class _Model:
 
 
 class _Environment:
-    """mini-swe-agent's Environment: one command in the sandbox, output and errors in one stream as it prints them."""
+    """mini-swe-agent's Environment: runs one command in the sandbox, with output and errors in one stream."""
 
     command_timeout_s = COMMAND_TIMEOUT_S
 
     def __init__(
-        self, sandbox: Sandbox, bridge: Bridge, config: Mapping[str, Any], task: Task, names: Mapping[str, str]
+        self, sandbox: Sandbox, bridge: Bridge, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
     ) -> None:
-        self._sandbox, self._bridge, self._names = sandbox, bridge, names
+        self._sandbox, self._bridge, self._system = sandbox, bridge, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
         self._cwd = task.workdir
         self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self.command_timeout_s)
         self.commands: list[tuple[float, float]] = []
+        """Start by ``time.monotonic()``, and seconds."""
 
     def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
         began = time.monotonic()
@@ -193,14 +203,14 @@ class _Environment:
         return output
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
-        return {**self._names, "cwd": self._cwd or ""}
+        return {**self._system, "cwd": self._cwd or ""}
 
     def serialize(self) -> dict[str, Any]:
         return {}
 
 
-async def _system(sandbox: Sandbox) -> dict[str, str]:
-    """What the prompt says of the machine: ``system``, ``release``, ``version``, ``machine``, of the sandbox."""
+async def _uname(sandbox: Sandbox) -> dict[str, str]:
+    """Returns ``system``, ``release``, ``version`` and ``machine`` of the sandbox, for the prompt."""
     keys = ("system", "release", "version", "machine")
     result = await sandbox.exec("uname -s; uname -r; uname -v; uname -m", timeout_s=30)
     return dict(zip(keys, [*result.stdout.splitlines(), *[""] * 4], strict=False))
@@ -212,7 +222,11 @@ def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _package() -> SimpleNamespace:
-    """The parts of mini-swe-agent that are used; imported late, with its start-up output and directory kept out."""
+    """Returns the parts of mini-swe-agent that are used; imports it without its start-up output and directory.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     folder = tempfile.mkdtemp(prefix="megaflow-mswea-")
     os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = folder
@@ -227,22 +241,22 @@ def _package() -> SimpleNamespace:
         os.rmdir(folder)
 
     class Agent(DefaultAgent):
-        """The package's, beginning with the conversation that it had elsewhere."""
+        """The package's agent, which can begin with a saved conversation."""
 
-        def __init__(self, *args: Any, kept: Mapping[str, Any], **kwargs: Any) -> None:
+        def __init__(self, *args: Any, saved: Mapping[str, Any], **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._kept = kept
+            self._saved = saved
 
         def step(self) -> list[dict[str, Any]]:
-            kept, self._kept = self._kept, {}
-            if kept:
-                self.messages = [dict(message) for message in kept["messages"]]
-                self.n_calls, self.n_consecutive_format_errors = kept["calls"], kept["format_errors"]
+            saved, self._saved = self._saved, {}
+            if saved:
+                self.messages = [dict(message) for message in saved["messages"]]
+                self.n_calls, self.n_consecutive_format_errors = saved["calls"], saved["format_errors"]
             result: list[dict[str, Any]] = super().step()
             return result
 
         def state(self) -> dict[str, Any]:
-            """After a refused call, which the agent has counted."""
+            """Returns the state after a refused call; the agent has counted that call."""
             messages = [_openai(message) for message in self.messages]
             return {"messages": messages, "calls": self.n_calls - 1, "format_errors": self.n_consecutive_format_errors}
 

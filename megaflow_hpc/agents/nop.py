@@ -1,4 +1,4 @@
-"""The agent that does nothing: what it is paid is the reward of the untouched task."""
+"""The agent that does nothing, whose reward is that of the untouched task."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Command-line agents that are known: where their program is, how it is started, how it finds its model.
+"""Known command-line agents: their pinned versions, command lines and variables.
 
-The programs lie in a *tool box*, one directory that every sandbox sees read-only at :data:`INSIDE`, so that an image
-needs nothing of them. ``launchers/agents.sh`` makes it (``containers/agents.def`` for sites without the npm registry)::
+The programs lie in a *tool box*, a directory that every sandbox sees read-only at :data:`INSIDE`, so that images need
+none of them. ``launchers/agents.sh`` makes it (``containers/agents.def`` for sites without the npm registry)::
 
     TOOLBOX/bin/{node,claude,codex,qwen,openhands}    what PATH begins with
     TOOLBOX/<name>/.complete                          package@version, written last
 
-Each preset is shell text. The task comes on standard input, which has no limit of length; HOME is a directory of the
-sandbox, since images may have none that can be written.
+Each preset is shell text. The instruction comes on standard input, which has no limit of length; HOME is a directory in
+the sandbox, since an image's own may be read-only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from pathlib import Path
 from megaflow_hpc.errors import ConfigError
 
 INSIDE = "/opt/megaflow-agents"
+"""Path of the tool box in sandboxes."""
 PACKAGES: Mapping[str, str] = {
     "claude-code": "@anthropic-ai/claude-code@2.1.329",
     "codex": "@openai/codex@0.169.0",
     "qwen-code": "@qwen-code/qwen-code@0.24.4",
 }
-"""Package and pinned version of each in the npm registry."""
+"""Agent → npm package with pinned version."""
 PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
-"""The same of agents from PyPI, which have a Python of their own in the tool box; ``containers/openhands.txt``."""
+"""Agent → PyPI package with pinned version; the tool box has a Python for it (``containers/openhands.txt``)."""
 HOME = 'export HOME=/tmp/megaflow-home; mkdir -p "$HOME"'
 CALL_MS = 3_600_000
-"""Milliseconds an agent's client waits for one answer: the gateway's own limits come first."""
+"""Milliseconds for which an agent's client waits for an answer; above the gateway's own limits."""
 
 _CODEX_PROVIDER = (
     'name="gateway",base_url="$OPENAI_BASE_URL",env_key="OPENAI_API_KEY",wire_api="responses",'
@@ -40,7 +41,7 @@ _CODEX_PROVIDER = (
 
 @dataclass(frozen=True)
 class Preset:
-    """One agent. ``command`` is completed by further flags and the redirection of the task."""
+    """A known agent: its command, to which flags and the instruction's redirection are added, and its variables."""
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -78,16 +79,20 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def command_of(name: str, flags: str) -> str:
-    """The shell text that runs a preset on ``$MEGAFLOW_INSTRUCTION_FILE``."""
+    """Returns the shell text that runs a preset, with further ``flags``, on ``$MEGAFLOW_INSTRUCTION_FILE``."""
     end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
     return f'{HOME}; export PATH={INSIDE}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
 
 
 def toolbox_of(name: str, given: str | None) -> Path:
-    """The tool box's directory on the host, which holds this agent in the pinned version.
+    """Returns the host directory of the tool box that holds this agent in the pinned version.
+
+    Args:
+        name: The preset.
+        given: The directory; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The preset is unknown, or the directory lacks it in that version.
     """
     if name not in PRESETS:
         raise ConfigError(f"agent command: no preset {name!r}; there are {', '.join(PRESETS)}")

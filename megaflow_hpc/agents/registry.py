@@ -1,7 +1,7 @@
-"""Agents by name. A name is short (``oracle``) or dotted (``package.module:Class``).
+"""Makes agents by name, short (``oracle``) or dotted (``package.module:Class``).
 
-A class of the user's is called with the spec's ``args`` as keywords, and with ``max_turns`` and ``timeout_s`` where
-its constructor names them; it needs ``async def run(self, task, sandbox, model) -> AgentResult``.
+A user's class is called with the spec's ``args`` as keywords, and with ``max_turns`` and ``timeout_s`` if its
+constructor names them; it needs ``async def run(self, task, sandbox, model) -> AgentResult``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NAMES: Mapping[str, str] = {
     "replay": "megaflow_hpc.agents.replay:ReplayAgent",
 }
 WITHOUT_MODEL = frozenset({"oracle", "nop", "replay"})
-"""Agents that never call a model: a campaign of these needs none."""
+"""Agents that never call a model."""
 
 
 class AgentSpec(Protocol):
-    """What a campaign file says of an agent, resolved (``config.AgentConfig`` is one)."""
+    """The resolved section of a campaign file for one agent, such as ``config.AgentConfig``."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class AgentSpec(Protocol):
 
 
 def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
-    """A fresh agent for one rollout.
+    """Returns a new agent for one rollout.
 
     Args:
         spec: Name, ``max_turns``, ``timeout_s`` (enforced by the caller) and ``args``, as attributes or keys.

@@ -1,7 +1,7 @@
-"""A Python agent in a process of its own, as the runner sees it, and the sandbox as the agent sees it there.
+"""Both ends of a Python agent that runs in a process of its own: ``Zygote`` in the runner, ``RemoteSandbox`` there.
 
-The agent's process has no sandbox: it asks the runner to carry out each command, over one socket. Its model it reaches
-itself, at the gateway's address. Both ends speak :mod:`~megaflow_hpc.agents.wire`.
+The agent's process asks the runner over a socket to carry out each sandbox operation, and reaches its model itself, at
+the gateway's address. Both ends speak :mod:`~megaflow_hpc.agents.wire`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 OWN = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
-"""Agents that are ours and only wait: they stay in the runner's event loop."""
+"""The package's agents that only wait, and so run in the runner's event loop."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
 def forked(name: str) -> bool:
-    """Whether an agent of this name runs in a process of its own."""
+    """Returns whether an agent of this name runs in a process of its own."""
     return name not in OWN and not NAMES.get(name, "").endswith(tuple(NAMES[own] for own in OWN))
 
 
@@ -41,6 +41,7 @@ class RemoteSandbox:
         self._calls = 0
 
     async def listen_for_answers(self) -> None:
+        """Hands each answer of the runner to the call that waits for it; ends the process when the runner is gone."""
         while (message := await wire.read(self._reader)) is not None:
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():
@@ -56,9 +57,9 @@ class RemoteSandbox:
         env: Mapping[str, str] | None = None,
         user_input: bytes | str | None = None,
     ) -> ExecResult:
-        words = command if isinstance(command, str) else list(command)
+        arguments = command if isinstance(command, str) else list(command)
         options = {"timeout_s": timeout_s, "cwd": cwd, "env": dict(env) if env else None, "user_input": user_input}
-        return ExecResult(**(await self._ask("exec", [words], options)))
+        return ExecResult(**(await self._ask("exec", [arguments], options)))
 
     async def upload(self, source: str, target: str) -> None:
         await self._ask("upload", [os.path.abspath(source), target])
@@ -90,7 +91,7 @@ class RemoteSandbox:
 
 
 class Zygote:
-    """The runner's end: starts the zygote at the first agent, and runs agents there. Lives in one event loop."""
+    """In the runner: starts the zygote process with the first agent, and runs agents there. Lives in one event loop."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = [name for name in names if forked(name)]
@@ -110,11 +111,15 @@ class Zygote:
         """Runs one agent to its end; cancelling it kills its process.
 
         Args:
-            state: with which it resumes.
+            spec: The agent.
+            task: Its task.
+            sandbox: Where its operations are carried out.
+            model: Its model, if it has one.
+            state: State of a suspended rollout, to resume from.
 
         Raises:
-            MegaflowError: As the agent raised it.
-            UserCodeError: It raised something else, or its process crashed.
+            MegaflowError: As raised by the agent.
+            UserCodeError: The agent raised another exception, or its process crashed.
         """
         control = self._started()
         ours, theirs = socket.socketpair()
@@ -131,8 +136,8 @@ class Zygote:
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
-        told = dict(vars(model)) if model else None
-        job = {"agent": agent, "task": task.to_dict(), "model": told, "state": state}
+        endpoint = dict(vars(model)) if model else None
+        job = {"agent": agent, "task": task.to_dict(), "model": endpoint, "state": state}
         work: set[asyncio.Task[None]] = set()
         try:
             writer.write(wire.frame(job))
@@ -144,7 +149,7 @@ class Zygote:
                 step = asyncio.create_task(_carry_out(sandbox, message, writer))
                 work.add(step)
                 step.add_done_callback(work.discard)
-            raise UserCodeError(f"agent {spec.name}: {_said(await asyncio.wait_for(ended, 10))}")
+            raise UserCodeError(f"agent {spec.name}: {_describe_exit(await asyncio.wait_for(ended, 10))}")
         finally:
             if not ended.done():
                 with contextlib.suppress(OSError):
@@ -155,6 +160,7 @@ class Zygote:
             writer.close()
 
     def close(self) -> None:
+        """Ends the zygote and with it every agent."""
         if self._control is not None:
             with contextlib.suppress(RuntimeError):
                 asyncio.get_running_loop().remove_reader(self._control)
@@ -180,10 +186,10 @@ class Zygote:
         )
         theirs.close()
         self._control = ours
-        asyncio.get_running_loop().add_reader(ours, self._heard, ours)
+        asyncio.get_running_loop().add_reader(ours, self._on_packet, ours)
         return ours
 
-    def _heard(self, control: socket.socket) -> None:
+    def _on_packet(self, control: socket.socket) -> None:
         data = control.recv(4096, socket.MSG_DONTWAIT)
         if not data:  # the zygote is gone, and every agent with it
             asyncio.get_running_loop().remove_reader(control)
@@ -197,7 +203,7 @@ class Zygote:
 
 
 async def _carry_out(sandbox: Sandbox, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """One call of the agent's on its sandbox."""
+    """Carries out one sandbox operation for the agent and sends the answer."""
     operation = message.get("do")
     try:
         if operation not in _OPERATIONS:
@@ -213,8 +219,8 @@ async def _carry_out(sandbox: Sandbox, message: dict[str, Any], writer: asyncio.
         await writer.drain()
 
 
-def _said(status: int) -> str:
-    """What became of a process that left no result."""
+def _describe_exit(status: int) -> str:
+    """Returns how a process that left no result ended, from its wait status."""
     if os.WIFSIGNALED(status):
         return f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)} before it had a result"

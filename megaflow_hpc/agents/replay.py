@@ -1,4 +1,4 @@
-"""Carries out the commands of an earlier conversation again, without a model."""
+"""Runs the commands of an earlier conversation again, without a model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ COMMAND_TIMEOUT_S = 120.0
 
 
 class ReplayAgent:
-    """
+    """Runs recorded commands one after the other.
+
     Args:
         messages_file: JSON: a list of OpenAI messages, or a mapping from task id to such a list.
-        commands: Instead of a file: the commands themselves.
+        commands: The commands themselves, instead of a file.
         command_timeout_s: Seconds one command may take.
     """
 
@@ -37,6 +38,11 @@ class ReplayAgent:
         self._recorded: Any = _read(Path(messages_file)) if messages_file is not None else None
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Runs the commands in the task's work directory.
+
+        Raises:
+            ConfigError: There are no messages for this task.
+        """
         spent, messages = [], []
         for command in self._for(task):
             result = await sandbox.exec(command, timeout_s=self.command_timeout_s, cwd=task.workdir)

@@ -1,11 +1,11 @@
-"""Where Python agents run: one process each, forked from one that has imported everything already.
+"""The process from which Python agents are forked, with their modules imported already.
 
 ``python -m megaflow_hpc.agents.zygote FD [NAME…]`` imports the agents of these names once. Each packet on its control
 socket brings a socket for one rollout; the fork that serves it shares the imported memory, and an agent that blocks,
-leaks or crashes costs that rollout alone. End-of-file on the control socket ends the zygote, and its end every agent.
+leaks or crashes harms that rollout alone. End-of-file on the control socket ends the zygote and with it every agent.
 
 Packets are JSON. From the runner: ``{"run": N}`` with the descriptor, ``{"kill": N}``; to it: ``{"ended": N, "status":
-S}`` with the wait status. Only the zygote signals its children: no process's number is ever mistaken for another's.
+S}`` with the wait status. Only the zygote signals its children, so a reused pid is never hit.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from megaflow_hpc.types import ModelEndpoint, Task
 
 
 def preload(names: list[str]) -> None:
+    """Imports the agents of these names; failures are reported by the rollouts that use them."""
     for name in names:
         module = NAMES.get(name, name).partition(":")[0]
-        with contextlib.suppress(Exception):  # the rollout will say it
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
             create({"name": name, "args": {}})  # what it imports late
 
 
 def serve(control: socket.socket) -> None:
-    """Forks an agent for each packet until the runner is gone."""
+    """Forks an agent for each packet on the control socket until the runner is gone."""
     children: dict[int, int] = {}
     wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -137,7 +138,7 @@ async def _rollout(connection: socket.socket) -> None:
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # of the step, and the runner's business
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole step; the runner decides
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     preload(sys.argv[2:])

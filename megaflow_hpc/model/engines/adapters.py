@@ -1,12 +1,11 @@
-"""How to start each inference engine and where it then listens.
+"""One adapter per engine: turns the campaign's ``model:`` section into a :class:`Launch`.
 
-An adapter turns the campaign's ``model:`` section into a :class:`Launch`: a command line, variables, and an address,
-which is a Unix socket in a private directory where the engine can (vLLM ``--uds``) and a loopback port chosen now where
-it cannot. Keys go to an engine by its environment. ``args`` of the section become options as they stand:
+A launch has a command line, variables, and an address: a Unix socket in a private directory where the engine supports
+one (vLLM ``--uds``), else a free loopback port. ``args`` of the section become options as they stand:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
 The interpreter of an engine is ``model.python`` (a virtual environment or an interpreter), else that of the virtual
-environment ``MEGAFLOW_ENGINE_VENV``, else the one that runs this. With ``model.image`` it is one of that image.
+environment ``MEGAFLOW_ENGINE_VENV``, else the server's own. With ``model.image`` it is one of that image.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
 MAX_SOCKET_PATH = 100
-"""Bytes of a Unix socket's path (sun_path has 108)."""
+"""Longest path of a Unix socket in bytes (sun_path has 108)."""
 
 
 def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:
-    """What to start for ``model`` (the campaign's section as a mapping).
+    """Returns how to start the engine of a ``model:`` section.
 
     Args:
-        model: ``engine``, ``path``, ``gpus``, ``nodes``, ``args``, ``python``, ``image``, ``script``, ``base_url``…
+        model: The section: ``engine``, ``path``, ``gpus``, ``nodes``, ``args``, ``python``, ``image``, ``script``, …
         policy: Name under which the model is served.
         private: A directory of mode 0700 on a local file system, for the socket.
-        seen: What an engine in an image must see of the host beside the model.
+        seen: Host paths that an engine in an image sees read-only, beside the model.
 
     Raises:
         ConfigError: The section does not fit the engine.
@@ -46,8 +45,8 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
         raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
     found = ADAPTERS[engine](model, policy, private)
     if model.get("image") and found.command:
-        found = container.contained(found, model, private, seen)
-    return multinode.spread(found, count, private) if (count := int(model.get("nodes") or 1)) > 1 else found
+        found = container.in_image(found, model, private, seen)
+    return multinode.over_nodes(found, count, private) if (count := int(model.get("nodes") or 1)) > 1 else found
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
@@ -59,13 +58,13 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
     program = "vllm.entrypoints.openai.api_server"
-    words: list[str] = []
+    subcommand: list[str] = []
     if (count := int(model.get("nodes") or 1)) > 1:
         built_in |= {"pipeline-parallel-size": count, "nnodes": count, "master-addr": address()}
         built_in["master-port"] = free_port("")
-        program, words = "vllm.entrypoints.cli.main", ["serve"]  # which alone knows nodes that do not serve
+        program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server alone knows no --headless
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # the paths that change weights: on the socket, and behind the admin key
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy passes them with the admin key only
     if options.get("enable-lora") or options.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
@@ -73,7 +72,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
     result = Launch(
-        [python, "-m", program, *words, *flags({**built_in, **options})],
+        [python, "-m", program, *subcommand, *flags({**built_in, **options})],
         {k: os.environ.get(k, v) for k, v in env.items()},
         model_name=str(options.get("served-model-name", policy)),
         protocol="split" if options.get("enable-scale-out", True) else "plain",
@@ -105,7 +104,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     port, path = free_port(), _path(model)
     built_in: dict[str, Any] = {"host": LOOPBACK, "port": port}
-    program = str(Path(interpreter(model)).with_name("transformers"))  # "transformers", where a PATH is to find it
+    program = str(Path(interpreter(model)).with_name("transformers"))
     return Launch(
         [program, "serve", path, *flags({**built_in, **(model.get("args") or {})})],
         {"HF_HUB_OFFLINE": "1"},
@@ -153,27 +152,31 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` as command-line words.
+    """Returns ``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` as command-line arguments.
 
-    ``True`` is the bare option, ``False`` and ``None`` leave it out, a list repeats its values, a mapping is JSON.
+    ``True`` gives the bare option, ``False`` and ``None`` leave it out, a list repeats its values, a mapping is JSON.
     """
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in options.items():
         option = "--" + str(name).lstrip("-").replace("_", "-")
         if value is None or value is False:
             continue
-        words.append(option)
+        arguments.append(option)
         if isinstance(value, Mapping):
-            words.append(json.dumps(value))
+            arguments.append(json.dumps(value))
         elif isinstance(value, list | tuple):
-            words += [str(v) for v in value]
+            arguments += [str(v) for v in value]
         elif value is not True:
-            words.append(str(value))
-    return words
+            arguments.append(str(value))
+    return arguments
 
 
 def interpreter(model: Mapping[str, Any]) -> str:
-    """The Python that has the engine."""
+    """Returns the path of the Python that has the engine (inside the image, where there is one).
+
+    Raises:
+        ConfigError: It does not exist or cannot be run.
+    """
     if model.get("image"):
         inside = str(model.get("python") or container.PYTHON)
         return f"{inside}/bin/python" if Path(inside).is_dir() else inside
@@ -189,6 +192,11 @@ def interpreter(model: Mapping[str, Any]) -> str:
 
 
 def socket_path(private: Path) -> str:
+    """Returns the path of the engine's Unix socket.
+
+    Raises:
+        ConfigError: It is longer than :data:`MAX_SOCKET_PATH`.
+    """
     path = str(private / "engine.sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(f"{path} is too long for a Unix socket; set TMPDIR to a shorter directory")
@@ -196,12 +204,12 @@ def socket_path(private: Path) -> str:
 
 
 def _is_cpu_build(python: str) -> bool:
-    """Whether the virtual environment has ``vllm-cpu``; read from its metadata, since importing takes many seconds."""
+    """Returns whether the virtual environment has ``vllm-cpu``, by its metadata: importing takes many seconds."""
     return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
 
 
 def _number(options: Mapping[str, Any], name: str) -> int:
-    """An engine option however its name is spelt; 0 where it is not given."""
+    """Returns an integer option, whether spelt with dashes or underscores; 0 where it is not given."""
     return next((int(v) for key, v in options.items() if v and str(key).lstrip("-").replace("_", "-") == name), 0)
 
 

@@ -1,13 +1,13 @@
-"""An engine out of an Apptainer image (``model.image``): its command line, what it sees of the host, what it is told.
+"""Runs an engine from an Apptainer image (``model.image``).
 
 ::
 
     apptainer exec --cleanenv --home PRIVATE/home --pwd / [--nv] [--unsquash] --bind … IMAGE python3 -m …
 
-It sees the server's private directory (its socket, its home, the runtime's own temporary files), the model, the run's
-published weights read-only, and what ``model.binds`` names. It is no sandbox: an engine is its user's own program, and
-it keeps the host's network, processes and /dev/shm, through which its processes pass tensors. Of the variables only
-those of engines and GPUs go in (:data:`PASSED`), by ``APPTAINERENV_`` and not on the command line, where others read.
+The engine sees the server's private directory (socket, home, Apptainer's temporary files), the model and the run's
+published weights read-only, and what ``model.binds`` names. This is no sandbox: an engine is its user's own program and
+keeps the host's network, processes and /dev/shm, through which its processes pass tensors. Only variables of engines
+and GPUs are passed on (:data:`PASSED`), by ``APPTAINERENV_`` rather than on the command line, which others can read.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ PASSED = re.compile(
     r"(VLLM|SGLANG|SGL|HF|HUGGING_FACE|TRANSFORMERS|SAFETENSORS|TORCH|PYTORCH|TRITON|CUDA|NVIDIA|NCCL|HIP|ROCR|RCCL|"
     r"GLOO|UCX|FI|OMP|KMP|MKL|MEGAFLOW)_.*|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|LANG|LC_ALL|TZ|no_proxy|NO_PROXY"
 )
-"""Variables that an engine in an image is given, beside those that its adapter sets."""
+"""Names of the variables that an engine in an image inherits, beside those that its adapter sets."""
 PYTHON = "python3"
-"""In the image, where ``model.python`` names no other."""
+"""Interpreter in the image where ``model.python`` names no other."""
 HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
-"""Without it an ordinary user cannot mount a SIF file: each start unpacks it."""
+"""Without it an ordinary user cannot mount a SIF file, and each start unpacks it."""
 
 
-def contained(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
-    """The same engine, started in ``model.image``.
+def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
+    """Returns the same engine, started in ``model.image``.
 
     Args:
-        private: The server's own directory.
-        seen: Of the host, read-only, beside the model; what does not exist is left out.
+        launch: The engine as it would be started on the host, with an interpreter of the image.
+        model: The campaign's ``model:`` section.
+        private: The server's private directory.
+        seen: Host paths bound read-only beside the model; missing ones are left out.
 
     Raises:
-        ConfigError: There is no such image, no Apptainer, or a path that it cannot be given.
+        ConfigError: The image or Apptainer is missing, or a path cannot be bound.
     """
     image = Path(str(model["image"]))
     if not image.exists():
@@ -54,42 +56,37 @@ def contained(launch: Launch, model: Mapping[str, Any], private: Path, seen: Ite
     try:
         runtime = find_apptainer()
     except SiteError as error:
-        raise ConfigError(f"model.image: {error}") from error
+        raise ConfigError(f"model.image: {error} (slurm.setup may load it)") from None
     prefix = Path(runtime).name.upper()
-    clear(private / UNPACKED)  # of an engine that was killed
-    furnish(private)
-    words = [runtime, "-q", "exec", "--cleanenv", "--home", str(private / HOME), "--pwd", "/", *gpu_flags(model)]
+    remove_tree(private / UNPACKED, ignore_errors=True)  # of an engine that was killed
+    make_directories(private)
+    command = [runtime, "-q", "exec", "--cleanenv", "--home", str(private / HOME), "--pwd", "/", *gpu_flags(model)]
     if image.is_file() and prefix == "APPTAINER" and not os.access(FUSE, os.R_OK | os.W_OK):
-        words.append("--unsquash")
+        command.append("--unsquash")
     for bind in [str(private), *_read_only([*_model_paths(model), *seen]), *map(str, model.get("binds") or ())]:
-        words += ["--bind", bind]
-    told = {name: value for name, value in os.environ.items() if PASSED.fullmatch(name)} | launch.env
-    told |= {"PYTHONNOUSERSITE": "1", "TMPDIR": str(private)}
-    env = {f"{prefix}ENV_{name}": value for name, value in told.items()}
+        command += ["--bind", bind]
+    passed = {name: value for name, value in os.environ.items() if PASSED.fullmatch(name)} | launch.env
+    passed |= {"PYTHONNOUSERSITE": "1", "TMPDIR": str(private)}
+    env = {f"{prefix}ENV_{name}": value for name, value in passed.items()}
     env[f"{prefix}_TMPDIR"] = str(private / UNPACKED)
-    return replace(launch, command=[*words, str(image), *launch.command], env=env)
+    return replace(launch, command=[*command, str(image), *launch.command], env=env)
 
 
-def furnish(private: Path) -> None:
-    """Makes in a server's private directory what a container needs there, on each node that it runs on."""
+def make_directories(private: Path) -> None:
+    """Makes the directories that a container needs in a server's private directory; called on each of its nodes."""
     for name in (HOME, UNPACKED):
         (private / name).mkdir(mode=0o700, exist_ok=True)
 
 
-def clear(folder: Path) -> None:
-    """Removes a directory with an unpacked image in it, whose directories may be closed to their owner."""
-    remove_tree(folder, ignore_errors=True)
-
-
 def gpu_flags(model: Mapping[str, Any], devices: Path = Path("/dev")) -> list[str]:
-    """What brings the node's GPUs and their driver into a container."""
+    """Returns Apptainer's option for the node's GPUs and their driver."""
     if not model.get("gpus"):
         return []
     return ["--rocm"] if (devices / "kfd").exists() and not (devices / "nvidiactl").exists() else ["--nv"]
 
 
 def _model_paths(model: Mapping[str, Any]) -> list[Path]:
-    """The model's directory and where links in it lead to (a hub's cache keeps files apart), or the whole cache."""
+    """Returns the model's directory with the targets of its links (a hub's cache has some), or the whole cache."""
     found = [Path(str(model["script"]))] if model.get("script") else []
     path = Path(str(model.get("path") or ""))
     if model.get("path") and path.is_dir():
@@ -101,7 +98,11 @@ def _model_paths(model: Mapping[str, Any]) -> list[Path]:
 
 
 def _read_only(paths: Iterable[Path]) -> list[str]:
-    """Each path once, as ``--bind`` takes it; those in another's directory come with it."""
+    """Returns the existing paths as ``--bind`` takes them, without duplicates and those below another.
+
+    Raises:
+        ConfigError: A path has a comma or colon, which ``--bind`` cannot express.
+    """
     there = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths) if path.exists()]
     roots = [path for path in there if not any(path != other and path.is_relative_to(other) for other in there)]
     for path in roots:

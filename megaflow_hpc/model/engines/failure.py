@@ -1,4 +1,4 @@
-"""Why an engine ended, in one line for ``status``: engines say it somewhere in thousands of lines of log."""
+"""Finds in an engine's log why it ended, as one line for ``status``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 KEY = "refuses the key"
-"""Of an endpoint that is there already."""
+"""Cause at an external endpoint."""
 LASTING = (
     KEY,
     "its virtual environment lacks a module",
@@ -31,14 +31,19 @@ LASTING = (
 """Causes that another start would meet again."""
 
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
-"""Errors that only say that there was another."""
+"""Errors that only point to another error."""
 
 ASIDE = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
-"""Lines of engines that go on: they tell of missing modules too; and of a step that ends since a part of it has."""
+"""Lines that name no cause: those of engines that go on, and of a job step that ends because a part of it has."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:
-    """Why an engine ended, in one line: a known cause and the line that shows it, else the last error line."""
+    """Returns why an engine ended, in one line: a known cause with the line that shows it, else the last error line.
+
+    Args:
+        log_tail: The end of its log, in which the latest start is all.
+        exit_code: Of its process; ``None`` if it has none.
+    """
     lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(ASIDE, x)]
     for pattern, meaning in CAUSES:
         for line in reversed(lines):
@@ -50,10 +55,10 @@ def cause(log_tail: str, exit_code: int | None) -> str:
 
 
 def lasting(cause: str) -> bool:
-    """Whether trying again is of no use."""
+    """Returns whether another start would meet the same cause."""
     return any(meaning in cause for meaning in LASTING)
 
 
 def _plain(line: str) -> str:
-    """Without the prefix of a log line, and short."""
+    """Returns a log line without its prefix, 300 characters at most."""
     return re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line)[:300]

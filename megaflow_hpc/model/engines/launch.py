@@ -7,22 +7,26 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Launch:
-    """An engine about to be started, or one that is there (``command`` empty)."""
+    """How an engine is started and reached. Without a ``command`` it runs already, outside of the campaign."""
 
     command: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    """Variables added to the server's own environment."""
     uds: str | None = None
+    """Path of its Unix socket; ``None``: it listens at ``base_url``."""
     base_url: str = ""
-    """Without ``/v1``."""
+    """Its root, without ``/v1``."""
     key: str = field(default="", repr=False)
+    """Bearer token that the engine expects; empty: none."""
     model_name: str = ""
+    """Name under which the engine serves the model."""
     protocol: str = "text"
-    """What of :mod:`megaflow_hpc.model.gateway.protocols` it can do."""
+    """The highest gateway protocol that it has: ``text``, ``plain`` or ``split``."""
     reload: str = ""
-    """How it loads weights in place (:data:`.weight_updates.RELOADERS`); empty: it is started anew."""
+    """API by which it loads weights in place: ``vllm`` or ``sglang``; empty: it must be restarted for them."""
     metrics: bool = False
-    """Its ``/metrics`` tell how many requests wait."""
+    """Whether its ``/metrics`` tell how many requests wait."""
     slots: int = 0
-    """Requests that it answers at once, where that is known without its telling."""
+    """Requests that it answers at once; 0 if unknown."""
     start_timeout_s: float = 900.0
     """Seconds from the start to the first completion; large models load for minutes."""

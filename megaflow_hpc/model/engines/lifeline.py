@@ -1,13 +1,13 @@
-"""The parent of an engine's processes: when it is told to, or its own parent is gone, every one of them ends.
+"""The parent of an engine's processes, which ends all of them on a signal or when its own parent is gone.
 
 ``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a session of its own and waits.
-End-of-file on standard input (the server that started it died, however), SIGTERM or SIGINT end it: SIGTERM to the
-session, SIGKILL after :data:`GRACE_S` to all that is left, also to processes that made sessions of their own, since
-orphans of a subreaper come to it. Its exit code is the command's, 128+n for signal n. The command's own standard input
-says nothing until then and ends first, so that lifelines on other nodes, behind ``srun``, hang on this one.
+End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP end it: SIGTERM to the session, after
+:data:`GRACE_S` SIGKILL to all that is left, including processes in sessions of their own, which a subreaper inherits as
+orphans. The exit code is the command's, 128+n for signal n. The command's standard input stays silent and is closed
+first at the end, so that lifelines on other nodes, behind ``srun``, end with this one.
 
-Engines pass tensors through files in ``/dev/shm`` that outlive whoever is killed: memory of the node that nobody gets
-back. Those that one of these processes had mapped are removed at the end.
+Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and hold the node's memory. Those
+that one of these processes had mapped are removed at the end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megaflow_hpc.host.parent_death import adopt_orphans, die_with_parent
 from megaflow_hpc.host.process import descendants, kill_each, mapped_files
 
 GRACE_S = 8.0
-"""Seconds an engine has to give its GPU memory and shared memory back."""
+"""Seconds for an engine to free its GPU memory and shared memory."""
 SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
-"""What Python's multiprocessing calls its shared memory and semaphores."""
+"""Path prefixes of the shared memory and semaphores of Python's multiprocessing."""
 LOOK_S = 5.0
-"""Seconds between two looks at which of these the processes have mapped."""
-HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Seconds between two looks at which of these files the processes have mapped."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _mapped() -> set[str]:
@@ -39,7 +39,7 @@ def _mapped() -> set[str]:
 
 
 def _kill_all() -> None:
-    """SIGKILL to every descendant; those that are orphaned meanwhile come here and are met in the next round."""
+    """Sends SIGKILL to every descendant; orphans become children of this process and are met in the next round."""
     for _ in range(100):
         kill_each(descendants(os.getpid()))
         try:
@@ -50,8 +50,13 @@ def _kill_all() -> None:
         time.sleep(0.02)
 
 
-def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
-    """Runs the command; its status. ``heeded``: signals that end it, the others of these are ignored."""
+def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
+    """Runs the command to its end and returns its exit status.
+
+    Args:
+        command: A program and its arguments.
+        end_on: Signals that end it; the others of :data:`SIGNALS` are ignored.
+    """
     adopt_orphans()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
@@ -61,8 +66,8 @@ def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
         nonlocal ended
         ended = True
 
-    for number in HEEDED:
-        signal.signal(number, stop if number in heeded else lambda *_: None)
+    for number in SIGNALS:
+        signal.signal(number, stop if number in end_on else lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         child = subprocess.Popen(
@@ -99,7 +104,7 @@ def main(command: Sequence[str], heeded: Sequence[int] = HEEDED) -> int:
     for path in shared:
         try:
             os.unlink(path)
-        except OSError:  # its owner has tidied up, as it should
+        except OSError:  # its owner removed it, as it should
             pass
     if code is None:
         code = -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""One engine while it runs: started under a lifeline, asked for a real completion, ended with all its processes."""
+"""Starts an engine under a lifeline, waits for its first completion, and ends it with all its processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from megaflow_hpc.model.engines.launch import Launch
 Ask = Callable[[str, dict[str, Any], float], Awaitable[tuple[int, str]]]
 """Path, JSON body and timeout in seconds → status and text of the answer."""
 WARM_UP = 3
-"""Tokens of the first completion: one is the prompt's work alone, the next ones compile the decoding."""
+"""Tokens of the first completion: one would compile only the prompt's part of the model, not the decoding."""
 TAIL = 200_000
-"""Bytes of the engine's log that are looked at for a cause: a failure in a core process is followed by many others."""
+"""Bytes at the end of the engine's log that are searched for a cause: one failure is followed by many others."""
 END_S = 20.0
+"""Seconds for the lifeline to end the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
-"""Variables that no engine is started with: an MPI world's, and what a site's module would bind into its image."""
+"""Prefixes of variables withheld from engines: an MPI world's, and binds that a site's module adds to images."""
 
 
 class EngineProcess:
-    """The process of a :class:`~megaflow_hpc.model.engines.adapters.Launch`; one that is there already has none.
+    """The process of a :class:`~megaflow_hpc.model.engines.launch.Launch`; an external engine has none.
 
     Args:
         log_file: Gets the engine's output, appended.
@@ -41,6 +42,7 @@ class EngineProcess:
         self._log_start = 0
 
     async def start(self) -> None:
+        """Starts the process, if there is one, with its output appended to the log."""
         if self.launch.uds:
             Path(self.launch.uds).unlink(missing_ok=True)
         if not self.launch.command:
@@ -61,11 +63,11 @@ class EngineProcess:
             os.close(descriptor)
 
     async def wait(self) -> None:
-        """Until it ends; for ever where it is not ours."""
+        """Waits until the process ends; for ever if there is none."""
         await (self._process.wait() if self._process else asyncio.Event().wait())
 
     async def end(self) -> None:
-        """End-of-file on the lifeline; it leaves when the last process has."""
+        """Ends the process and all its descendants by end-of-file on the lifeline, by SIGKILL after :data:`END_S`."""
         engine = self._process
         if engine is not None and engine.returncode is None:
             if engine.stdin is not None:
@@ -77,7 +79,7 @@ class EngineProcess:
                 await engine.wait()
 
     def cause(self) -> str:
-        """Why it ended, in one line."""
+        """Returns why the process ended, in one line."""
         try:
             with self.log_file.open("rb") as file:
                 file.seek(max(self._log_start, self.log_file.stat().st_size - TAIL))
@@ -87,19 +89,19 @@ class EngineProcess:
         return failure.cause(tail, self._process.returncode if self._process else None)
 
     async def until_healthy(self, ask: Ask) -> None:
-        """Waits for a real completion.
+        """Waits until the engine gives a completion.
 
         Args:
             ask: Posts one request to the engine.
 
         Raises:
-            ModelServiceError: There was none in the time that the engine has.
+            ModelServiceError: There was none within ``start_timeout_s``, or an external engine refuses the key.
         """
         launch = self.launch
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": "Are you ready?"}]
-        scores = launch.protocol != "text"  # as the gateway will ask, so that all is compiled before it does
+        scores = launch.protocol != "text"  # asked as by the gateway, so that all is compiled before it asks
         tries: list[tuple[str, dict[str, Any]]] = [
             (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
             (COMPLETIONS, {"prompt": "Are you ready?", **({"logprobs": 1} if scores else {})}),

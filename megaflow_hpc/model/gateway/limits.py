@@ -1,10 +1,10 @@
-"""How much may be asked of the engines: requests and tokens a second, and requests in flight.
+"""Limits on what is asked of the engines: requests and tokens per second, and requests in flight.
 
-Calls wait their turn in the order in which they came; none is refused. Tokens are counted when an answer is there,
-since nobody knows before how many they will be: whoever overdrew makes those behind it wait until the debt is paid off.
-A burst of one second's allowance may go at once.
+Calls wait in the order in which they came; none is refused. Tokens are charged when an answer has arrived, since their
+number is not known before: an overdraft makes later calls wait until it is paid off. A burst of one second's allowance
+is allowed.
 
-A campaign's limits are shared out: each gateway has its part (:meth:`Quotas.share`), so nobody need talk to anybody.
+A campaign's limits are divided among its gateways (:meth:`Quotas.share`), so gateways need not communicate.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from typing import Any
 Clock = Callable[[], float]
 _sleep = asyncio.sleep
 _NOTHING = 1e-6
-"""Less than this is missing only because numbers are rounded."""
+"""Tolerance for rounding errors of a bucket's level."""
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """What a campaign may ask of its models; ``None`` is unlimited."""
+    """Limits of a campaign or of one gateway; ``None`` is unlimited."""
 
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
-    """Prompt and sampled ones together."""
+    """Prompt and sampled tokens together."""
     in_flight: int | None = None
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Quotas:
-        """From the ``quotas:`` section of a campaign."""
+        """Returns the quotas of a campaign's ``quotas:`` section."""
         return cls(*(section.get(name) for name in ("requests_per_s", "tokens_per_s", "in_flight")))
 
     def share(self, gateways: int) -> Quotas:
-        """The part of one of so many gateways; the parts of all are no more than the whole.
+        """Returns the part of one gateway out of ``gateways``; the parts add up to no more than the whole.
 
-        A gateway has one request in flight at least: planning refuses campaigns with fewer of them than gateways.
+        A part allows at least one request in flight: planning refuses campaigns with fewer of them than gateways.
         """
         count = max(gateways, 1)
 
         def part(rate: float | None) -> float | None:
             return None if rate is None else rate / count
 
-        flying = None if self.in_flight is None else max(1, self.in_flight // count)
-        return Quotas(part(self.requests_per_s), part(self.tokens_per_s), flying)
+        in_flight = None if self.in_flight is None else max(1, self.in_flight // count)
+        return Quotas(part(self.requests_per_s), part(self.tokens_per_s), in_flight)
 
 
 class Bucket:
-    """An allowance of ``rate`` a second that fills up to one second's worth, or to one where that is less."""
+    """A token bucket: ``rate`` per second, holding one second's worth but at least 1."""
 
     def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
@@ -59,12 +59,12 @@ class Bucket:
         self._level, self._at = self._size, clock()
 
     def take(self, amount: float) -> None:
-        """Takes it now, into debt if need be."""
+        """Takes ``amount`` now; the level may become negative."""
         self._fill()
         self._level -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until so much may be taken; more than the bucket holds is as much as it holds."""
+        """Returns the seconds until ``amount`` (at most the bucket's size) is there."""
         self._fill()
         missing = min(amount, self._size) - self._level
         return missing / self.rate if missing > _NOTHING else 0.0
@@ -75,42 +75,42 @@ class Bucket:
 
 
 class CallLimits:
-    """What one gateway holds its calls to. Lives in one event loop."""
+    """Enforces the quotas of one gateway. Lives in one event loop."""
 
     def __init__(self, quotas: Quotas | None = None, clock: Clock = time.monotonic) -> None:
         quotas = quotas or Quotas()
         self._requests = Bucket(quotas.requests_per_s, clock) if quotas.requests_per_s else None
         self._tokens = Bucket(quotas.tokens_per_s, clock) if quotas.tokens_per_s else None
-        self._flying = asyncio.Semaphore(quotas.in_flight) if quotas.in_flight else None
-        self._door = asyncio.Lock()
-        self._free = not (self._requests or self._tokens or self._flying)
+        self._in_flight = asyncio.Semaphore(quotas.in_flight) if quotas.in_flight else None
+        self._entry = asyncio.Lock()
+        self._unlimited = not (self._requests or self._tokens or self._in_flight)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits for this call's turn, and holds its place among those in flight inside."""
-        if self._free:
+        """Waits until a call may be made; the context counts as one request in flight."""
+        if self._unlimited:
             yield
             return
-        if self._flying is not None:
-            await self._flying.acquire()
+        if self._in_flight is not None:
+            await self._in_flight.acquire()
         try:
-            async with self._door:  # asyncio's locks let in who came first
+            async with self._entry:  # asyncio's locks are first come, first served
                 while (wait_s := self._wait_s()) > 0:
                     await _sleep(min(wait_s, 1.0))
                 if self._requests is not None:
                     self._requests.take(1)
             yield
         finally:
-            if self._flying is not None:
-                self._flying.release()
+            if self._in_flight is not None:
+                self._in_flight.release()
 
     def charge(self, tokens: int) -> None:
-        """An answer had so many, its prompt included."""
+        """Charges the tokens of an answer, its prompt included."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def _wait_s(self) -> float:
         requests = self._requests.wait_s(1) if self._requests is not None else 0.0
-        # Half a token is enough to begin with: what matters is that the debt is paid.
+        # Half a token suffices to start: an overdraft only has to be paid off.
         tokens = self._tokens.wait_s(0.5) if self._tokens is not None else 0.0
         return max(requests, tokens)

@@ -1,8 +1,8 @@
-"""Model calls become token sequences.
+"""Records a rollout's model calls as token sequences.
 
-A call is a prompt (token ids) and what was sampled after it. Where the prompt extends a sequence that is there
-already, that sequence grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Else a new
-sequence starts: another conversation of the same rollout, or one whose history was edited.
+A call is a prompt (token ids) and the tokens sampled after it. If the prompt extends a recorded sequence, that sequence
+grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Otherwise a new sequence starts:
+for another conversation of the same rollout, or one whose history was edited.
 
 ::
 
@@ -10,8 +10,8 @@ sequence starts: another conversation of the same rollout, or one whose history 
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-Invariants: ``loss_mask`` is 1, ``logprobs`` a number and ``weight_versions`` the engine's exactly where a token was
-sampled; elsewhere 0, NaN and -1. What is stored is what the engine reported; nothing is tokenised again.
+Invariants: exactly where a token was sampled, ``loss_mask`` is 1, ``logprobs`` a number and ``weight_versions`` the
+engine's; elsewhere they are 0, NaN and -1. Tokens are stored as the engine reported them; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ import orjson
 from megaflow_hpc.types import Recording, TokenSequence, Turn
 
 RAW_ARGUMENT = "input"
-"""Where a tool call's arguments are no JSON object, the one argument that they are."""
+"""Name of the one argument of a tool call whose arguments are no JSON object."""
 
 
 _Answers = dict[str, list[tuple[int, Mapping[str, Any]]]]
-"""By what they say, and by their calls' ids: answers as the engine wrote them, and how many messages preceded."""
+"""Meaning of an answer, or ids of its tool calls → (number of preceding messages, answer as the engine wrote it)."""
 
 
 @dataclass
 class Sample:
-    """One answer of an engine: the ids as sampled (stop token included), a log-probability for each."""
+    """One answer of an engine: the ids as sampled, stop token included, with a log-probability for each."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -47,36 +47,36 @@ class Sample:
     finish_reason: str = ""
     weight_version: int = 0
     weight_spans: Sequence[tuple[int, int]] = ()
-    """Version and end of each run of tokens, where they are not all of ``weight_version``."""
+    """Version and end index of each run of tokens, where they are not all of ``weight_version``."""
     server: str = ""
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message; ``None`` for plain completions."""
     request_id: str = ""
     rendered: Sequence[int] | None = None
-    """The prompt as the engine rendered it from the messages, where that is known; ``prompt`` is what it was given."""
+    """The prompt as the engine rendered it from the messages, if known; ``prompt`` is what it sampled from."""
     stopped: bool = False
-    """The last token ended the turn."""
+    """Whether the last token ended the turn, rather than a limit."""
     policy: str = ""
-    """Whose answer it is, where not the rollout's own policy's."""
+    """Policy that answered; empty: the rollout's own."""
 
 
 @dataclass
 class Tip:
-    """The end of a sequence: what is needed to go on from the sampled ids when the conversation comes back as text."""
+    """The end of a sequence, from which a conversation that comes back as text goes on by its sampled ids."""
 
     rendered: array[int]
     messages: int
-    """How many were sent."""
+    """Number of messages that were sent."""
     answer: Mapping[str, Any]
     end: int
-    """Tokens of the sequence up to and with the answer."""
+    """Tokens of the sequence up to the end of the answer."""
     stop: int | None
-    """The token that ended the turn; ``None`` where a limit did."""
+    """The token that ended the turn; ``None`` if a limit ended it."""
 
 
 @dataclass
 class Recorder:
-    """What one rollout says to its models. Not thread-safe: lives in the gateway's event loop."""
+    """Records the calls of one rollout. Not thread-safe: lives in the gateway's event loop."""
 
     policy: str
     recording: Recording = field(default_factory=Recording)
@@ -84,18 +84,18 @@ class Recorder:
     calls: int = 0
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
     answers: dict[str, _Answers] = field(default_factory=dict, repr=False)
-    """By policy."""
+    """Policy → its answers so far."""
     _last_answer: float = field(default=0.0, repr=False)
 
     def request_arrived(self) -> None:
-        """Ends the agent's time after the latest turn."""
+        """Adds the time since the latest answer to that turn's ``agent_s``."""
         if self.recording.turns and self._last_answer:
             self.recording.turns[-1].agent_s += time.monotonic() - self._last_answer
             self._last_answer = 0.0
 
     def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
-        """The longest of the policy's sequences that ``prompt`` extends."""
-        candidate, policy = _ids_of(prompt), policy or self.policy
+        """Returns the index of the policy's longest sequence that ``prompt`` extends."""
+        candidate, policy = _as_array(prompt), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
             tokens, length = sequence.tokens, len(sequence.tokens)
@@ -113,12 +113,15 @@ class Recorder:
         Args:
             sample: What the engine reported.
             messages: The conversation that was sent, in OpenAI form, without the answer.
-            model_s: Seconds from the request to its answer, at the engine.
-            wait_s: Seconds spent waiting for a server, and on tries that failed.
+            model_s: Seconds from the request to its answer at the engine.
+            wait_s: Seconds spent waiting for a server and on failed tries.
+
+        Raises:
+            ValueError: There is not one log-probability per token.
         """
         if len(sample.tokens) != len(sample.logprobs):
             raise ValueError(f"{len(sample.tokens)} sampled tokens, {len(sample.logprobs)} log-probabilities")
-        policy, prompt = sample.policy or self.policy, _ids_of(sample.prompt)
+        policy, prompt = sample.policy or self.policy, _as_array(sample.prompt)
         number = self.find(prompt, policy)
         if number is None:
             number = len(self.recording.sequences)
@@ -155,16 +158,17 @@ class Recorder:
     def add_text(
         self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str = ""
     ) -> None:
-        """Keeps the conversation of a call whose engine tells nothing of tokens; it has no turn."""
+        """Keeps the conversation of a call whose engine reports no tokens; it has no turn."""
         self.calls += 1
         self._keep_messages(messages, answer, policy or self.policy)
         self._last_answer = time.monotonic()
 
     def count(self, protocol: str, degraded: bool = False) -> None:
-        """Notes how a call was recorded (:attr:`~megaflow_hpc.types.Recording.protocols`).
+        """Counts a call by how it was recorded (:attr:`~megaflow_hpc.types.Recording.protocols`).
 
         Args:
-            degraded: Less is known of it than its server was meant to give.
+            protocol: ``text``, ``plain``, ``split`` or ``replay``.
+            degraded: Less was recorded than the server should have given.
         """
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
         self.recording.inexact += degraded or protocol == "text"
@@ -172,8 +176,8 @@ class Recorder:
     def tip(
         self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """The latest turn that this conversation goes on from: same prompt, then our answer, unchanged."""
-        candidate, policy = _ids_of(rendered), policy or self.policy
+        """Returns the latest turn that this conversation continues: same prompt, then the sampled answer, unchanged."""
+        candidate, policy = _as_array(rendered), policy or self.policy
         for number, tip in reversed(self.tips.items()):
             if self.recording.sequences[number].policy != policy:
                 continue
@@ -183,21 +187,22 @@ class Recorder:
         return None
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[Mapping[str, Any]]:
-        """The conversation with this rollout's (and policy's) own earlier answers as the engine wrote them.
+        """Returns the conversation with the policy's own earlier answers as the engine wrote them.
 
         An agent's client hands an answer back in its own form: arguments of a tool call encoded anew or completed by
-        defaults, reasoning left out because its API has no place for it, white space trimmed. What says the same is the
-        same answer; what the agent changed stays changed.
+        defaults, reasoning dropped because its API does not carry it, white space trimmed. A message with the same
+        meaning is the same answer; what the agent changed stays changed.
         """
         known = self.answers.get(policy or self.policy, {})
-        return [_as_written(known, m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
+        return [_original(known, m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
 
     def finish(self) -> Recording:
+        """Returns the recording, with the agent's time after the last turn."""
         self.request_arrived()
         return self.recording
 
     def state(self) -> dict[str, Any]:
-        """All of it, for :meth:`resumed` in another process. A dict that msgpack takes."""
+        """Returns the whole state for :meth:`resumed` in another process, as a dict that msgpack takes."""
         recording = self.finish()
         return {
             "policy": self.policy,
@@ -214,7 +219,7 @@ class Recorder:
 
     @classmethod
     def resumed(cls, state: Mapping[str, Any]) -> Recorder:
-        """Goes on where :meth:`state` was taken, sampled ids included."""
+        """Makes a recorder that continues from a :meth:`state`."""
         kept = state["recording"]
         sequences = [TokenSequence.from_record(record) for record in kept["sequences"]]
         turns = [Turn(**turn) for turn in kept["turns"]]
@@ -238,7 +243,7 @@ class Recorder:
         if answer is not None:
             conversation.append(dict(answer))
             answers = self.answers.setdefault(policy, {})
-            for key in {meaning(answer), _ids(answer)} - {""}:
+            for key in {meaning(answer), _call_ids(answer)} - {""}:
                 answers.setdefault(key, []).append((len(messages), dict(answer)))
         if policy == self.policy and len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
@@ -252,8 +257,12 @@ def _call(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> dict[str, An
     return {**call, "message": sample.message}
 
 
-def _as_written(answers: _Answers, message: Mapping[str, Any], place: int) -> Mapping[str, Any]:
-    ids = _ids(message)
+def _original(answers: _Answers, message: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+    """Returns the recorded answer that ``message`` hands back, or ``message`` itself if there is none.
+
+    Of several, the one with the same call ids and then the one at this position among the messages is preferred.
+    """
+    ids = _call_ids(message)
     known = answers.get(meaning(message)) or [
         found for found in answers.get(ids, ()) if ids and _completes(message, found[1])
     ]
@@ -261,15 +270,15 @@ def _as_written(answers: _Answers, message: Mapping[str, Any], place: int) -> Ma
     fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
     if not fitting:
         return message
-    answer = dict(max(reversed(fitting), key=lambda found: (_ids(found[1]) == ids, found[0] == place))[1])
-    if ids:  # the agent's own, which its tool messages refer to
+    answer = dict(max(reversed(fitting), key=lambda found: (_call_ids(found[1]) == ids, found[0] == position))[1])
+    if ids:  # keep the agent's own ids, which its tool messages refer to
         given = [call.get("id") for call in message["tool_calls"]]
         answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
     return answer
 
 
 def digest(messages: Any) -> str:
-    """Of a conversation, in OpenAI form, whatever the order of its keys."""
+    """Returns a digest of a conversation in OpenAI form, independent of the order of keys."""
     try:
         text = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # half a surrogate pair, or numbers as keys
@@ -278,12 +287,12 @@ def digest(messages: Any) -> str:
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two OpenAI messages say the same, reasoning included; fields that are empty count as absent."""
+    """Returns whether two OpenAI messages mean the same, reasoning included; empty fields count as absent."""
     return meaning(one) == meaning(other) and _reasoning(one) == _reasoning(other)
 
 
 def meaning(message: Mapping[str, Any]) -> str:
-    """What an OpenAI message says, whatever the form: without reasoning and without the identifiers of calls."""
+    """Returns a canonical text of an OpenAI message, without reasoning and the ids of tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text") or "") for part in content)
@@ -291,12 +300,12 @@ def meaning(message: Mapping[str, Any]) -> str:
         [call.get("function", {}).get("name"), arguments_of(call.get("function", {}).get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
-    said = content.strip() if isinstance(content, str) else content
-    return json.dumps([message.get("role"), said, calls], sort_keys=True)
+    stripped = content.strip() if isinstance(content, str) else content
+    return json.dumps([message.get("role"), stripped, calls], sort_keys=True)
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
-    """A tool call's arguments; what a model wrote that is no JSON object becomes the one argument ``input``."""
+    """Returns a tool call's arguments; text that is no JSON object becomes the one argument :data:`RAW_ARGUMENT`."""
     if not text:
         return {}
     try:
@@ -306,13 +315,13 @@ def arguments_of(text: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {RAW_ARGUMENT: text}
 
 
-def _ids(message: Mapping[str, Any]) -> str:
-    """Of its tool calls; empty without."""
+def _call_ids(message: Mapping[str, Any]) -> str:
+    """Returns the ids of a message's tool calls, one per line."""
     return "\n".join(str(call.get("id") or "") for call in message.get("tool_calls") or ())
 
 
 def _completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Whether a message says what the answer said, its tool calls having further arguments at most."""
+    """Returns whether a message means the same as the answer, except for further arguments of its tool calls."""
     pairs = zip(message["tool_calls"], answer["tool_calls"], strict=True)  # as many: their ids are the same
     for call, own in pairs:
         given = arguments_of(call["function"].get("arguments"))
@@ -327,14 +336,14 @@ def _reasoning(message: Mapping[str, Any]) -> str:
     return str(message.get("reasoning") or message.get("reasoning_content") or "").strip()
 
 
-def _ids_of(tokens: Sequence[int]) -> array[int]:
+def _as_array(tokens: Sequence[int]) -> array[int]:
     return tokens if isinstance(tokens, array) else array("i", tokens)
 
 
 def _extend(sequence: TokenSequence, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
-    """Appends to all four columns; ``logprobs`` is ``None`` for tokens that were not sampled."""
+    """Appends tokens to all four columns; ``logprobs`` is ``None`` if they were not sampled."""
     count = len(tokens)
-    sequence.tokens.extend(_ids_of(tokens))
+    sequence.tokens.extend(_as_array(tokens))
     sequence.logprobs.extend(array("f", [float("nan")]) * count if logprobs is None else array("f", logprobs))
     sequence.loss_mask.extend(array("B", [0 if logprobs is None else 1]) * count)
     sequence.weight_versions.extend(array("i", [version]) * count)

@@ -1,8 +1,8 @@
 """Server-sent events to an agent that asked for a stream.
 
-The answer comes whole from the engine. While it is awaited nothing is sent, so that a failure is an HTTP error like any
-other; after ``QUIET_S`` the stream opens with a comment, which clients skip, and one more each ``QUIET_S``, so that no
-client takes the wait for a dead connection. A failure after that is an event of the stream.
+The engine gives the whole answer at once. Nothing is sent while it is awaited, so that a failure is an ordinary HTTP
+error. After ``QUIET_S`` the stream opens with a comment, which clients skip, repeated every ``QUIET_S``, so that no
+client takes the wait for a dead connection. A later failure is an event of the stream.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megaflow_hpc.model.gateway.dialects import Event
 from megaflow_hpc.model.gateway.protocols import packed
 
 QUIET_S = 20.0
+"""Seconds of waiting after which a comment is sent."""
 
 
 async def send(
@@ -25,7 +26,17 @@ async def send(
     events: Callable[[dict[str, Any]], Iterator[Event]],
     failed: Callable[[Exception], Event],
 ) -> web.StreamResponse:
-    """Streams what ``answer`` becomes; raises as it does while no byte has been sent."""
+    """Streams the events of an answer.
+
+    Args:
+        request: The agent's request.
+        answer: The engine's answer, awaited here.
+        events: Makes the stream's events of it.
+        failed: Makes an event of an exception raised after the stream has begun.
+
+    Raises:
+        Exception: As ``answer`` does while no byte has been sent.
+    """
     work = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
@@ -49,5 +60,6 @@ async def send(
 
 
 def encode(name: str, data: Any) -> bytes:
+    """Encodes one server-sent event; text is sent as it is, other data as JSON."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (head, data.encode() if isinstance(data, str) else packed(data))

@@ -9,18 +9,23 @@ from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
 
 QUEUES = re.compile(r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
-"""What waits, in the metrics of vLLM and SGLang."""
+"""Matches the number of waiting requests in the metrics of vLLM and SGLang."""
 
 
 class Gauge:
-    """Measures one server's load."""
+    """Measures one server's load between two readings."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
         self._answered, self._at = 0, 0.0
 
     async def read(self, launch: Launch, now: float) -> Load:
-        """The load since the last reading. ``now``: ``time.monotonic``."""
+        """Returns the load since the previous reading.
+
+        Args:
+            launch: The engine that the proxy is attached to.
+            now: ``time.monotonic()``.
+        """
         in_flight = self._proxy.in_flight
         waiting = max(0, in_flight - launch.slots) if launch.slots else 0
         if launch.metrics and (text := await self._proxy.metrics()):

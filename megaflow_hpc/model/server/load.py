@@ -1,8 +1,8 @@
-"""How many engine servers a policy wants: pure functions of what the servers say of themselves.
+"""How many engine servers a policy wants: pure functions of the load that the servers report.
 
-A server writes into its endpoint file, with every heartbeat, how many requests wait in its engine's queue and how long
-the last of them will wait at the pace of the past half minute. Servers are added where both are beyond what the
-campaign file allows; none is ever taken away from here: a server that nobody asks leaves by itself.
+With every heartbeat a server writes into its endpoint file how many requests wait in its engine's queue, and how long
+the last of them will wait at the pace of the past half minute. Servers are added when both exceed what the campaign
+file allows. None is removed here: an idle server leaves by itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Load:
-    """Of one server, since its last heartbeat."""
+    """Load of one server since its previous heartbeat."""
 
     in_flight: int = 0
     waiting: int = 0
-    """Requests in its engine's queue, and those of a pool's users that wait for their turn."""
+    """Requests that wait in the engine's queue or, in a pool, at the proxy."""
     wait_s: float = 0.0
-    """Seconds until the last of them begins, at the pace of the past half minute."""
+    """Seconds until the last of them starts, at the pace of the past half minute."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Load:
@@ -28,12 +28,12 @@ class Load:
 
 
 def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int:
-    """Servers that a policy should have.
+    """Returns the number of servers that a policy should have.
 
     Args:
         count: The campaign's ``servers`` section: ``min``, ``max``, ``queue``, ``wait_s``.
-        loads: Of the servers that answer now.
-        asking: Whether rollouts of the policy are there to be run.
+        loads: One per server that answers now.
+        asking: Whether rollouts of the policy are left to run.
     """
     loads = list(loads)
     if not asking:

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
-from megaflow_hpc.model.engines.container import clear
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess
 from megaflow_hpc.model.server.gauge import Gauge
@@ -47,37 +47,36 @@ from megaflow_hpc.rundir.weights import Version
 
 HEARTBEAT_S = 30.0
 POLL_S = 5.0
-"""Between looks at ``RUN/ledger/finished`` (a stat), the weights' pointer (an open) and the clock."""
+"""Seconds between two looks at ``RUN/ledger/finished`` (a stat), the weights' pointer (an open) and the clock."""
 IDLE_S = 300.0
 DRAIN_S = 25.0
-"""Slurm's preemption gives 30 s before SIGKILL by default (KillWait)."""
+"""Seconds for requests in flight when the server leaves; preemption gives 30 s before SIGKILL (Slurm's KillWait)."""
 STARTS = 3
-"""Starts in a row that may fail."""
+"""Starts in a row that may fail before the server gives up."""
 BACKOFF_S = (1.0, 5.0)
+"""Seconds before the second start and the third."""
 STEADY_S = 60.0
-"""An engine that ran this long starts the count anew."""
+"""An engine that served for this many seconds resets the count of failed starts."""
 ANSWER_S = 900.0
-"""What is being sampled may take this long before an engine that works is ended to load other weights."""
-
-
-IDLE = 75
-"""Exit status of a server that nobody asks: the batch script puts its element back into the queue, held."""
+"""Seconds for requests in flight before a working engine is restarted for other weights."""
+IDLE_STATUS = 75
+"""Exit status of an idle server: the batch script puts its array element back into the queue, held."""
 
 
 class _OtherWeights(Exception):
-    """The engine is to be started anew with the current version."""
+    """The engine must be restarted with the current version of the weights."""
 
 
 class EngineServer:
-    """Runs one engine from start to leave.
+    """Runs one engine behind a proxy until the server is to leave.
 
     Args:
         run: The campaign's run directory.
         what: The model and the name of this server.
-        idle_s: Seconds without a request, after the first, before it leaves.
+        idle_s: Seconds without a request, after the first one, until it leaves.
         poll_s: Seconds between two looks at the run directory.
         beat_s: Seconds between two heartbeats.
-        caps: What a pool's users may ask; ``None`` where the campaign is none.
+        caps: The ``pool`` section of a campaign that is a pool; else ``None``.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class EngineServer:
         self._launch: Launch
 
     async def run(self) -> int:
-        """Serves until told to leave; the exit status."""
+        """Serves until it is to leave; returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
@@ -132,9 +131,10 @@ class EngineServer:
             self._give_up(str(error))
             return error.exit_status
         finally:
-            clear(private)
+            remove_tree(private, ignore_errors=True)
 
     def leave(self, why: str) -> None:
+        """Makes :meth:`run` drain and return; callable more than once."""
         if not self._leave.is_set():
             self._say(f"leaving: {why}")
             self._leave.set()
@@ -145,7 +145,7 @@ class EngineServer:
             started = time.monotonic()
             version = self.weights.choose()
             try:
-                await self._one_life(private, version)
+                await self._run_engine(private, version)
                 return self._status
             except _OtherWeights:
                 failures = 0
@@ -159,7 +159,7 @@ class EngineServer:
                 if failures >= STARTS and not version.path:
                     self._give_up(str(error))
                     return ConfigError.exit_status if lasting else 1
-                if failures >= STARTS:  # what was published does not run; what was there before it may
+                if failures >= STARTS:  # the published version does not run; the one before may
                     self.weights.refused[version.version] = str(error)
                     failures = 0
                     continue
@@ -167,12 +167,12 @@ class EngineServer:
                 await asyncio.wait_for(self._leave.wait(), BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
                 return 0
 
-    async def _one_life(self, private: Path, version: Version) -> None:
-        """From the engine's start to its end; returns when this server is to leave.
+    async def _run_engine(self, private: Path, version: Version) -> None:
+        """Runs the engine from start to end; returns when this server is to leave.
 
         Raises:
             ModelServiceError: The engine ended, or never answered.
-            _OtherWeights: It was ended, since other weights are to be served than it can load.
+            _OtherWeights: It cannot load the weights that are to be served.
         """
         launch = adapters.launch(self.weights.model(version), self.what.policy, private, [self.run_dir.weights])
         if self._tenants is not None:
@@ -218,7 +218,7 @@ class EngineServer:
             await engine.end()
 
     async def _follow(self, launch: Launch) -> None:
-        """Loads what is published; ends with :class:`_OtherWeights` where the engine must be started anew."""
+        """Loads versions as they are published; raises :class:`_OtherWeights` if one needs a restart of the engine."""
         while True:
             await asyncio.sleep(self.poll_s)
             version = self.weights.next()
@@ -250,7 +250,7 @@ class EngineServer:
             self.files.beat(weight_version=version, refused=refused[-1] if refused else None, **vars(load))
 
     async def _watch(self) -> None:
-        """Heartbeat, end of campaign, idleness."""
+        """Renews the heartbeat, and leaves at the end of the campaign or when idle."""
         finished = self.run_dir.ledger / "finished"
         next_beat = time.monotonic() + self.beat_s
         while not self._leave.is_set():
@@ -260,7 +260,7 @@ class EngineServer:
                 self.leave("the campaign is over")
             idle = time.monotonic() - self._proxy.last_request
             if self._asked() and not self._proxy.in_flight and idle > self.idle_s and self._may_idle():
-                self._status = IDLE if in_slurm() else 0
+                self._status = IDLE_STATUS if in_slurm() else 0
                 self.leave(f"no request for {idle:.0f} s")
             if self.files.beats and not self._leave.is_set() and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.beat_s
@@ -276,11 +276,11 @@ class EngineServer:
             self._say(f"GPU time: {error}")
 
     def _asked(self) -> bool:
-        """Whether anybody has asked, or an engine that was brought back was not needed after all."""
+        """Returns whether a request ever came, or a requeued element serves again without one."""
         return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
 
     def _may_idle(self) -> bool:
-        """In Slurm an element goes back to the queue, held: only where somebody will let it go again."""
+        """Returns whether leaving when idle is safe: a held element needs a scaler that releases it."""
         return not in_slurm() or self._scaler.confirmed()
 
     def _give_up(self, cause: str) -> None:
@@ -297,7 +297,7 @@ def _named(version: Version) -> str:
 
 
 def scratch() -> str | None:
-    """Where sockets go: local to the node, short of name; ``None`` is the system's choice."""
+    """Returns a node-local directory with a path short enough for sockets; ``None``: the system's default."""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
         path = os.environ.get(name, "")
         if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):
@@ -306,6 +306,7 @@ def scratch() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one engine server")
     parser.add_argument("run", help="run directory")
     parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")

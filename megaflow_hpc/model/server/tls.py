@@ -1,8 +1,8 @@
-"""A certificate for one start of one server, trusted by its fingerprint alone.
+"""Makes a certificate for one start of one server, trusted by its fingerprint alone.
 
 The fingerprint stands in the endpoint file, which only the campaign's user can read; the gateway compares it after the
-handshake and before it sends a byte. So whoever takes over a dead server's port sees neither key nor prompt, and no
-authority, host name or clock is involved.
+handshake and before it sends a byte. So a process that takes over a dead server's port sees neither key nor prompt, and
+no authority, host name or clock is involved.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAYS = 3650
-"""Nothing checks the dates; some TLS stacks refuse a certificate without a future."""
+"""Validity in days. Gateways ignore it; some TLS stacks refuse a certificate that expires soon."""
 
 
 def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
-    """A server's TLS context with a new key, and the SHA-256 of its certificate in hexadecimal.
+    """Returns a TLS context with a new key, and the SHA-256 of its certificate in hexadecimal.
 
     Args:
         private: A directory of mode 0700; the key lies there while it is loaded.

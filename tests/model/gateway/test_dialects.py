@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.model.engines.scripted.tokens import END, render, written
+from megaflow_hpc.model.engines.scripted.tokens import END, answer_text, render
 from megaflow_hpc.model.gateway import dialects
 from megaflow_hpc.model.gateway.dialects import BadRequest, chat, messages, responses
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
@@ -131,7 +131,7 @@ def test_an_agent_that_only_appends_has_one_sequence_of_what_was_sampled(
         asked = agent.dialect.request(agent.body())
         conversation = recorder.restore(asked["messages"])
         prompt = render(conversation)
-        sampled.append([*written(message).encode(), END])
+        sampled.append([*answer_text(message).encode(), END])
         recorder.add(Sample(prompt, sampled[-1], [-1.0] * len(sampled[-1]), message=message), conversation)
         agent.take(agent.dialect.answer(reply_of(message), agent.body()), results)
     (sequence,) = recorder.recording.sequences

@@ -1,9 +1,8 @@
-"""An engine that answers from a file: real sockets, real token ids, no model.
+"""The scripted engine's HTTP application, from messages to text with token ids.
 
-It speaks the engines' plain dialect (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``), with
-``--split`` also :mod:`vLLM's in three requests <megaflow_hpc.model.engines.scripted.scale_out>`, and is run by the same
-wrapper as any engine, so a campaign can be driven to a known end without weights. The format of the file is
-:mod:`megaflow_hpc.model.engines.scripted.script`'s.
+It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health`` as engines do; :mod:`.scale_out`
+adds vLLM's render, generate and derender. It runs in the same server as any engine, so a campaign can be driven to a
+known end without weights.
 """
 
 from __future__ import annotations
@@ -20,17 +19,25 @@ from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
-from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, logprob, render, written
+from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, render
 
 
 class ScriptedEngine:
-    """The HTTP application. ``max_model_len`` in tokens, as an engine's; ``slots`` answers at once, 0: any number."""
+    """Answers requests from a script.
+
+    Args:
+        script: The answers.
+        model_name: Name under which it serves.
+        max_model_len: Longest sequence in tokens; longer requests are refused as by vLLM.
+        slots: Answers given at once; 0 is unlimited.
+    """
 
     def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:
         self.script, self.model_name, self.max_model_len = script, model_name, max_model_len
         self._slots: Any = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
 
     def application(self) -> web.Application:
+        """Returns the aiohttp application with all endpoints."""
         app = web.Application(client_max_size=256 * 2**20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -66,29 +73,35 @@ class ScriptedEngine:
 
     async def _reply(self, body: Mapping[str, Any], answer: Answer, prompt: list[int], *, chat: bool) -> web.Response:
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        if refused := await self.refused(answer, len(prompt), wanted):
+        if refused := await self.refusal(answer, len(prompt), wanted):
             return refused
         room = self.max_model_len - len(prompt)
         message = message_of(answer)
-        sampled = self.sample(written(message), prompt)
+        sampled = self.sample(answer_text(message), prompt)
         limit = min(wanted or room, room)
         finish = "tool_calls" if answer.calls else "stop"
         if len(sampled) > limit:
             sampled, finish = sampled[:limit], "length"
             text = bytes(t % OTHER for t in sampled if t != END).decode("utf-8", "replace")
             message = {"role": "assistant", "content": text}
-        self.sampled(prompt, sampled)
+        self.on_sampled(prompt, sampled)
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        """The ids of an answer."""
+        """Returns the token ids of an answer's text; overridden where sampling drifts."""
         return [*text.encode("utf-8", "replace"), END]
 
-    def sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Is told of each answer that is given."""
+    def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Called with each answer that is given; overridden where answers are logged."""
 
-    async def refused(self, answer: Answer, prompt: int, wanted: int) -> web.Response | None:
-        """The error that is given instead of an answer, after the time that the answer takes; ``None`` without one."""
+    async def refusal(self, answer: Answer, prompt: int, wanted: int) -> web.Response | None:
+        """Waits as long as the answer takes, then returns an error to give instead of it, or ``None``.
+
+        Args:
+            answer: The scripted answer, which may be an error itself.
+            prompt: Tokens of the prompt.
+            wanted: Tokens requested for the answer.
+        """
         async with self._slots:
             await asyncio.sleep(answer.delay_s)
         if answer.status != 200:
@@ -104,6 +117,7 @@ class ScriptedEngine:
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
+    """Returns a scripted answer as an OpenAI message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning:
         message["reasoning"] = answer.reasoning
@@ -161,5 +175,6 @@ def _response(
 
 
 def error(status: int, message: str) -> web.Response:
+    """Returns an error in OpenAI's shape."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)

@@ -1,9 +1,8 @@
 """The scripted engine as a vLLM with ``--enable-scale-out``: render, generate and derender, as three requests.
 
-``--split`` of ``python -m megaflow_hpc.model.engines.scripted``. With ``drift`` (0 to 1) that part of an
-answer's bytes is sampled as other ids, of :data:`~megaflow_hpc.model.engines.scripted.tokens.OTHER` and above, that say
-the same: its text encodes to other ids than were sampled, as with real tokenizers. An engine keeps in ``log`` what it
-was given and what it sampled, for tests to compare with.
+``--split`` of ``python -m megaflow_hpc.model.engines.scripted``. With ``drift`` a part of an answer's bytes is sampled
+as other ids that mean the same (:data:`~megaflow_hpc.model.engines.scripted.tokens.OTHER` and above): the text encodes
+to other ids than were sampled, as with real tokenizers. Prompts and sampled ids are kept in ``log`` for tests.
 """
 
 from __future__ import annotations
@@ -18,11 +17,16 @@ from aiohttp import web
 from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER
 from megaflow_hpc.model.engines.scripted import engine
 from megaflow_hpc.model.engines.scripted.script import Answer
-from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, decoded, logprob, render, written
+from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, parse_prompt, render
 
 
 class SplitEngine(engine.ScriptedEngine):
-    """A scripted engine that also goes from ids to ids."""
+    """A scripted engine that also has render, generate and derender.
+
+    Args:
+        drift: Share of an answer's bytes, 0 to 1, that are sampled as other ids.
+        seed: Of the choice of these bytes.
+    """
 
     def __init__(self, *args: Any, drift: float = 0.0, seed: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -42,7 +46,7 @@ class SplitEngine(engine.ScriptedEngine):
         written = [b + OTHER if self._random.random() < self.drift else b for b in text.encode()]
         return [*written, END]
 
-    def sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         self.log.append((list(prompt), list(tokens)))
 
     async def _render(self, request: web.Request) -> web.Response:
@@ -58,17 +62,17 @@ class SplitEngine(engine.ScriptedEngine):
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         prompt, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
-        messages, tools = decoded(prompt)
+        messages, tools = parse_prompt(prompt)
         answer: Answer = self.script.answer(messages, tools)
-        if refused := await self.refused(answer, len(prompt), limit):
+        if refused := await self.refusal(answer, len(prompt), limit):
             return refused
         message = engine.message_of(answer)
-        tokens, finish = self.sample(written(message), prompt), "stop"
+        tokens, finish = self.sample(answer_text(message), prompt), "stop"
         if len(tokens) > limit:
             tokens, finish = tokens[:limit], "length"
             text = bytes(t % OTHER for t in tokens if t != END).decode("utf-8", "replace")
             message = {"role": "assistant", "content": text}
-        self.sampled(prompt, tokens)
+        self.on_sampled(prompt, tokens)
         name = f"gen-{uuid.uuid4().hex}"
         self._answers[name] = message, "tool_calls" if finish == "stop" and answer.calls else finish
         scores = [{"logprob": logprob(t, len(prompt) + n)} for n, t in enumerate(tokens)]

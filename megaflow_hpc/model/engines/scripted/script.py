@@ -64,7 +64,7 @@ class Script:
     default: tuple[Answer, ...] = (Answer(DEFAULT),)
 
     def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> Answer:
-        """What is said next in a conversation that offers these tools."""
+        """Returns the next answer in a conversation that offers these tools."""
         conversation = "\n".join(text_of(m) for m in messages)
         turn = sum(m.get("role") == "assistant" for m in messages)
         for task in self.tasks:
@@ -74,7 +74,11 @@ class Script:
 
 
 def load(path: Path) -> Script:
-    """Reads a script; every mistake is a :class:`ConfigError` that names it."""
+    """Reads a script.
+
+    Raises:
+        ConfigError: The file cannot be read or is wrong; names the place.
+    """
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -124,7 +128,7 @@ def _call(value: Any, where: str) -> ToolCall:
 
 
 def script_from_patch(instruction_snippet: str, patch: str) -> dict[str, Any]:
-    """One entry of a script's ``tasks`` in which mini-swe-agent's text form solves a task by a known patch.
+    """Returns an entry of a script's ``tasks`` by which mini-swe-agent's text form solves a task with a known patch.
 
     Args:
         instruction_snippet: A text that only this task's conversation contains.
@@ -147,6 +151,7 @@ def script_from_patch(instruction_snippet: str, patch: str) -> dict[str, Any]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
+    """Returns the text of an OpenAI message, whose content is a text or a list of parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

@@ -1,14 +1,13 @@
-"""The APIs an agent may speak to the gateway, one module each.
+"""Conversions between the APIs that agents speak and chat completions, one module per API; used by the gateway.
 
-An engine is only ever asked for a chat completion (or a plain one), so that recording, routing and going on from the
-ids that were sampled are the same whatever the agent speaks::
+Engines are asked for chat completions (or plain ones) only, so recording and routing are the same for every API::
 
     agent's request ── request() ──► chat request ──► engine ──► chat answer ── answer() ──► agent's answer
                                                                               └─ events() ──► the same as a stream
 
-All of it is pure. What an agent hands back of earlier answers is recognised afterwards, in
+All functions are pure. Earlier answers that an agent hands back are recognised afterwards, in
 :meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore`, so a conversion may lose how an answer was written
-(spaces in a tool call's arguments, reasoning that the API does not carry) but never what it says.
+(spaces in a tool call's arguments, reasoning that the API does not carry) but never its meaning.
 """
 
 from __future__ import annotations
@@ -23,22 +22,26 @@ __all__ = ["DIALECTS", "BadRequest", "Dialect", "Event", "dialect_of", "messages
 
 
 class Dialect(Protocol):
-    """What a module of this package offers."""
+    """The functions that a module of this package has."""
 
     def request(self, body: Mapping[str, Any], /) -> dict[str, Any]:
-        """The chat request that asks the same; :class:`BadRequest` where there is none."""
+        """Returns the equivalent chat request.
+
+        Raises:
+            BadRequest: There is none.
+        """
 
     def answer(self, reply: Mapping[str, Any], body: Mapping[str, Any], /) -> dict[str, Any]:
-        """The answer to ``body``, made of the engine's ``reply``."""
+        """Returns the API's answer to ``body`` for the engine's ``reply``."""
 
     def events(self, answer: Mapping[str, Any], body: Mapping[str, Any], /) -> Iterator[Event]:
-        """``answer`` as the events of a stream."""
+        """Yields ``answer`` as the events of a stream."""
 
     def error(self, status: int, message: str, kind: str, /) -> dict[str, Any]:
-        """An error's body."""
+        """Returns the body of an error."""
 
     def error_event(self, status: int, message: str, kind: str, /) -> Event:
-        """An error inside a stream that has begun."""
+        """Returns an error as an event of a stream that has begun."""
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -47,11 +50,11 @@ DIALECTS: Mapping[str, Dialect] = {
     "/messages": messages,
     "/responses": responses,
 }
-"""By path, below ``/v1``."""
+"""Path below ``/v1`` → dialect."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Whose error shape a request expects, whatever it asks for."""
+    """Returns the dialect whose error shape a request expects, even if its path is not served."""
     tail = path.partition("/v1")[2]
     if tail.startswith("/messages") or "anthropic-version" in headers:
         return messages

@@ -1,4 +1,4 @@
-"""What the dialects share: the error of a bad request, parts of a message, identifiers."""
+"""Helpers that the dialects share: message parts, identifiers, checks of a request's fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Event = tuple[str, Any]
-"""One server-sent event: its name (empty: none is sent) and its data (text as it is, else JSON)."""
+"""One server-sent event: its name (empty: no name is sent) and its data (text as it is, else sent as JSON)."""
 
 
 class BadRequest(ValueError):
@@ -15,6 +15,7 @@ class BadRequest(ValueError):
 
 
 def new_id(prefix: str) -> str:
+    """Returns a new identifier, ``prefix_`` and 24 hexadecimal digits."""
     return f"{prefix}_{uuid.uuid4().hex[:24]}"
 
 
@@ -27,7 +28,7 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def content_of(parts: Sequence[Mapping[str, Any]], glue: str = "\n") -> str | list[dict[str, Any]]:
-    """Chat content: text alone as one string, which every chat template takes; with images the parts."""
+    """Returns chat content: text alone as one string, which every chat template takes, else the parts."""
     if all(part["type"] == "text" for part in parts):
         return glue.join(part["text"] for part in parts)
     return [dict(part) for part in parts]
@@ -41,7 +42,7 @@ def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Engines call the field by two names."""
+    """Returns a message's reasoning, which engines put into a field of either of two names."""
     return message.get("reasoning") or message.get("reasoning_content") or ""
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions and plain completions: what the engines speak, so nothing is converted.
+"""OpenAI's chat completions and plain completions, which engines speak too: only streams are made here.
 
 A chat answer becomes a chunk with the role, one with the message (content, reasoning, tool calls), one with the finish
-reason, on request one with the usage, and ``[DONE]``: what every client that can read a stream accepts.
+reason, one with the usage if requested, and ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 
 
 def chunks(answer: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
+    """Yields an answer as the chunks of a stream; the last has the usage if ``usage``."""
     chat = answer.get("object") == "chat.completion"
     head = {k: answer.get(k) for k in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if chat else "text_completion"

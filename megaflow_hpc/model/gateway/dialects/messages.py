@@ -1,4 +1,4 @@
-"""Anthropic's messages.
+"""Anthropic's messages API.
 
 =====================================  =============================================================================
 system (text or blocks)                one system message; blocks that carry a hash of the request are left out
@@ -33,7 +33,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
 from megaflow_hpc.model.gateway.recorder import arguments_of
 
 BILLING = "x-anthropic-billing-header"
-"""Starts a system block in which Claude Code hashes the request; it would make every prompt a new one."""
+"""First words of a system block in which Claude Code hashes the request, which would make every prompt differ."""
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "advisor", "mcp_toolset")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
@@ -63,7 +63,11 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the request that makes the prompt: chat messages and tools."""
+    """Returns the chat messages and tools of a request, the part that makes its prompt.
+
+    Raises:
+        BadRequest: A message or tool cannot be converted.
+    """
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: expected a list of at least one message")
@@ -236,7 +240,7 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 
 
 def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it opens, and what is added to it."""
+    """Returns a block as it opens in a stream, and the deltas that complete it."""
     if block["type"] == "thinking":
         thought = {"type": "thinking_delta", "thinking": block["thinking"]}
         signature = {"type": "signature_delta", "signature": block["signature"]}
@@ -252,10 +256,10 @@ def _event(name: str, **data: Any) -> Event:
 
 
 def error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """The status decides the type, as clients go by the API's own; ours stands before the message."""
+    """Returns an error body; the status decides the type, which clients know, and ``kind`` precedes the message."""
     known = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    said = message if kind in ("invalid_request_error", known) else f"{kind}: {message}"
-    return {"type": "error", "error": {"type": known, "message": said}}
+    text = message if kind in ("invalid_request_error", known) else f"{kind}: {message}"
+    return {"type": "error", "error": {"type": known, "message": text}}
 
 
 def error_event(status: int, message: str, kind: str) -> Event:

@@ -1,4 +1,4 @@
-"""OpenAI's responses.
+"""OpenAI's responses API.
 
 =============================================  =====================================================================
 instructions, and system or developer          one system message
@@ -116,11 +116,11 @@ def _add_message(messages: list[dict[str, Any]], system: list[str], item: Mappin
 
 
 ORDER = ("reasoning", "content", "tool_calls")
-"""Of one answer's items."""
+"""Order of the parts of one answer."""
 
 
 def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """The assistant message an item belongs to: the one before it, unless that holds such a part or a later one."""
+    """Returns the assistant message that an item belongs to: the last, unless it has such a part or a later one."""
     last = messages[-1] if messages else {}
     later = ORDER[ORDER.index(part) + (part == "tool_calls") :]
     if last.get("role") != "assistant" or any(name in last for name in later):
@@ -168,11 +168,11 @@ def _texts(content: Any, where: str) -> str:
 
 
 Kind = tuple[str, str, str]
-"""How a function is called in this dialect: item type, namespace, name."""
+"""Item type, namespace and name by which a function is called in this API."""
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
-    """What is offered to the model."""
+    """Yields the functions that are offered to the model."""
     for number, tool in enumerate(expect_list(body.get("tools") or [], "tools")):
         where = f"tools[{number}]"
         kind = expect_object(tool, where).get("type")
@@ -185,8 +185,8 @@ def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
                     yield _function(inner, space, f"{where}.tools[{n}]")
         elif kind == "custom":
             name = expect_text(tool.get("name"), f"{where}.name")
-            said = [tool.get("description") or "", (tool.get("format") or {}).get("definition") or ""]
-            described = "\n\n".join(text for text in said if text)
+            texts = [tool.get("description") or "", (tool.get("format") or {}).get("definition") or ""]
+            described = "\n\n".join(text for text in texts if text)
             yield ("custom_tool_call", "", name), function_tool(name, described, FREE_TEXT)
 
 
