@@ -101,7 +101,7 @@ def test_a_part_runs_in_a_directory_of_its_own_alone(tmp_path: Path, mode: int |
         assert process.stderr is not None
         said = process.stderr.read()
         assert process.wait() == status, said
-    assert ("somebody else's, or open to others" in said) == bool(status)
+    assert ("belongs to another user, or is open to others" in said) == bool(status)
     assert private.exists() == (mode is not None)
 
 
