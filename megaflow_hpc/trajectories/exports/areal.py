@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.reading.batch import padded
+from megaflow_hpc.trajectories.reading.batch import padded_lines
 from megaflow_hpc.trajectories.reading.sources import text
 
 if TYPE_CHECKING:
@@ -64,8 +64,6 @@ def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
     """Rows of this format, padded to the right: (B, longest), ``rewards`` (B)."""
     found: dict[str, NDArray[Any]] = {}
     for name, dtype in {**KEYS, "attention_mask": np.bool_}.items():
-        parts: list[NDArray[Any]] = [np.asarray(row[name], dtype) for row in rows]
-        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
-        found[name] = padded(np.concatenate([np.empty(0, dtype), *parts]), offsets, _FILL[name])
+        found[name] = padded_lines([row[name] for row in rows], dtype, _FILL[name])
     found["rewards"] = np.array([row["rewards"] for row in rows], np.float32)
     return found

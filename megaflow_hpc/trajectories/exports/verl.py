@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.reading.batch import padded
-from megaflow_hpc.trajectories.reading.sources import Flat
+from megaflow_hpc.trajectories.reading.batch import padded_lines
+from megaflow_hpc.trajectories.reading.sources import Flat, offsets_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
@@ -44,7 +44,7 @@ def write(job: Job) -> list[Path]:
 
 
 def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
-    sampled = np.concatenate([[0], np.cumsum(flat.loss_mask, dtype=np.int64)])
+    sampled = offsets_of(flat.loss_mask)
     place, before = 0, -1
     for s, number in enumerate(flat.row.tolist()):
         place, before = (place + 1 if number == before else 0), number
@@ -128,9 +128,7 @@ def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str,
     """
 
     def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> NDArray[Any]:
-        parts = [np.asarray(row[name], dtype) for row in rows]
-        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
-        return padded(np.concatenate([np.empty(0, dtype), *parts]), offsets, fill, left=left)
+        return padded_lines([row[name] for row in rows], dtype, fill, left=left)
 
     prompts, responses = lines("prompts", np.int64, pad_token_id, left=True), lines("responses", np.int64, pad_token_id)
     lengths = [(len(row["prompts"]), len(row["responses"])) for row in rows]

@@ -1,29 +1,24 @@
-"""Batches of token sequences, and how trajectories are packed into them; and the table that selections read."""
+"""Batches of token sequences, and how trajectories are packed into them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
-from megaflow_hpc.trajectories.reading.selection import Table
-from megaflow_hpc.trajectories.reading.sources import Hdf5Source, Source, text
+from megaflow_hpc.trajectories.reading.sources import Source, offsets_of, text
 
 Oversize = Literal["error", "skip"]
 
 POOL = 4096
-"""Rows that are packed together: a longer look finds fuller batches, a shorter one keeps more of the order."""
-
-_WINDOW = 1 << 20
-"""Tokens read at a time where a whole token column must be looked through."""
+"""Number of rows packed together: more make fuller batches, fewer keep more of the order."""
 
 
 def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict[str, NDArray[Any]]:
-    """See :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`."""
+    """Implements :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch` for row numbers."""
     flat = source.flat(rows)
     tokens: dict[str, tuple[NDArray[Any], Any]] = {
         "tokens": (flat.tokens, pad),
@@ -46,7 +41,17 @@ def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict
 
 
 def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left: bool = False) -> NDArray[Any]:
-    """Ragged values as (S, longest), filled behind each line's end, or before it."""
+    """Returns ragged values as a matrix, each line filled behind its end.
+
+    Args:
+        values: (T), all lines end to end.
+        offsets: (S+1), where each of S lines begins in ``values``.
+        fill: what stands where a line has nothing.
+        left: fill before each line instead.
+
+    Returns:
+        (S, longest), of the type of ``values``.
+    """
     lengths = np.diff(offsets)
     width = int(lengths.max(initial=0))
     found = np.full((len(lengths), width), fill, values.dtype)
@@ -56,13 +61,34 @@ def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left:
     return found
 
 
+def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> NDArray[Any]:
+    """Returns sequences of numbers as a matrix (lines, longest), filled as by :func:`padded`."""
+    parts = [np.asarray(line, dtype) for line in lines]
+    values = np.concatenate([np.empty(0, dtype), *parts])
+    return padded(values, offsets_of([len(part) for part in parts]), fill, left=left)
+
+
 def plan_batches(
     source: Source, rows: NDArray[np.int64], budget: int, is_padded: bool, seed: int | None, oversize: Oversize
 ) -> list[NDArray[np.int64]]:
-    """Which rows make which batch: each row once, the same for the same arguments.
+    """Divides rows into batches, each row once; equal arguments give equal plans.
 
-    Rows are taken some thousands at a time and packed best fit first, the longest rows first (within a few per cent of
-    the fewest batches there can be). Padded, a batch costs its sequences times the longest of them.
+    Rows are packed some thousands at a time, best fit, the longest first, which comes within a few per cent of the
+    fewest batches possible. A padded batch costs its number of sequences times the longest of them.
+
+    Args:
+        source: where the lengths of rows are read.
+        rows: (n), row numbers; rows without tokens are left out.
+        budget: entries of each token column per batch, padding included.
+        is_padded: whether the sequences of a batch will be padded to the longest.
+        seed: shuffles rows and batches; ``None`` keeps the order, but for the packing.
+        oversize: ``error`` or ``skip`` for a row that alone is over the budget.
+
+    Returns:
+        The row numbers of each batch.
+
+    Raises:
+        ConfigError: a row is over the budget, with ``oversize="error"``.
     """
     first = source.column("trajectories/sequence_offset")
     bounds = source.column("sequences/token_offset")
@@ -96,7 +122,7 @@ def plan_batches(
 
 
 def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
-    """Best fit decreasing: each row goes where the least room is left behind it."""
+    """Best fit decreasing: each row goes where it leaves the least room."""
     bins: list[list[int]] = []
     room = np.empty(len(pool), np.int64)
     for item in pool[np.argsort(-tokens[pool], kind="stable")].tolist():
@@ -116,7 +142,7 @@ def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> li
 def _pack_padded(
     pool: NDArray[np.int64], longest: NDArray[np.int64], count: NDArray[np.int64], budget: int
 ) -> list[NDArray[np.int64]]:
-    """Neighbours in length together, so that little is padding."""
+    """Puts rows of similar length together, so that little is padding."""
     bins: list[NDArray[np.int64]] = []
     current: list[int] = []
     width = lines = 0
@@ -127,80 +153,3 @@ def _pack_padded(
         current.append(item)
         width, lines = max(width, int(longest[item])), lines + int(count[item])
     return [*bins, np.array(current, np.int64)] if current else bins
-
-
-# --- what a selection may name ---------------------------------------------------------------------------------------
-
-
-def table_of(source: Source) -> Table:
-    """The columns of rows, with a few that follow from them."""
-
-    def read(path: str) -> Callable[[], NDArray[Any]]:
-        return lambda: source.column(path)
-
-    def spans(path: str) -> Callable[[], NDArray[Any]]:
-        return lambda: np.diff(source.column(f"trajectories/{path}"))
-
-    def once(make: Callable[[], NDArray[Any]]) -> Callable[[], NDArray[Any]]:
-        kept: list[NDArray[Any]] = []
-
-        def value() -> NDArray[Any]:
-            if not kept:
-                kept.append(make())
-            return kept[0]
-
-        return value
-
-    def tokens() -> NDArray[Any]:
-        return np.diff(source.column("sequences/token_offset")[source.column("trajectories/sequence_offset")])
-
-    def duration() -> NDArray[Any]:
-        return source.column("trajectories/finished_at") - source.column("trajectories/started_at")
-
-    found = {c.name: read(c.path) for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n"}
-    found |= {"task": found["task_id"], "group": found["group_id"], "sample": found["sample_index"]}
-    found |= {
-        "tokens": once(tokens),
-        "sampled_tokens": once(lambda: _of_turns(source)),
-        "duration_s": once(duration),
-        "sequences": spans("sequence_offset"),
-        "messages": spans("message_offset"),
-        "attempts": spans("attempt_offset"),
-        "weight_version_min": once(lambda: _versions(source, "weight_version_min", np.minimum)),
-        "weight_version_max": once(lambda: _versions(source, "weight_version_max", np.maximum)),
-    }
-    table = Table(found, source.reward_names(), len(source))
-    table.reward = source.reward_column
-    return table
-
-
-def _of_turns(source: Source) -> NDArray[Any]:
-    """Sampled tokens of each row."""
-    sampled = source.column("turns/token_end") - source.column("turns/token_start")
-    return np.diff(np.concatenate([[0], np.cumsum(sampled)])[source.column("trajectories/turn_offset")])
-
-
-def _versions(source: Source, name: str, extreme: np.ufunc) -> NDArray[Any]:
-    """The lowest or highest weight version of each row's sampled tokens; -1 where none was sampled."""
-    if isinstance(source, Hdf5Source) and f"sequences/{name}" not in source.file:
-        of_sequence = _scan(source, extreme)
-    else:
-        of_sequence = source.column(f"sequences/{name}").astype(np.int64)
-    worst = np.iinfo(np.int32).max if extreme is np.minimum else -1
-    owner = source.column("sequences/trajectory")
-    found = np.full(len(source), worst, np.int64)
-    extreme.at(found, owner, np.where(of_sequence < 0, worst, of_sequence))
-    return np.where(found == np.iinfo(np.int32).max, -1, found)
-
-
-def _scan(source: Hdf5Source, extreme: np.ufunc) -> NDArray[np.int64]:
-    """The same by sequence, from the tokens: for files that do not have it as a column."""
-    bounds = source.column("sequences/token_offset")
-    worst = np.iinfo(np.int32).max if extreme is np.minimum else -1
-    found = np.full(len(bounds) - 1, worst, np.int64)
-    for start in range(0, int(bounds[-1]), _WINDOW):
-        values = source.file["tokens/weight_version"][start : start + _WINDOW].astype(np.int64)
-        sampled = np.flatnonzero(values >= 0)
-        owner = np.searchsorted(bounds, sampled + start, "right") - 1
-        extreme.at(found, owner, values[sampled])
-    return np.where(found == np.iinfo(np.int32).max, -1, found)

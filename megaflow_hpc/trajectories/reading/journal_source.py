@@ -1,60 +1,47 @@
-"""The journals of a run as rows of a store; they show the same as the campaign file that is gathered from them."""
+"""The journals of a run as a source of rows; they show the same as the campaign file that is gathered from them.
+
+A journal has no columns. Its rows are decoded once, the first time a column is asked for; kept are only the small
+columns, of rows, sequences and turns, never tokens or messages.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.journal.records import Entry
-from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
 from megaflow_hpc.trajectories.journal.winners import Index
-from megaflow_hpc.trajectories.reading.row_columns import Joined, Rowwise
-from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, Hdf5Source, SequenceView, Source
+from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, Flat, SequenceView
 from megaflow_hpc.types import Artifact, Attempt, Trajectory, Turn
 
 _CACHED = 8
-"""Trajectories of a journal kept decoded: the parts of one row are usually read together."""
+"""Trajectories kept decoded: the parts of one row are usually read together."""
+_SCALARS = tuple(
+    c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n" and c.name != "turns"
+)
+_OF_SEQUENCE = ("trajectory", "policy", "weight_version_min", "weight_version_max")
+_OF_TURN = ("sequence", "token_start", "token_end")
+_OFFSETS = (
+    *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
+    "sequences/token_offset",
+)
+_COLUMNS = (
+    *(f"trajectories/{name}" for name in _SCALARS),
+    *(f"sequences/{name}" for name in _OF_SEQUENCE),
+    *(f"turns/{name}" for name in _OF_TURN),
+)
 
 
-MAX_SHARDS = 256
-"""Shards kept open at once, with two descriptors each; the journals of the others are read instead."""
-
-
-def source_of(run: RunDir, found: Index) -> Source:
-    """The rows of a running campaign: from shards what lies in them, the rest from the journals."""
-    parts: list[Source] = []
-    numbers: dict[str, int | None] = {}
-    from_journals: list[Entry] = []
-    part, row = np.empty(len(found.winners), np.int64), np.empty(len(found.winners), np.int64)
-    for place, entry in enumerate(found.winners):
-        number = None
-        if entry.shard_row >= 0 and entry.id not in found.losers:  # with losers, attempts are put together
-            if entry.journal not in numbers:
-                file = open_shard(run, run.journal / entry.journal) if len(parts) < MAX_SHARDS else None
-                numbers[entry.journal] = None if file is None else len(parts)
-                if file is not None:
-                    parts.append(Hdf5Source(shard_path(run, entry.journal), file))
-            number = numbers[entry.journal]
-        if number is None:
-            part[place], row[place] = -1, len(from_journals)
-            from_journals.append(entry)
-        else:
-            part[place], row[place] = number, entry.shard_row
-    journals = JournalSource(Index(found.root, from_journals, found.losers))
-    if not parts:
-        return journals
-    part[part < 0] = len(parts)
-    return Joined([*parts, journals], part, row)
-
-
-class JournalSource(Rowwise):
-    """The winners in a run's journals as an index found them."""
+class JournalSource:
+    """The winners in a run's journals, as an index found them."""
 
     def __init__(self, found: Index) -> None:
         self._index = found
@@ -115,6 +102,27 @@ class JournalSource(Rowwise):
     def artifacts(self, row: int) -> list[Artifact]:
         return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
 
+    def column(self, path: str) -> NDArray[Any]:
+        group, _, name = path.partition("/")
+        if group == "rewards":
+            return self.reward_column(name)
+        if path not in self._built[0]:
+            raise KeyError(f"{path}: no column of rows")
+        found: NDArray[Any] = self._built[0][path]
+        return found
+
+    def reward_names(self) -> list[str]:
+        return sorted(self._built[1])
+
+    def reward_column(self, name: str) -> NDArray[np.float32]:
+        found = np.full(len(self), np.nan, np.float32)
+        for row, value in self._built[1][name].items():
+            found[row] = value
+        return found
+
+    def flat(self, rows: NDArray[np.int64]) -> Flat:
+        return Flat.of([(row, view) for row in rows.tolist() for view in self.sequences(row)])
+
     def _load(self, row: int) -> Trajectory:
         entry = self._index.winners[row]
         if entry not in self._cache:
@@ -122,3 +130,42 @@ class JournalSource(Rowwise):
             if len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
         return self._cache[entry]
+
+    @cached_property
+    def _built(self) -> tuple[dict[str, NDArray[Any]], dict[str, dict[int, float]]]:
+        """Columns by path, and rewards by name and row."""
+        values: dict[str, list[Any]] = {path: [0] if path in _OFFSETS else [] for path in (*_OFFSETS, *_COLUMNS)}
+        rewards: dict[str, dict[int, float]] = {}
+        for row in range(len(self)):
+            for name in _SCALARS:
+                values[f"trajectories/{name}"].append(self.scalar(name, row))
+            for name, reward in self.rewards(row).items():
+                rewards.setdefault(name, {})[row] = reward
+            views, turns = self.sequences(row), self.turns(row)
+            first, starts = values["trajectories/sequence_offset"][-1], values["sequences/token_offset"][-1:]
+            for view in views:
+                starts.append(starts[-1] + len(view.tokens))
+                sampled = view.weight_versions[view.loss_mask == 1]
+                versions = (int(sampled.min()), int(sampled.max())) if len(sampled) else (-1, -1)
+                for name, value in zip(_OF_SEQUENCE, (row, view.policy, *versions), strict=True):
+                    values[f"sequences/{name}"].append(value)
+            values["sequences/token_offset"] += starts[1:]
+            for turn in turns:
+                start = starts[turn.sequence]
+                known = (first + turn.sequence, start + turn.token_start, start + turn.token_end)
+                for name, value in zip(_OF_TURN, known if turn.sequence >= 0 else (-1, 0, 0), strict=True):
+                    values[f"turns/{name}"].append(value)
+            sizes = (len(views), len(turns), len(self.messages(row)), len(self.attempts(row)))
+            for path, size in zip(_OFFSETS, sizes, strict=False):
+                values[path].append(values[path][-1] + size)
+        built = {path: _array(COLUMNS[path].dtype, found) for path, found in values.items()}
+        built["trajectories/turns"] = np.diff(built["trajectories/turn_offset"]).astype(np.int32)
+        return built, rewards
+
+
+def _array(dtype: str, values: list[Any]) -> NDArray[Any]:
+    if dtype not in (STRING, TEXT):
+        return np.array(values, dtype)
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found

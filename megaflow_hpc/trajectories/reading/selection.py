@@ -20,13 +20,14 @@ import difflib
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.trajectories.reading.table import Table
 
 MAX_LENGTH = 10_000
 """Characters of an expression."""
@@ -55,16 +56,6 @@ _STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
     "matches": fnmatch.fnmatchcase,
 }
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
-
-
-class Table(dict[str, Callable[[], NDArray[Any]]]):
-    """What an expression may name: column → how to read it, all of one length. ``rewards`` are read by name."""
-
-    def __init__(self, columns: Mapping[str, Callable[[], NDArray[Any]]], rewards: Sequence[str], rows: int) -> None:
-        super().__init__(columns)
-        self.rewards = tuple(rewards)
-        self.rows = rows
-        self.reward: Callable[[str], NDArray[Any]] = lambda name: self[f"rewards/{name}"]()
 
 
 def select(expression: str, table: Table) -> NDArray[np.int64]:
@@ -132,10 +123,10 @@ class _Evaluation:
         raise self._fault(node, f"{ast.unparse(node)!r} is not allowed here; see the forms in docs/reading.md")
 
     def _column(self, node: ast.expr, name: str) -> NDArray[Any]:
-        if name not in self._table:
-            near = difflib.get_close_matches(name, self._table, 3) or sorted(self._table)
+        if name not in self._table.names:
+            near = difflib.get_close_matches(name, self._table.names, 3) or sorted(self._table.names)
             raise self._fault(node, f"no column {name!r}; there are: {', '.join(near)}")
-        return self._table[name]()
+        return self._table.column(name)
 
     def _reward(self, node: ast.expr, name: str) -> NDArray[Any]:
         if name not in self._table.rewards:

@@ -61,6 +61,23 @@ class Flat(NamedTuple):
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
 
+    @classmethod
+    def of(cls, views: Sequence[tuple[int, SequenceView]]) -> Flat:
+        """Joins sequences, each with its row number."""
+
+        def joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+            return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
+
+        return cls(
+            np.array([row for row, _ in views], np.int64),
+            np.array([view.policy for _, view in views], object),
+            offsets_of([len(view.tokens) for _, view in views]),
+            joined([view.tokens for _, view in views], np.int32),
+            joined([view.logprobs for _, view in views], np.float32),
+            joined([view.loss_mask for _, view in views], np.uint8),
+            joined([view.weight_versions for _, view in views], np.int32),
+        )
+
 
 class Source(Protocol):
     """Rows by number, 0 to ``len - 1``, in commit order."""
@@ -81,6 +98,11 @@ class Source(Protocol):
     def attempts(self, row: int) -> list[Attempt]: ...
     def artifacts(self, row: int) -> list[Artifact]: ...
     def close(self) -> None: ...
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Returns the (n+1) offsets of n adjacent items of these lengths."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def text(values: NDArray[Any]) -> NDArray[Any]:
@@ -197,7 +219,7 @@ class Hdf5Source:
         bounds = self.column("sequences/token_offset")
         starts, ends = bounds[sequence], bounds[sequence + 1]
         columns = chunks.gather(self._token_columns(), starts, ends)
-        offsets = np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int64)
+        offsets = offsets_of(ends - starts)
         policy = text(self.column("sequences/policy")[sequence])
         return Flat(np.repeat(rows, count), policy, offsets, *columns)
 

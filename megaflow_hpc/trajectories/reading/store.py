@@ -29,11 +29,12 @@ from megaflow_hpc.trajectories.hdf5.file import recorded_sources
 from megaflow_hpc.trajectories.journal.records import Seals
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
-from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches, table_of
-from megaflow_hpc.trajectories.reading.journal_source import source_of
+from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
+from megaflow_hpc.trajectories.reading.joined_source import source_of
 from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.selection import Table, select
+from megaflow_hpc.trajectories.reading.selection import select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source, text
+from megaflow_hpc.trajectories.reading.table import Table
 
 LOOK_UPS = 16
 """Ids that are looked for one by one before all are put into a dictionary."""
@@ -107,11 +108,14 @@ class TrajectoryStore:
     def column(self, name: str) -> NDArray[Any]:
         """A column by row: any that :meth:`select` knows, or ``rewards/<name>``. Text as objects. Not to be changed."""
         table = self._table
-        if name not in table and not (name.startswith("rewards/") and name[8:] in table.rewards):
-            raise KeyError(
-                f"{name}: no column; there are: {', '.join([*table, *(f'rewards/{r}' for r in table.rewards)])}"
-            )
-        values = table.reward(name[8:]) if name.startswith("rewards/") else table[name]()
+        reward = name.removeprefix("rewards/")
+        if name in table.names:
+            values = table.column(name)
+        elif name.startswith("rewards/") and reward in table.rewards:
+            values = table.reward(reward)
+        else:
+            known = [*table.names, *(f"rewards/{reward}" for reward in table.rewards)]
+            raise KeyError(f"{name}: no column; there are: {', '.join(known)}")
         return text(values) if values.dtype.kind in "SO" else values
 
     def select(self, expression: str) -> NDArray[np.int64]:
@@ -163,7 +167,7 @@ class TrajectoryStore:
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, of all its sequences."""
-        found: NDArray[np.int64] = self._table["tokens"]()
+        found: NDArray[np.int64] = self._table.column("tokens")
         return found
 
     def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, NDArray[Any]]:
@@ -229,7 +233,7 @@ class TrajectoryStore:
 
     @cached_property
     def _table(self) -> Table:
-        return table_of(self._source)
+        return Table(self._source)
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):

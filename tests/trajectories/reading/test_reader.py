@@ -13,7 +13,7 @@ import pytest
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING
 from megaflow_hpc.trajectories.journal.shards import write_shard
-from megaflow_hpc.trajectories.reading.row_columns import Joined
+from megaflow_hpc.trajectories.reading.joined_source import JoinedSource
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -47,7 +47,7 @@ def test_a_running_campaign_shows_the_same_through_shards_journals_and_file(runn
     for part in parts[::2]:
         write_shard(running, part)
     with open_trajectories(running.path) as store:
-        assert isinstance(store.source, Joined)
+        assert isinstance(store.source, JoinedSource)
         assert len(store) == 49
         assert whole(store) == plain
         assert {name: repr(store.column(name).tolist()) for name in plain_columns} == plain_columns

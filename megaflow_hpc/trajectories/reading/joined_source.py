@@ -1,137 +1,54 @@
-"""Columns from rows: sources that know their rows one by one, and sources put together from others.
-
-A journal has no columns. Its rows are decoded once, the first time a column is asked for, and what then is kept are the
-small columns: of rows, sequences and turns, never tokens or messages.
-"""
+"""Several sources of rows as one: the shards and journals of a running campaign."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING, TEXT
-from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView, Source, text
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
+from megaflow_hpc.trajectories.journal.records import Entry
+from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
+from megaflow_hpc.trajectories.journal.winners import Index
+from megaflow_hpc.trajectories.reading.journal_source import JournalSource
+from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, SequenceView, Source, offsets_of, text
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
-_COUNTS = ("sequence_offset", "turn_offset", "message_offset", "attempt_offset")
+MAX_SHARDS = 256
+"""Shards kept open at once, with two descriptors each; the journals of the others are read instead."""
 
 
-def flat_of(views: Sequence[tuple[int, SequenceView]]) -> Flat:
-    """Sequences with their row numbers, as one."""
-
-    def joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
-
-    lengths = [len(view.tokens) for _, view in views]
-    return Flat(
-        np.array([row for row, _ in views], np.int64),
-        np.array([view.policy for _, view in views], object),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        joined([view.tokens for _, view in views], np.int32),
-        joined([view.logprobs for _, view in views], np.float32),
-        joined([view.loss_mask for _, view in views], np.uint8),
-        joined([view.weight_versions for _, view in views], np.int32),
-    )
-
-
-class Rowwise:
-    """Gives a source that has the row methods of :class:`~megaflow_hpc.trajectories.reading.sources.Source` the
-    others."""
-
-    def column(self: Any, path: str) -> NDArray[Any]:
-        group, _, name = path.partition("/")
-        if group == "rewards":
-            return self.reward_column(name)
-        if path not in self._built:
-            raise KeyError(f"{path}: no column of rows")
-        found: NDArray[Any] = self._built[path]
-        return found
-
-    def reward_names(self: Any) -> list[str]:
-        return sorted(self._built_rewards)
-
-    def reward_column(self: Any, name: str) -> NDArray[np.float32]:
-        found = np.full(len(self), np.nan, np.float32)
-        for row, value in self._built_rewards[name].items():
-            found[row] = value
-        return found
-
-    def flat(self: Any, rows: NDArray[np.int64]) -> Flat:
-        return flat_of([(row, view) for row in rows.tolist() for view in self.sequences(row)])
-
-    @cached_property
-    def _both(self: Any) -> tuple[dict[str, NDArray[Any]], dict[str, dict[int, float]]]:
-        scalars = [c for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n" and c.name != "turns"]
-        values: dict[str, list[Any]] = {c.path: [] for c in scalars}
-        rewards: dict[str, dict[int, float]] = {}
-        counts: dict[str, array[int]] = {name: array("q", [0]) for name in (*_COUNTS, "token_offset")}
-        sequences: dict[str, list[Any]] = {
-            n: [] for n in ("trajectory", "policy", "weight_version_min", "weight_version_max")
-        }
-        turns: dict[str, list[Any]] = {name: [] for name in ("sequence", "token_start", "token_end")}
-        for row in range(len(self)):
-            for column in scalars:
-                values[column.path].append(_scalar(self, column.name, row, OPTIONAL.get(column.path)))
-            for name, value in self.rewards(row).items():
-                rewards.setdefault(name, {})[row] = value
-            base, tokens = counts["sequence_offset"][-1], counts["token_offset"][-1]
-            views, calls = self.sequences(row), self.turns(row)
-            bases = [tokens]
-            for view in views:
-                bases.append(bases[-1] + len(view.tokens))
-                counts["token_offset"].append(bases[-1])
-                sampled = view.weight_versions[view.loss_mask == 1]
-                low, high = (int(sampled.min()), int(sampled.max())) if len(sampled) else (-1, -1)
-                for name, value in zip(sequences, (row, view.policy, low, high), strict=True):
-                    sequences[name].append(value)
-            for turn in calls:
-                known = turn.sequence >= 0
-                turns["sequence"].append(base + turn.sequence if known else -1)
-                turns["token_start"].append(bases[turn.sequence] + turn.token_start if known else 0)
-                turns["token_end"].append(bases[turn.sequence] + turn.token_end if known else 0)
-            sizes = (len(views), len(calls), len(self.messages(row)), len(self.attempts(row)))
-            for name, size in zip(_COUNTS, sizes, strict=True):
-                counts[name].append(counts[name][-1] + size)
-        built = {path: _array(path, found) for path, found in values.items()}
-        for name in _COUNTS:
-            built[f"trajectories/{name}"] = np.array(counts[name], np.int64)
-        built["trajectories/turns"] = np.diff(built["trajectories/turn_offset"]).astype(np.int32)
-        built["sequences/token_offset"] = np.array(counts["token_offset"], np.int64)
-        built |= {f"sequences/{name}": _array(f"sequences/{name}", found) for name, found in sequences.items()}
-        built |= {f"turns/{name}": _array(f"turns/{name}", found) for name, found in turns.items()}
-        return built, rewards
-
-    @property
-    def _built(self) -> dict[str, NDArray[Any]]:
-        return self._both[0]
-
-    @property
-    def _built_rewards(self) -> dict[str, dict[int, float]]:
-        return self._both[1]
+def source_of(run: RunDir, found: Index) -> Source:
+    """The rows of a running campaign: from shards what lies in them, the rest from the journals."""
+    parts: list[Source] = []
+    numbers: dict[str, int | None] = {}
+    from_journals: list[Entry] = []
+    part, row = np.empty(len(found.winners), np.int64), np.empty(len(found.winners), np.int64)
+    for place, entry in enumerate(found.winners):
+        number = None
+        if entry.shard_row >= 0 and entry.id not in found.losers:  # with losers, attempts are put together
+            if entry.journal not in numbers:
+                file = open_shard(run, run.journal / entry.journal) if len(parts) < MAX_SHARDS else None
+                numbers[entry.journal] = None if file is None else len(parts)
+                if file is not None:
+                    parts.append(Hdf5Source(shard_path(run, entry.journal), file))
+            number = numbers[entry.journal]
+        if number is None:
+            part[place], row[place] = -1, len(from_journals)
+            from_journals.append(entry)
+        else:
+            part[place], row[place] = number, entry.shard_row
+    journals = JournalSource(Index(found.root, from_journals, found.losers))
+    if not parts:
+        return journals
+    part[part < 0] = len(parts)
+    return JoinedSource([*parts, journals], part, row)
 
 
-def _scalar(source: Source, name: str, row: int, default: Any) -> Any:
-    try:
-        return source.scalar(name, row)
-    except AttributeError:
-        return default
-
-
-def _array(path: str, values: list[Any]) -> NDArray[Any]:
-    dtype = COLUMNS[path].dtype if path in COLUMNS else "int32"
-    if dtype in (STRING, TEXT):
-        found = np.empty(len(values), object)
-        found[:] = values
-        return found
-    return np.array(values, dtype)
-
-
-class Joined:
+class JoinedSource:
     """Rows of several sources in an order of their own: shards and journals as one campaign.
 
     Args:
@@ -183,7 +100,7 @@ class Joined:
                     cut = slice(found.offsets[s], found.offsets[s + 1])
                     view = SequenceView(found.policy[s], *(column[cut] for column in found[3:]))
                     views[place].append((int(rows[place]), view))
-        return flat_of([view for of_row in views for view in of_row])
+        return Flat.of([view for of_row in views for view in of_row])
 
     def ids(self) -> list[str]:
         return list(text(self.column("trajectories/id")))
@@ -229,7 +146,7 @@ class Joined:
             return self._rows([part.column(path) for part in self._parts], None)
         if group == "trajectories":
             sizes = self._rows([np.diff(part.column(path)) for part in self._parts], None)
-            return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+            return offsets_of(sizes)
         return self._items(path, group)
 
     def _rows(self, columns: list[NDArray[Any] | None], default: Any) -> NDArray[Any]:
@@ -271,5 +188,5 @@ class Joined:
             found.append(text(values) if values.dtype.kind in "SO" else values)
         joined = np.concatenate(found) if found else np.empty(0, np.int64)
         if path == "sequences/token_offset":
-            return np.concatenate([[0], np.cumsum(joined)]).astype(np.int64)
+            return offsets_of(joined)
         return joined
