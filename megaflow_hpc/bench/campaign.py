@@ -20,41 +20,34 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure
-from megaflow_hpc.errors import ConfigError
 
 HELP = "whole campaigns: requests to slurmctld, idle seconds; under seeded faults: lost, doubled, left behind"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_image(parser)
     parser.add_argument(
-        "--chaos", action="store_true", help="strike campaigns on a lab; without it one is followed in peace"
+        "--flat", action="store_true", help="makespans of few and many sleeping rollouts, and busy slots"
     )
-    parser.add_argument(
-        "--flat", action="store_true", help="makespans of 1, 8 and 32 sleeping rollouts, and how busy 32 slots are"
-    )
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="campaigns; default 20")
-    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="seed of the first; default 1")
-    parser.add_argument("--strikes", type=int, default=4, metavar="N", help="faults in each; default 4")
-    parser.add_argument("--pods", type=int, default=2, metavar="N", help="pods of a campaign in peace; default 2")
-    parser.add_argument("--tasks", type=int, default=24, metavar="N", help="rollouts in each; default 24")
-    parser.add_argument(
-        "--image",
-        default=os.environ.get("MEGAFLOW_TEST_BASE_SIF"),
-        metavar="SIF",
-        help="image with Python; default MEGAFLOW_TEST_BASE_SIF",
-    )
-    parser.add_argument("--directory", metavar="DIR", help="where runs are made; what is in order is removed again")
+    parser.add_argument("--chaos", action="store_true", help="inject faults into campaigns, by seed")
+    add_count(parser, "--tasks", 24, "rollouts of a campaign")
+    add_count(parser, "--pods", 2, "without --chaos: pods of the campaign")
+    add_count(parser, "--seeds", 20, "with --chaos: campaigns")
+    add_count(parser, "--first", 1, "with --chaos: the first seed", least=0)
+    add_count(parser, "--strikes", 4, "with --chaos: faults in each campaign", least=0)
+    parser.add_argument("--directory", metavar="DIR", help="make the runs there; what is in order is removed again")
 
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     """Runs the campaigns of one kind of measurement below a directory of their own."""
     kind = "chaos" if arguments.chaos else "flat" if arguments.flat else "requests"
     measurement = from_checkout(kind, "bench campaign")
-    if not arguments.image or not Path(arguments.image).exists():
-        raise ConfigError(f"--image {arguments.image}: no such file; give a SIF with Python, or run launchers/setup")
+    image = Path(image_of(arguments, sif=True))
     base = Path(arguments.directory or tempfile.gettempdir()) / f"megaflow-{kind}-{os.getpid()}"
-    figures: list[Figure] = measurement.measure(base, Path(arguments.image), note, arguments)
+    figures: list[Figure] = measurement.measure(base, image, note, arguments)
     shutil.rmtree(base, ignore_errors=True)
     return figures

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from megaflow_hpc.bench.arguments import above_zero, add_count
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import find_mpiexec
 
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
@@ -30,15 +31,16 @@ DECISION_S = 50e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--simulate", action="store_true", help="virtual time; nothing runs")
-    parser.add_argument("--rollouts", type=int, default=None, metavar="N", help="default 100,000")
-    parser.add_argument("--slots", type=int, default=10_000, metavar="N", help="simulated slots (10,000)")
-    parser.add_argument("--pods", type=int, default=64, metavar="N", help="simulated pods (64)")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="simulated campaigns to take the median of")
-    parser.add_argument("--policies", action="store_true", help="simulated: what each policy does to a makespan")
-    parser.add_argument("--durations", metavar="FILE", help="seconds of rollouts, one a line, drawn from with repeats")
-    parser.add_argument("--metadata", action="store_true", help="count operations on the run directory's metadata")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="worker ranks of the real pod (2)")
+    """Adds the options of this benchmark."""
+    add_count(parser, "--rollouts", 100_000, "rollouts of the pod, or of each simulated campaign")
+    add_count(parser, "--ranks", 2, "worker ranks of the real pod")
+    parser.add_argument("--metadata", action="store_true", help="count the pod's operations on metadata, by strace")
+    parser.add_argument("--simulate", action="store_true", help="run campaigns in virtual time; nothing is started")
+    add_count(parser, "--slots", 10_000, "simulated: slots of all pods")
+    add_count(parser, "--pods", 64, "simulated: pods")
+    add_count(parser, "--seeds", 5, "simulated: campaigns that each median is taken of")
+    parser.add_argument("--durations", metavar="FILE", help="simulated: draw from these seconds, one number a line")
+    parser.add_argument("--policies", action="store_true", help="simulated: what each policy does to the makespan too")
 
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     if arguments.metadata:
         return list(from_checkout("metadata", "--metadata").figures(arguments.ranks, note))
     peers = from_checkout("dispatch_peers", "--peers") if arguments.peers else None
-    figures = real(arguments.rollouts or 100_000, arguments.ranks, note)
+    figures = real(arguments.rollouts, arguments.ranks, note)
     for name, version, per_s in peers.measure(arguments.ranks, note) if peers else ():
         figures[0] = figures[0].beside(name, version, round(per_s, 1))
     return figures
@@ -61,12 +63,12 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
     from megaflow_hpc.pod.scheduling.simulation import LEARNED, pareto
 
     policies = from_checkout("policies", "--policies") if arguments.policies else None
-    count = arguments.rollouts or 100_000
+    count = arguments.rollouts
     shapes: dict[str, list[list[float]]] = {}
     if arguments.durations:
         import random
 
-        known = [float(line) for line in Path(arguments.durations).read_text().split()]
+        known = _durations(Path(arguments.durations))
         shapes["the given durations"] = [random.Random(seed).choices(known, k=count) for seed in range(arguments.seeds)]
     else:
         drawn = [pareto(count, 1.5, seed) for seed in range(arguments.seeds)]
@@ -92,6 +94,23 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
     size = f"{arguments.slots} slots, {arguments.pods} pods, {count} rollouts"
     figures.append(simulated_figure(f"peak memory, {size}", "MB", [megabytes], 2000.0))
     return [*figures, _flat(), *(policies.figures(arguments.seeds, note) if policies else [])]
+
+
+def _durations(path: Path) -> list[float]:
+    """Seconds, one number a line; blank lines are skipped."""
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(above_zero(line.strip()))
+        except argparse.ArgumentTypeError:
+            raise ConfigError(
+                f"{path}:{number}: {line.strip()[:60]!r}: give seconds above 0, one number a line"
+            ) from None
+    if not found:
+        raise ConfigError(f"{path}: empty; give seconds above 0, one number a line")
+    return found
 
 
 def _flat() -> Figure:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
-from megaflow_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
@@ -28,15 +27,13 @@ Note = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
-    parser.add_argument("--image", metavar="SIF", default=default, help="default MEGAFLOW_TEST_BASE_SIF")
-    parser.add_argument("--commands", type=int, default=2000, metavar="N", help="for latency; default 2000")
-    parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="for the rate; default 32")
-    parser.add_argument(
-        "--each", type=int, default=150, metavar="N", help="commands per sandbox and round; default 150"
-    )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of the rate; default 5")
-    parser.add_argument("--peer-commands", type=int, default=20, metavar="N", help="commands per peer; default 20")
+    """Adds the options of this benchmark."""
+    add_image(parser)
+    add_count(parser, "--commands", 2000, "commands one after the other, for the latency")
+    add_count(parser, "--sandboxes", 32, "sandboxes that run commands at once, for the rate")
+    add_count(parser, "--each", 150, "commands in each of them and round")
+    add_count(parser, "--rounds", 5, "rounds of the rate")
+    add_count(parser, "--peer-commands", 20, "commands of each peer")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
@@ -46,9 +43,7 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
-    image = os.path.abspath(arguments.image or "")
-    if not os.path.exists(image):
-        raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    image = image_of(arguments)
     peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     async with ApptainerProvider() as provider:

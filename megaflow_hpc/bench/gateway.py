@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.bench.arguments import above_zero, add_count
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, quantile
 
@@ -60,11 +61,14 @@ LITELLM_TIMES = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES), help="which loads; all")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (5)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each is measured (3)")
-    parser.add_argument("--clients", type=int, default=64, help="calls in flight (64)")
-    parser.add_argument("--conversations", type=int, default=0, metavar="N", help="hold N random conversations too (0)")
+    """Adds the options of this benchmark."""
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES), help="kinds of load (all)")
+    parser.add_argument(
+        "--seconds", type=above_zero, default=5.0, metavar="S", help="seconds of each load (%(default)s)"
+    )
+    add_count(parser, "--rounds", 3, "times that each way to the engine is measured")
+    add_count(parser, "--clients", 64, "calls in flight")
+    add_count(parser, "--conversations", 0, "hold N random conversations too", least=0)
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:

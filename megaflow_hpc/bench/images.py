@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.bench.arguments import above_zero, add_count
 from megaflow_hpc.bench.figures import Figure, quantile
 from megaflow_hpc.errors import SiteError
 
@@ -32,16 +33,21 @@ AHEAD = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=int, default=500, metavar="N", help="distinct images (500)")
-    parser.add_argument("--samples", type=int, default=16, metavar="N", help="rollouts of each (16)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes that share the node (4)")
-    parser.add_argument("--slots", type=int, default=8, metavar="N", help="rollouts at a time in each (8)")
-    parser.add_argument("--kilobytes", type=int, default=400, metavar="N", help="size of an image (400)")
-    parser.add_argument("--budget", type=float, default=0.1, metavar="SHARE", help="of all images' bytes (0.1)")
+    """Adds the options of this benchmark."""
+    add_count(parser, "--images", 500, "distinct images")
+    add_count(parser, "--samples", 16, "rollouts of each image")
+    add_count(parser, "--ranks", 4, "processes that share the node")
+    add_count(parser, "--slots", 8, "rollouts at a time in each of them")
+    add_count(parser, "--kilobytes", 400, "size of an image, in kB")
     parser.add_argument(
-        "--form", choices=("tree", "sif"), default="tree", help="unpacked (default), or the file itself"
+        "--budget", type=above_zero, default=0.1, metavar="SHARE", help="room, as a share of all images (%(default)s)"
     )
-    parser.add_argument("--hold", type=float, default=0.02, metavar="S", help="mean time of a rollout (0.02)")
+    parser.add_argument(
+        "--form", choices=("tree", "sif"), default="tree", help="unpacked (tree, the default), or the file itself"
+    )
+    parser.add_argument(
+        "--hold", type=above_zero, default=0.02, metavar="S", help="mean seconds of a rollout (%(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaflow_hpc.bench.arguments import above_zero, add_count, add_image, image_of
 from megaflow_hpc.bench.figures import Figure, median
-from megaflow_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider
@@ -33,21 +33,21 @@ Note = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
-    parser.add_argument("--image", metavar="SIF", default=default, help="with python3; default MEGAFLOW_TEST_BASE_SIF")
-    parser.add_argument("--starts", type=int, default=20, metavar="N", help="per form; default 20")
-    parser.add_argument("--copies", type=int, default=5, metavar="N", help="starts of copies; default 5")
-    parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="under the watchdog; default 32")
-    parser.add_argument("--watch-s", type=float, default=6.0, metavar="S", help="for the watchdog's share; default 6")
-    parser.add_argument("--hogs", type=int, default=5, metavar="N", help="memory hogs; default 5")
+    """Adds the options of this benchmark."""
+    add_image(parser)
+    add_count(parser, "--starts", 20, "starts from each form of image")
+    add_count(parser, "--copies", 5, "starts of copies; 0 for none", least=0)
+    add_count(parser, "--sandboxes", 32, "sandboxes beside the watchdog")
+    parser.add_argument(
+        "--watch-s", type=above_zero, default=6.0, metavar="S", help="seconds it is watched (%(default)s)"
+    )
+    add_count(parser, "--hogs", 5, "processes that take all the memory they can get")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
 
-    image = os.path.abspath(arguments.image or "")
-    if not os.path.isfile(image):
-        raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    image = image_of(arguments, sif=True)
     figures = []
     with _directory(private_directory(default_scratch())) as scratch:
         for form in _forms(scratch, note):

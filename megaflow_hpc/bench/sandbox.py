@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
-from megaflow_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
@@ -49,13 +49,13 @@ asyncio.run(main())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get("MEGAFLOW_TEST_BASE_SIF")
-    parser.add_argument("--image", metavar="SIF", default=default, help="default MEGAFLOW_TEST_BASE_SIF")
-    parser.add_argument("--starts", type=int, default=30, metavar="N", help="one after the other; default 30")
-    parser.add_argument("--sandboxes", type=int, default=32, metavar="N", help="at once; default 32")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of starts at once; default 3")
-    parser.add_argument("--owned", type=int, default=5, metavar="N", help="sandboxes of the killed owner; default 5")
-    parser.add_argument("--peer-starts", type=int, default=3, metavar="N", help="per peer; default 3")
+    """Adds the options of this benchmark."""
+    add_image(parser)
+    add_count(parser, "--starts", 30, "starts one after the other, and resets")
+    add_count(parser, "--sandboxes", 32, "sandboxes that are started at once")
+    add_count(parser, "--rounds", 3, "rounds of starts at once")
+    add_count(parser, "--owned", 5, "sandboxes of the owner that is killed")
+    add_count(parser, "--peer-starts", 3, "starts of each peer")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
@@ -65,9 +65,7 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
-    image = os.path.abspath(arguments.image or "")
-    if not os.path.exists(image):
-        raise ConfigError(f"--image {arguments.image or ''}: no such image; name a SIF file")
+    image = image_of(arguments)
     peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     async with ApptainerProvider() as provider:

@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.bench.arguments import add_count
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
 
@@ -37,16 +38,15 @@ Note = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rollouts", type=int, default=150, help="that are ingested, 0 for none (150)")
-    parser.add_argument("--tokens", type=int, default=30_000, help="of each (30000)")
-    parser.add_argument("--turns", type=int, default=40, help="of each (40)")
-    parser.add_argument("--repeat", type=int, default=3, help="times that ingest is measured (3)")
-    parser.add_argument("--generated", type=int, default=8_000, help="rows of the file that is read, 0 for none (8000)")
-    parser.add_argument("--generated-tokens", type=int, default=4_096, help="of each of these (4096)")
-    parser.add_argument("--directory", type=Path, help="where the files are made")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="leave the HDF5 files there: campaign.h5, generated.h5"
-    )
+    """Adds the options of this benchmark."""
+    add_count(parser, "--rollouts", 150, "rollouts that are ingested; 0 for none", least=0)
+    add_count(parser, "--tokens", 30_000, "tokens of each")
+    add_count(parser, "--turns", 40, "turns of each")
+    add_count(parser, "--repeat", 3, "times that ingest is measured")
+    add_count(parser, "--generated", 8_000, "rows of the file that is read; 0 for none", least=0)
+    add_count(parser, "--generated-tokens", 4_096, "tokens of each of these rows")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="make the files there (a temporary directory)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave campaign.h5 and generated.h5 there")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
