@@ -237,8 +237,10 @@ class Run:
         policies = sorted({server["policy"] for server in self._content["servers"]})
         if policy is None and len(policies) == 1:
             (policy,) = policies
+        if not policies:
+            raise ConfigError(f"{self.path}: the campaign has no engine servers to scale; use --pods N")
         if policy is None or policy not in policies:
-            raise ConfigError(f"--policy {policy}: engine servers are of {', '.join(policies) or 'no policy'}")
+            raise ConfigError(f"--policy {policy or 'missing'}: engine servers are of {', '.join(policies)}; name one")
         return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> list[str]:

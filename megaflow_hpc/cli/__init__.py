@@ -1,7 +1,9 @@
-"""The command line ``megaflow-hpc``: one file per group of verbs, each with ``register(subparsers)``.
+"""The command line ``megaflow-hpc``: one module per group of verbs, each with ``register(subparsers)``.
 
-Exit status: 0 every rollout was carried out, whatever its reward; 1 some could not be; 2 a bad file or argument; 3 the
-site refused; 130 interrupted.
+Words of the command line come in; what a verb found goes to stdout, as JSON alone under ``--json``, and what a person
+should know to stderr. Verbs call the other rooms and compute nothing themselves; only ``__main__``, the console script
+and tests call :func:`main`. Exit status: 0 every rollout was carried out, whatever its reward;
+1 some could not be; 2 a bad file or argument; 3 the site refused; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ exit status: 0 every rollout was carried out, 1 some could not be, 2 bad file or
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; ``run`` of its result is the function that carries out the verb."""
     parser = argparse.ArgumentParser(
         prog="megaflow-hpc",
         description="LLM agent rollouts at scale on Slurm: model servers, sandboxes and MPI pods from one YAML file.",
@@ -57,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit status."""
+    """Runs one verb and returns its exit status; wrong words end the process with status 2, as argparse does."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
@@ -73,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        print(f"megaflow-hpc: {error}", file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"megaflow-hpc: {place}{error.strerror or error}; correct the path or its permissions", file=sys.stderr)
         return ConfigError.exit_status
     except KeyboardInterrupt:
         print("megaflow-hpc: interrupted", file=sys.stderr)

@@ -1,16 +1,20 @@
-"""``bench``: measures the product beside its peers on this machine."""
+"""Measures sandboxes, commands, images, dispatch, gateway, store and whole campaigns on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import add_json, note, print_json, table
 
+if TYPE_CHECKING:
+    from megaflow_hpc.bench.figures import Figure
+
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure sandboxes, dispatch, gateway and store beside their peers")
+    parser = subparsers.add_parser("bench", help="measure this site, beside peers where asked to", description=__doc__)
     verbs = parser.add_subparsers(dest="bench_verb", metavar="BENCHMARK", required=True)
     from megaflow_hpc.bench import BENCHMARKS
 
@@ -22,7 +26,9 @@ def register(subparsers: Any) -> None:
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_argument("--peers", action="store_true", help="run the peers too; those not installed are named")
+        verb.add_argument(
+            "--peers", action="store_true", help="measure peers too, from a checkout; those not installed are named"
+        )
         add_json(verb)
         module.add_arguments(verb)
         verb.set_defaults(run=_bench, benchmark=name)
@@ -35,8 +41,14 @@ def _bench(arguments: argparse.Namespace) -> int:
     figures = module.run(arguments, note)
     if arguments.json:
         print_json(report(figures))
-        return 0
-    rows = []
+    else:
+        print(page(figures))
+    return 0
+
+
+def page(figures: Sequence[Figure]) -> str:
+    """A table with a line for each figure, and under it one for each of its peers."""
+    rows: list[tuple[Any, ...]] = []
     for figure in figures:
         spread = "" if figure.spread is None else f"{figure.spread[0]:.4g} – {figure.spread[1]:.4g}"
         goal = "" if figure.goal is None else f"{'≤' if figure.better == 'lower' else '≥'} {figure.goal:g}"
@@ -46,5 +58,4 @@ def _bench(arguments: argparse.Namespace) -> int:
             (f"  {peer.name} {peer.version}", f"{peer.value:.4g}", figure.unit, f"{peer.ratio:.3g} ×", "", "", "")
             for peer in figure.peers
         ]
-    print(table(("figure", "value", "unit", "10–90 %, or ratio", "n", "goal", ""), rows))
-    return 0
+    return table(("figure", "value", "unit", "10–90 %, or ratio", "n", "goal", ""), rows)

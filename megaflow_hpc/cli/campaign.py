@@ -38,7 +38,7 @@ def register(subparsers: Parsers) -> None:
             "--launcher", choices=("auto", "local", "slurm"), default="auto", help="auto: Slurm where there is one"
         )
         parser.add_argument(
-            "--ranks", type=int, default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
+            "--ranks", type=_ranks, default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
         )
 
     plan = verb("plan", "make the run directory and queue nothing", _plan, "plan campaign.yaml")
@@ -56,7 +56,7 @@ def register(subparsers: Parsers) -> None:
     add_json(submit)
 
     resume = verb("resume", "continue a run; nothing that is stored is run again", _resume, "resume RUN --failed")
-    resume.add_argument("run_dir", metavar="RUN")
+    resume.add_argument("run_dir", metavar="RUN", help="run directory")
     resume.add_argument("--failed", action="store_true", help="also run again what failed")
     resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="run again these, where they failed")
     resume.add_argument(
@@ -72,18 +72,20 @@ def register(subparsers: Parsers) -> None:
     add_json(resume)
 
     scale = verb("scale", "add pods to a running campaign, or let some go", _scale, "scale RUN --pods 12")
-    scale.add_argument("run_dir", metavar="RUN")
-    scale.add_argument("--pods", type=int, metavar="N", help="pods that shall be queued or running")
-    scale.add_argument("--servers", type=int, metavar="N", help="engine servers that shall at least be")
-    scale.add_argument("--policy", help="of which model, where there are several")
+    scale.add_argument("run_dir", metavar="RUN", help="run directory")
+    scale.add_argument("--pods", type=int, metavar="N", help="target number of pods, queued or running")
+    scale.add_argument(
+        "--servers", type=int, metavar="N", help="target number of engine servers; held ones are released"
+    )
+    scale.add_argument("--policy", help="with --servers: the model's policy, where there are several")
     add_json(scale)
 
     cancel = verb("cancel", "cancel a run's jobs; what is stored stays", _cancel, "cancel RUN")
-    cancel.add_argument("run_dir", metavar="RUN")
+    cancel.add_argument("run_dir", metavar="RUN", help="run directory")
     add_json(cancel)
 
     gather = verb("gather", "write trajectories.h5 from the journals", _gather, "gather RUN")
-    gather.add_argument("run_dir", metavar="RUN")
+    gather.add_argument("run_dir", metavar="RUN", help="run directory")
     gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
     gather.add_argument("--wait", action="store_true", help="first for the pods, those at other clusters too")
     gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="then cancel these engine arrays")
@@ -92,16 +94,12 @@ def register(subparsers: Parsers) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
-    from megaflow_hpc.campaign.jobs import preview
-    from megaflow_hpc.slurm import script
+    from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
     run = campaign.plan(arguments.run_dir, arguments.only)
-    paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
-    jobs = preview(run.config, run.dir, run.dir.read_run()["server_groups"])
-    commands = [script.command(job, paths[job.role]) for job in jobs if job.role in paths and not job.engines]
-    if any(job.engines for job in jobs):
-        commands = [f"megaflow-hpc submit {arguments.campaign} --dry-run  # prints the script: save it, and sbatch it"]
+    here = f"megaflow-hpc resume {run.path} --launcher local"
+    commands = _by_hand(run, arguments.campaign) if site.has_slurm() else [here]
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0
@@ -111,11 +109,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _by_hand(run: Any, campaign: str) -> list[str]:
+    """The commands that submit a planned run without this one."""
+    from megaflow_hpc.campaign.jobs import preview
+    from megaflow_hpc.slurm import script
+
+    paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
+    jobs = preview(run.config, run.dir, run.dir.read_run()["server_groups"])
+    if any(job.engines for job in jobs):
+        return [f"megaflow-hpc submit {campaign} --dry-run  # prints the script: save it, and sbatch it"]
+    return [script.command(job, paths[job.role]) for job in jobs if job.role in paths]
+
+
 def _run(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
 
-    if arguments.ranks < 1:
-        raise ConfigError(f"--ranks {arguments.ranks}: at least 1")
     campaign = Campaign.from_yaml(arguments.campaign)
     run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher)
     note(f"run directory: {run.path}")
@@ -197,9 +205,19 @@ def _submit(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
+    return int(text)
+
+
 def _limit(text: str) -> tuple[str, float | None]:
+    """``core_hours=100`` or ``wall=none``."""
     name, _, hours = text.partition("=")
-    return name, None if hours == "none" else float(hours)
+    try:
+        return name, None if hours == "none" else float(hours)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=HOURS, as core_hours=100 or wall=none") from None
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -222,9 +240,12 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _scale(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
+    wanted = [number for number in (arguments.pods, arguments.servers) if number is not None]
+    if len(wanted) != 1 or wanted[0] < 0:
+        raise ConfigError(
+            f"scale: {' and '.join(map(str, wanted)) or 'no number'}: give --pods N or --servers N, N >= 0"
+        )
     run = Run(arguments.run_dir)
-    if (arguments.pods is None) == (arguments.servers is None):
-        raise ConfigError("scale: give --pods N or --servers N")
     if arguments.servers is not None:
         return _scale_servers(run, arguments)
     changed = run.scale(arguments.pods)

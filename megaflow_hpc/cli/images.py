@@ -51,7 +51,7 @@ def register(subparsers: Any) -> None:
         "  megaflow-hpc images build containers/base.def\n"
         "  megaflow-hpc images build tasks/one/environment/Dockerfile --map debian:12=base.sif",
     )
-    build.add_argument("source", metavar="SOURCE", nargs="+")
+    build.add_argument("source", metavar="SOURCE", nargs="+", help="campaign, definition file, Dockerfile, docker://…")
     build.add_argument("--map", metavar="NAME=IMAGE", action="append", default=[], help="image for a FROM; repeatable")
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
     _networked(build)
@@ -68,7 +68,7 @@ def register(subparsers: Any) -> None:
         "  megaflow-hpc images pull docker://python:3.12 --mirror docker.io=registry.site.edu/hub\n"
         "  megaflow-hpc images pull --manifest images.json --from /media/carried",
     )
-    pull.add_argument("source", metavar="SOURCE", nargs="*")
+    pull.add_argument("source", metavar="SOURCE", nargs="*", help="an address (docker://…) or a SIF")
     pull.add_argument("--manifest", metavar="FILE", help="what to fetch, as images manifest or build wrote it")
     pull.add_argument("--from", metavar="DIR", dest="directory", help="take the manifest's files from DIR")
     _networked(pull)
@@ -83,7 +83,7 @@ def register(subparsers: Any) -> None:
         "  megaflow-hpc images manifest campaign.yaml\n"
         "  megaflow-hpc images manifest campaign.yaml --output images.json",
     )
-    manifest.add_argument("campaign", metavar="CAMPAIGN")
+    manifest.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
     manifest.add_argument("--output", metavar="FILE", help="write it to FILE")
     manifest.set_defaults(run=images_make.manifest)
 
@@ -95,7 +95,7 @@ def register(subparsers: Any) -> None:
         "their beginnings) of the store, or a campaign file.",
         "  srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml\n  megaflow-hpc images stage 3f2a9c0b",
     )
-    stage.add_argument("image", metavar="IMAGE", nargs="+")
+    stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF, a digest of the store, or a campaign file")
     stage.add_argument("--form", choices=("tree", "sif"), default="tree", help="unpacked (default), or the file itself")
     _cached(stage)
     stage.set_defaults(run=_stage)
@@ -120,8 +120,8 @@ def register(subparsers: Any) -> None:
         "  megaflow-hpc images prune 3f2a9c0b --dry-run\n  megaflow-hpc images prune --older-than 90\n"
         "  megaflow-hpc images prune --staged",
     )
-    prune.add_argument("image", metavar="DIGEST", nargs="*")
-    prune.add_argument("--older-than", metavar="DAYS", type=float)
+    prune.add_argument("image", metavar="DIGEST", nargs="*", help="digest of an image, or its beginning")
+    prune.add_argument("--older-than", metavar="DAYS", type=float, help="images that were made longer ago")
     prune.add_argument("--staged", action="store_true", help="this node's copies that nobody uses, instead")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     _cached(prune)

@@ -58,7 +58,7 @@ def register(subparsers: Any) -> None:
         epilog="example:\n  megaflow-hpc validate RUN/trajectories.h5",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    validate.add_argument("file", metavar="FILE")
+    validate.add_argument("file", metavar="FILE", help="a trajectories.h5")
     add_json(validate)
     validate.set_defaults(run=_validate)
 

@@ -24,9 +24,11 @@ def register(subparsers: Any) -> None:
         epilog="examples:\n  megaflow-hpc status runs/fix-bugs-… --json\n  megaflow-hpc status RUN --usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    status.add_argument("run_dir", metavar="RUN")
+    status.add_argument("run_dir", metavar="RUN", help="run directory")
     status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
-    status.add_argument("--usage", action="store_true", help="core and GPU seconds, and those in which nothing ran")
+    status.add_argument(
+        "--usage", action="store_true", help="add core and GPU seconds, and those in which no rollout ran"
+    )
     add_json(status)
     status.set_defaults(run=_status)
 
@@ -38,7 +40,7 @@ def register(subparsers: Any) -> None:
         epilog="example:\n  megaflow-hpc watch RUN",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    watch.add_argument("run_dir", metavar="RUN")
+    watch.add_argument("run_dir", metavar="RUN", help="run directory")
     watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks; default 2")
     add_json(watch)
     watch.set_defaults(run=_watch)
@@ -85,7 +87,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
-    """The page for a person."""
+    """The status of the campaign ``name`` as a page of text."""
     counts = status["rollouts"]
     lines = [f"{name}: {status['state']}    {status['run']}"]
     lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))

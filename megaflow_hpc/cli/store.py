@@ -20,12 +20,12 @@ def register(subparsers: Any) -> None:
         return parser
 
     parser = verb("verify", "read every column of a trajectories.h5 and compare checksums", _verify)
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
 
     parser = verb(
         "compact", "drop superseded attempts from a trajectories.h5, or the journals of a finished run", _compact
     )
-    parser.add_argument("path", metavar="FILE|RUN", type=Path)
+    parser.add_argument("path", metavar="FILE|RUN", type=Path, help="a trajectories.h5, or a run directory")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write there instead of in its place")
     parser.add_argument(
         "--drop-artifacts",
@@ -43,8 +43,8 @@ def register(subparsers: Any) -> None:
     parser = verb(
         "anonymise", "copy a trajectories.h5 without names of users, hosts, jobs and home directories", _anonymise
     )
-    parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_argument("output", metavar="OUTPUT", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the copy, which must not exist")
     parser.add_argument(
         "--name", metavar="WORD", action="append", default=[], help="a further word to remove (repeatable)"
     )
@@ -55,7 +55,7 @@ def register(subparsers: Any) -> None:
     )
 
     parser = verb("du", "say where the bytes of a run or of a trajectories.h5 are", _du)
-    parser.add_argument("path", metavar="FILE|RUN", type=Path)
+    parser.add_argument("path", metavar="FILE|RUN", type=Path, help="a trajectories.h5, or a run directory")
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -18,20 +18,22 @@ from megaflow_hpc.rundir.layout import RunDir
 
 def register(subparsers: Any) -> None:
     help_ = "publish new weights for the engines of a campaign, or list what was published"
-    group = subparsers.add_parser("weights", help=help_, description=f"{help_}.")
+    group = subparsers.add_parser("weights", help=help_, description=f"{help_.capitalize()}.")
     verbs = group.add_subparsers(dest="weights_verb", metavar="VERB", required=True)
 
-    parser = verbs.add_parser("publish", help="make a model directory the next version; servers load it in place")
-    parser.add_argument("run_dir", metavar="RUN", type=Path)
+    help_ = "make a model directory the next version; servers load it in place"
+    parser = verbs.add_parser("publish", help=help_, description=f"{help_.capitalize()}.")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")
-    parser.add_argument("--policy", help="which model, where the campaign has several")
+    parser.add_argument("--policy", help="the model's policy, where there are several")
     parser.add_argument("--move", action="store_true", help="rename DIR instead of copying it")
     parser.add_argument("--keep", metavar="N", type=int, help="remove all but the N newest versions of the policy")
     add_json(parser)
     parser.set_defaults(run=_publish)
 
-    parser = verbs.add_parser("list", help="versions, and how many servers serve each")
-    parser.add_argument("run_dir", metavar="RUN", type=Path)
+    help_ = "list the versions of each policy, and how many servers serve each"
+    parser = verbs.add_parser("list", help=help_, description=f"{help_.capitalize()}.")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
     add_json(parser)
     parser.set_defaults(run=_list)
 

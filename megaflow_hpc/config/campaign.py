@@ -147,9 +147,7 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{path}: holds {type(value).__name__}, expected a mapping; start with: megaflow-hpc init {path}"
-        )
+        raise ConfigError(f"{path}: holds {type(value).__name__}, expected a mapping; docs/quickstart.md shows one")
     return parse(value, str(path), node)
 
 

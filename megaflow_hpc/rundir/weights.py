@@ -164,7 +164,8 @@ def _policy(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
     if policy is None and len(models) == 1:
         (policy,) = models
     if policy not in models:
-        said = f"no policy {policy!r} with a model" if policy else "the campaign has several models; name one"
+        unnamed = "several policies have models; name one with --policy" if models else "no policy has a model"
+        said = f"no policy {policy!r} with a model" if policy else unnamed
         raise ConfigError(f"{run}: {said}; there are: {', '.join(sorted(models)) or 'none'}")
     if models[policy].get("engine") == "external":
         raise ConfigError(f"{run}: policy {policy!r} is an external endpoint; its weights are not ours to change")
