@@ -1,0 +1,44 @@
+"""A host without Slurm, and a campaign that needs neither Apptainer nor an image of any size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.run import Run
+from tests.support.harbor_tasks import write_solved_task
+
+
+@pytest.fixture(autouse=True)
+def bare_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program on PATH, scratch and home of the test's own, and no variable of a lab or job."""
+    for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_QUOTAS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("scratch", "home", "bin"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("MEGAFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Path:
+    """A campaign file of two tasks, with the agents oracle and nop, on an unpacked image."""
+    for number in range(2):
+        write_solved_task(tmp_path / "tasks", f"task{number}")
+    (tmp_path / "image" / "bin").mkdir(parents=True)
+    path = tmp_path / "campaign.yaml"
+    path.write_text(
+        "name: small\ntasks: tasks/*\nagent: [oracle, nop]\n"
+        f"environment: {{network: none, images: {{base: {tmp_path / 'image'}}}}}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def planned(campaign: Path) -> Run:
+    """A run of the campaign, planned and not started."""
+    return Campaign.from_yaml(campaign).plan(launcher="local")

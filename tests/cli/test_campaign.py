@@ -1,0 +1,110 @@
+"""Verbs about a campaign, on a host without Slurm and without anything being run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(words: list[str], capsys: Capture, status: int = 2) -> str:
+    """The one line that a refused command says on stderr."""
+    assert main(words) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = said.err.splitlines()
+    return line
+
+
+def test_plan_makes_the_run_directory_and_says_how_to_start_it(campaign: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["plan", str(campaign), "--run-dir", str(tmp_path / "run"), "--only", "task0"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'run'}\n"
+    assert said.err == f"megaflow-hpc resume {tmp_path / 'run'} --launcher local\n"
+    assert Run(tmp_path / "run").status()["rollouts"]["total"] == 2
+    line = refused(["plan", str(campaign), "--run-dir", str(tmp_path / "run")], capsys)
+    assert f"megaflow-hpc resume {tmp_path / 'run'}" in line
+    assert "ids look like <task>/<policy>/<sample>" in refused(["plan", str(campaign), "--only", "task7"], capsys)
+
+
+def test_submit_without_slurm_is_refused_and_touches_nothing(campaign: Path, capsys: Capture) -> None:
+    before = sorted(campaign.parent.rglob("*"))
+    for words in (["submit", str(campaign)], ["submit", str(campaign), "--dry-run"]):
+        assert "use --launcher local" in refused(words, capsys, status=3)
+    assert sorted(campaign.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("verb", ["run", "resume"])
+@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
+def test_ranks_are_at_least_one(verb: str, ranks: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "RUN", "--ranks", ranks])
+    assert f"--ranks: {ranks}: give a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_the_status_of_a_planned_run(planned: Run, capsys: Capture) -> None:
+    assert main(["status", str(planned.path)]) == 0
+    head, counts = capsys.readouterr().out.splitlines()
+    assert head == f"small: planned    {planned.path}"
+    assert counts.startswith("total 4  pending 4  running 0")
+    assert main(["status", str(planned.path), "--usage", "--rollouts", "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["rollouts"]["pending"] == 4
+    assert status["rollout_list"] == []
+    assert status["usage"]["core_seconds"] == 0
+
+
+def test_a_cancelled_run_says_so_and_how_to_go_on(planned: Run, capsys: Capture) -> None:
+    assert main(["cancel", str(planned.path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == "nothing was queued or running\n"
+    assert said.err == f"continue with: megaflow-hpc resume {planned.path}\n"
+    assert main(["status", str(planned.path)]) == 0
+    assert capsys.readouterr().out.startswith("small: cancelled")
+
+
+def test_gather_writes_the_file_that_it_names(planned: Run, capsys: Capture) -> None:
+    assert main(["gather", str(planned.path)]) == 0
+    assert capsys.readouterr().out == f"{planned.path}/trajectories.h5\n"
+    assert (planned.path / "trajectories.h5").exists()
+    assert "no trajectory '0' among 0" in refused(["show", str(planned.path), "0"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no number: give --pods N or --servers N"),
+        (["--pods", "1", "--servers", "2"], "1 and 2: give --pods N or --servers N"),
+        (["--pods", "-1"], "-1: give --pods N or --servers N, N >= 0"),
+        (["--servers", "1"], "no engine servers to scale; use --pods N"),
+    ],
+)
+def test_scale_takes_one_number(planned: Run, words: list[str], said: str, capsys: Capture) -> None:
+    assert said in refused(["scale", str(planned.path), *words], capsys)
+
+
+def test_scale_without_slurm_is_refused(planned: Run, capsys: Capture) -> None:
+    assert "Slurm, which is not here" in refused(["scale", str(planned.path), "--pods", "1"], capsys, status=3)
+
+
+def test_limits_are_named_and_positive(planned: Run, capsys: Capture) -> None:
+    for limit in ("days=1", "wall=-1"):
+        line = refused(["resume", str(planned.path), "--limit", limit], capsys)
+        assert limit.partition("=")[0] in line
+        assert "expected one of core_hours, gpu_hours, wall, and hours above 0" in line
+    with pytest.raises(SystemExit, match="2"):
+        main(["resume", str(planned.path), "--limit", "wall"])
+    assert "wall: expected NAME=HOURS, as core_hours=100 or wall=none" in capsys.readouterr().err
+
+
+def test_a_damaged_run_directory_is_named(planned: Run, capsys: Capture) -> None:
+    planned.dir.run_json.write_text("{")
+    line = refused(["status", str(planned.path)], capsys)
+    assert str(planned.dir.run_json) in line
+    assert "the run directory is damaged" in line

@@ -1,0 +1,164 @@
+"""Every verb of the command line: help, one line for a bad argument, and JSON alone on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.cli import build_parser, main
+
+NO_RUN = "make one with: megaflow-hpc plan CAMPAIGN"
+NO_CAMPAIGN = "correct the path"
+NO_STORE = "expected a trajectories.h5"
+NO_TASK = "make some with: megaflow-hpc tasks build"
+WHOLE = "give a whole number of at least"
+
+WRONG = {
+    "plan": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
+    "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),
+    "submit": ("/no/campaign.yaml --dry-run", "/no/campaign.yaml", NO_CAMPAIGN),
+    "resume": ("/no/run", "/no/run", NO_RUN),
+    "scale": ("/no/run --pods 1", "/no/run", NO_RUN),
+    "cancel": ("/no/run", "/no/run", NO_RUN),
+    "gather": ("/no/run", "/no/run", NO_RUN),
+    "status": ("/no/run", "/no/run", NO_RUN),
+    "watch": ("/no/run", "/no/run", NO_RUN),
+    "doctor": ("--jobs", "--jobs", "unrecognized arguments"),
+    "show": ("/no/run 0", "/no/run", NO_STORE),
+    "validate": ("/no/file.h5", "/no/file.h5", NO_STORE),
+    "diff": ("/no/run 0 1", "/no/run", NO_STORE),
+    "export": ("/no/run --format jsonl", "/no/run", NO_STORE),
+    "import": ("/no/x.jsonl --output /no/file.h5", "/no/x.jsonl", "expected JSON lines of megaflow-hpc export"),
+    "verify": ("/no/file.h5", "/no/file.h5", NO_STORE),
+    "compact": ("/no/file.h5", "/no/file.h5", NO_STORE),
+    "anonymise": ("/no/file.h5 /no/copy.h5", "/no/file.h5", NO_STORE),
+    "du": ("/no/run", "/no/run", NO_STORE),
+    "tasks import": ("/no/x.jsonl --to swebench", "/no/x.jsonl", "correct the path"),
+    "tasks build": ("/no/bugs.yaml --output /no/tasks", "/no/bugs.yaml", NO_CAMPAIGN),
+    "tasks validate": ("/no/tasks", "/no/tasks", NO_TASK),
+    "tasks list": ("/no/tasks", "/no/tasks", NO_TASK),
+    "images build": ("/no/Dockerfile", "/no/Dockerfile", "correct the path"),
+    "images pull": ("/no/image.sif", "/no/image.sif", "neither an address (docker://…) nor a SIF file"),
+    "images manifest": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
+    "images stage": ("/no/image.sif --form zip", "zip", "choose from"),
+    "images list": ("--stagd", "--stagd", "unrecognized arguments"),
+    "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
+    "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
+    "weights list": ("/no/run", "/no/run", NO_RUN),
+    "janitor": ("--scrtch /no", "--scrtch", "unrecognized arguments"),
+    "bench sandbox": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
+    "bench exec": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
+    "bench modes": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
+    "bench dispatch": ("--ranks 0", "0", WHOLE),
+    "bench gateway": ("--clients many", "many", WHOLE),
+    "bench images": ("--budget 0", "0", "give a number above 0"),
+    "bench store": ("--repeat 0", "0", WHOLE),
+    "bench campaign": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
+}
+"""Verb → its arguments, one of which is bad, the value that is refused, and what is said about it."""
+
+
+def verbs(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every verb that can be called, and its parser."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, below in (pair for group in groups for pair in group.choices.items()):
+        yield from verbs(below, f"{words} {name}".strip())
+    if not groups:
+        yield words, parser
+
+
+PARSERS = dict(verbs(build_parser()))
+
+
+def call(words: str) -> int:
+    """The exit status of a command line, whether the verb returns it or argparse ends."""
+    try:
+        return main(shlex.split(words))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_the_table_has_every_verb() -> None:
+    assert set(WRONG) == set(PARSERS)
+
+
+@pytest.mark.parametrize("verb", sorted(PARSERS))
+def test_a_verb_says_what_it_does_and_what_each_of_its_arguments_means(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(f"{verb} --help") == 0
+    assert f"usage: megaflow-hpc {verb}" in capsys.readouterr().out
+    parser = PARSERS[verb]
+    assert parser.description
+    assert [action.dest for action in parser._actions if not action.help] == []
+    assert "--json" in parser._option_string_actions
+
+
+@pytest.mark.parametrize("options", ["", " --json"], ids=["text", "json"])
+@pytest.mark.parametrize("verb", sorted(WRONG))
+def test_a_bad_argument_is_named_on_stderr_with_the_remedy(
+    verb: str, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, value, remedy = WRONG[verb]
+    assert call(f"{verb} {words}{options}") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = [line for line in said.err.splitlines() if line.startswith("megaflow-hpc") and ": " in line]
+    assert value in line
+    assert remedy in line
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan {campaign}",
+        "status {run}",
+        "status {run} --rollouts",
+        "cancel {run}",
+        "gather {run}",
+        "du {run}",
+        "validate {run}/trajectories.h5",
+        "verify {run}/trajectories.h5",
+        "weights list {run}",
+        "tasks list {tasks}",
+        "images list",
+        "images manifest {campaign}",
+        "janitor",
+        "bench gateway --shapes",
+    ],
+)
+def test_with_json_nothing_else_is_on_stdout(
+    words: str, planned: Run, campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned.gather()
+    line = words.format(run=planned.path, campaign=campaign, tasks=campaign.parent / "tasks")
+    assert call(f"{line} --json") == 0, capsys.readouterr().err
+    json.loads(capsys.readouterr().out)
+
+
+def test_no_verb_and_an_unknown_one_are_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("") == 2
+    assert "VERB" in capsys.readouterr().err
+    assert call("sttus RUN") == 2
+    said = capsys.readouterr().err
+    assert "sttus" in said
+    assert "'status'" in said
+
+
+def test_debug_shows_where_an_error_comes_from() -> None:
+    with pytest.raises(Exception, match="/no/run"):
+        main(["--debug", "status", "/no/run"])
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    import megaflow_hpc
+
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"megaflow-hpc {megaflow_hpc.__version__}\n"

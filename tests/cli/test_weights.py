@@ -1,0 +1,59 @@
+"""The verbs ``weights publish`` and ``weights list`` on runs whose engines do not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def served(campaign: Path) -> Run:
+    """A planned run with two policies, both of scripted engines."""
+    (campaign.parent / "answers.yaml").write_text('default: ["42"]\n')
+    model = "{engine: scripted, script: answers.yaml}"
+    text = campaign.read_text().replace("[oracle, nop]", "mini-swe-agent")
+    campaign.write_text(f"{text}models: {{a: {model}, b: {model}}}\n")
+    return Campaign.from_yaml(campaign).plan(launcher="local")
+
+
+def publish(run: Run, *words: str) -> list[str]:
+    return ["weights", "publish", str(run.path), *words]
+
+
+def test_what_cannot_be_published_is_refused_with_the_reason(planned: Run, served: Run, capsys: Capture) -> None:
+    model = str(served.path.parent)
+    for words, said in (
+        (publish(planned, model), "no policy has a model; there are: none"),
+        (publish(served, model), "several policies have models; name one with --policy; there are: a, b"),
+        (publish(served, model, "--policy", "c"), "no policy 'c' with a model; there are: a, b"),
+        (publish(served, model, "--policy", "a"), "has no script.yaml"),
+        (publish(served, "/no/model", "--policy", "a"), "/no/model: is no directory"),
+        (publish(served, model, "--policy", "a", "--keep", "0"), "--keep 0: must be at least 1"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_versions_are_listed_with_the_current_one_marked(served: Run, tmp_path: Path, capsys: Capture) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "script.yaml").write_text('default: ["43"]\n')
+    assert main(publish(served, str(weights), "--policy", "b")) == 0
+    assert capsys.readouterr().out == "1\n"
+    assert main(["weights", "list", str(served.path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["policy"], row["version"], row["current"], row["servers"]) for row in rows] == [
+        ("a", 0, True, 0),
+        ("b", 0, False, 0),
+        ("b", 1, True, 0),
+    ]
+    assert main(["weights", "list", str(served.path)]) == 0
+    assert "1 *" in capsys.readouterr().out
