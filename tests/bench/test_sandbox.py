@@ -23,6 +23,7 @@ def arguments(module: object, *words: str) -> argparse.Namespace:
     return argparse.Namespace(peers=False, **vars(parser.parse_args(words)))
 
 
+@pytest.mark.slow
 def test_life_of_a_sandbox_is_measured_and_a_killed_owner_leaves_nothing(base_sif: Path) -> None:
     words = ("--image", str(base_sif), "--starts", "2", "--sandboxes", "2", "--rounds", "1", "--owned", "2")
     figures = {figure.name: figure for figure in bench_sandbox.run(arguments(bench_sandbox, *words), print)}
@@ -31,6 +32,7 @@ def test_life_of_a_sandbox_is_measured_and_a_killed_owner_leaves_nothing(base_si
     assert sum(figure.goal is not None for figure in figures.values()) == 8
 
 
+@pytest.mark.slow
 def test_starts_are_measured_in_each_way_of_this_node_and_as_copies(base_sif: Path) -> None:
     words = ("--image", str(base_sif), "--starts", "1", "--sandboxes", "1", "--copies", "1", "--watch-s", "0.5")
     names = [figure.name for figure in bench_modes.run(arguments(bench_modes, *words, "--hogs", "1"), print)]

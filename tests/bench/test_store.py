@@ -8,6 +8,7 @@ import sys
 
 import h5py
 import numpy as np
+import pytest
 
 from megaflow_hpc.bench.store_reads import generate
 from megaflow_hpc.bench.transcripts import VOCABULARY, Transcripts
@@ -16,6 +17,7 @@ from megaflow_hpc.trajectories import open_trajectories, validate
 from tests.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
 
 
+@pytest.mark.slow
 def test_every_figure_of_the_store_is_there_with_its_peers(capsys, tmp_path):
     sizes = ["--rollouts", "4", "--tokens", "2000", "--turns", "5", "--repeat", "1", "--keep", str(tmp_path)]
     assert main(["bench", "store", "--peers", "--json", *sizes, "--generated", "40", "--generated-tokens", "64"]) == 0

@@ -42,6 +42,7 @@ def test_python_submits_waits_and_streams(make_campaign: Make) -> None:
         assert len(store) == 4
 
 
+@pytest.mark.slow
 def test_a_failing_agent_is_verified_and_a_hanging_test_costs_one_rollout(
     tmp_path: Path, make_campaign: Make, make_task: Make
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_failing_agent_is_verified_and_a_hanging_test_costs_one_rollout(
         assert [attempt.error_kind for attempt in attempts] == ["verifier", "verifier"]
 
 
+@pytest.mark.slow
 def test_failed_rollouts_run_again_on_request_and_replace_the_failure(tmp_path: Path, make_campaign: Make) -> None:
     campaign = make_campaign(2, agent="oracle")
     script = tmp_path / "tasks" / "task0" / "tests" / "test.sh"
@@ -80,6 +82,7 @@ def test_failed_rollouts_run_again_on_request_and_replace_the_failure(tmp_path: 
     assert rows(result["run"]) == {f"task{n}/oracle/0": ("completed", 1) for n in range(2)}
 
 
+@pytest.mark.slow
 def test_resume_of_a_finished_run_does_nothing(make_campaign: Make) -> None:
     result, _ = run_local(make_campaign(1))
     before = rows(result["run"])
@@ -89,6 +92,7 @@ def test_resume_of_a_finished_run_does_nothing(make_campaign: Make) -> None:
     assert rows(result["run"]) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["pod", "runner"])
 def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, victim: str) -> None:
     run = Campaign.from_yaml(make_campaign(4, solution="sleep 1; echo 42 > answer")).submit(launcher="local")
@@ -107,6 +111,7 @@ def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, vi
     assert rows(run.path) == small_rows(4)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) -> None:
     process, run = running(make_campaign(3, agent="oracle", solution="sleep 4; echo 42 > answer"))
     process.send_signal(signal.SIGINT)
@@ -118,6 +123,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) ->
     assert len(rows(run)) == 3
 
 
+@pytest.mark.slow
 def test_an_image_without_a_shell_fails_its_rollouts_and_no_other(
     tmp_path: Path, make_campaign: Make, make_task: Make
 ) -> None:
@@ -147,6 +153,7 @@ def test_a_model_that_cannot_start_fails_its_rollouts_soon_and_names_the_cause(
         assert "answers.yaml" in store[0].error
 
 
+@pytest.mark.slow
 def test_a_program_in_the_sandbox_reaches_its_model_and_nothing_else(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
     model = "model: {engine: scripted, script: answers.yaml}\n"

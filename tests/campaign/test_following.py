@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
@@ -48,6 +50,7 @@ def test_watch_follows_to_the_end_and_leaves(make_campaign: Make) -> None:
     run.wait(timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_local_campaign_at_once(make_campaign: Make) -> None:
     process, path = running(make_campaign(1, agent="oracle", solution="sleep 300; echo 42 > answer"))
     process.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
@@ -48,6 +49,7 @@ def said(trajectory: Trajectory) -> list[Any]:
     return [columns, trajectory.messages, trajectory.reward, trajectory.status]
 
 
+@pytest.mark.slow
 def test_a_campaign_is_replayed_byte_for_byte_without_an_engine(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
 ) -> None:

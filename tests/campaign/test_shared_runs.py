@@ -73,6 +73,7 @@ def carried_out(campaign: Path, place: Path, share: str) -> RunDir:
     return run.dir
 
 
+@pytest.mark.slow
 def test_a_member_of_the_group_reads_a_shared_run_but_its_keys_and_a_stranger_reads_nothing(
     place: Path, make_campaign: Make
 ) -> None:
@@ -95,6 +96,7 @@ def test_another_users_run_is_refused_by_name_to_whoever_would_change_it(tmp_pat
         RunDir("/").check_ours()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_shared_is_closed_to_its_group_too(place: Path, make_campaign: Make) -> None:
     run = carried_out(make_campaign(1, agent="oracle"), place, "user")
     found = visit(run, member=True)

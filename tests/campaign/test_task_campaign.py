@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from megaflow_hpc import open_trajectories
 from tests.support.harbor_tasks import SEPARATE, write_files, write_steps
 
 Make = Callable[..., Path]
 
 
+@pytest.mark.slow
 def test_steps_users_artifacts_and_verifiers_apart_reach_the_store(make_campaign: Make, tmp_path: Path) -> None:
     campaign = make_campaign(1)
     (tmp_path / "tasks" / "task0" / "task.toml").write_text('[environment]\ndocker_image = "base"\nworkdir = "/app"\n')

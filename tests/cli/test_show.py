@@ -81,6 +81,7 @@ def tokenizer(path, byte_level=True):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(tmp_path, byte_level):
     run = run_dir(tmp_path / "run")
@@ -175,6 +176,7 @@ def test_validate_says_what_is_wrong(run):
     assert "not an HDF5 file" in foreign.stderr
 
 
+@pytest.mark.slow
 def test_diff_says_where_two_rollouts_part(tmp_path):
     run = run_dir(tmp_path / "run")
     same = [{"role": "user", "content": "mend it"}]

@@ -16,6 +16,7 @@ SCALE = 0.3
 """A hundredth of the product's times."""
 
 
+@pytest.mark.slow
 def test_stale_answers_replayed_replies_and_pauses_lose_and_double_nothing(tmp_path: Path) -> None:
     prepare(tmp_path / "run")
     said = campaign([tmp_path / "run"] * 3, tmp_path / "run", seed=1, scale=SCALE)
@@ -26,6 +27,7 @@ def test_stale_answers_replayed_replies_and_pauses_lose_and_double_nothing(tmp_p
     assert met["ESTALE"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not device(), reason=f"no FUSE device that this user may open: /dev/fuse is closed, {DEVICE} unset")
 def test_a_fuse_mount_for_each_that_misbehaves_loses_and_doubles_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.ledger.faults", str(tmp_path / "run"), "--fuse", "--scale", str(SCALE)]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
+import pytest
+
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.local import LocalPod
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
@@ -130,6 +132,7 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     assert scheduler.queued == 5
 
 
+@pytest.mark.slow
 def test_a_pod_that_finds_nothing_to_claim_gets_what_the_other_has_not_started(
     make_campaign: Callable[..., Path],
 ) -> None:

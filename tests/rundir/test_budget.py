@@ -91,6 +91,7 @@ def test_a_limit_is_raised_for_pods_that_run(tmp_path: Path) -> None:
             running.raise_to(wrong)
 
 
+@pytest.mark.slow
 def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_raised(
     tmp_path: Path, make_campaign: Callable[..., Path]
 ) -> None:

@@ -435,6 +435,7 @@ def test_a_swe_smith_bug_leaves_no_trace_of_its_solution(world: World) -> None:
     assert "test_xmltodict.py" not in rest
 
 
+@pytest.mark.slow
 def test_a_hanging_patch_is_not_resolved_and_a_wrong_image_is_infrastructure(world: World, rootfs: str) -> None:
     async def hang(task: Task, sandbox: ApptainerSandbox) -> Any:
         object.__setattr__(task, "verifier_timeout_s", 3.0)

@@ -14,6 +14,8 @@ import megaflow_hpc
 from megaflow_hpc.trajectories import gather, open_trajectories
 from tests.support.samples import commit, run_dir, trajectory
 
+pytestmark = pytest.mark.slow  # all of them wait for one run of torch
+
 SCRIPT = r'''
 import json, sys
 from collections import Counter

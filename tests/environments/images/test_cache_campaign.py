@@ -47,6 +47,7 @@ class Number:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     small_rootfs: str, tmp_path: Path

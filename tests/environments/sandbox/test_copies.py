@@ -209,6 +209,7 @@ def test_what_stands_by_is_proved_clean_and_what_was_planted_is_seen(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_a_sandbox_writes_is_bounded_and_the_copy_itself_is_not_its_work(copied: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult]:
         small = await sandbox.exec("sleep 1; dd if=/dev/zero of=/small bs=1000 count=1000; sleep 2; echo kept")

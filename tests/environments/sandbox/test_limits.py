@@ -98,6 +98,7 @@ def test_memory_that_no_process_has_mapped_counts(in_sandbox: InSandbox) -> None
     assert breaches > 0
 
 
+@pytest.mark.slow
 def test_memory_that_processes_share_counts_once(in_sandbox: InSandbox) -> None:
     code = (
         "import mmap, os, time\n"
@@ -116,6 +117,7 @@ def test_memory_that_processes_share_counts_once(in_sandbox: InSandbox) -> None:
     assert (result.stdout, result.breach) == ("done\n", "")
 
 
+@pytest.mark.slow
 def test_only_the_command_that_uses_most_pays(in_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult]:
         bystander = asyncio.create_task(sandbox.exec("sleep 3; echo still here", timeout_s=30))
@@ -158,6 +160,7 @@ def test_files_in_a_directory_without_rights_are_counted(in_sandbox: InSandbox) 
     assert in_sandbox(use, disk_mb=40).breach.startswith("disk limit: ")
 
 
+@pytest.mark.slow
 def test_a_layer_over_its_limit_may_shrink(in_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult, ExecResult]:
         filled = await sandbox.exec(FILLER, timeout_s=60)

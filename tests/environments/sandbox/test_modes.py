@@ -200,6 +200,7 @@ def test_scratch_that_takes_no_overlay_is_found_out_and_copies_are_left(tmp_path
         assert without.refuses("host").endswith("no copy of an image: scratch is read-only")
 
 
+@pytest.mark.slow
 def test_a_campaign_that_demands_what_the_site_cannot_give_is_refused(tmp_path: Path, rootfs: str) -> None:
     task = tmp_path / "task"
     (task / "tests").mkdir(parents=True)

@@ -223,6 +223,7 @@ async def test_a_client_that_leaves_in_the_middle_is_not_recorded(servers: Serve
         assert not (await gateway.close(ID)).turns
 
 
+@pytest.mark.slow
 @in_loop
 async def test_a_long_wait_is_told_in_the_stream_and_fails_in_it(
     servers: Servers, monkeypatch: pytest.MonkeyPatch

@@ -206,6 +206,7 @@ async def test_a_server_that_answers_500_is_left_for_another(servers: Servers) -
             check_against_reported(await gateway.close(f"t{n}/default/0"))
 
 
+@pytest.mark.slow
 @in_loop
 async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None:
     slow = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 0.3}]}]}
@@ -243,6 +244,7 @@ async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None
     assert not alive.stdout.strip(), "the killed server's engine lives on"
 
 
+@pytest.mark.slow
 @in_loop
 async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(servers: Servers) -> None:
     servers.script(ECHO)

@@ -47,6 +47,7 @@ def test_queues_are_read_from_the_engines_own_metrics() -> None:
     assert sum(float(n) for n in QUEUES.findall(text)) == 5
 
 
+@pytest.mark.slow
 def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
     """One answer at a time: of six requests one is answered and five wait."""
     servers.script({"default": [{"text": "slow", "delay_s": 1.5}]}, "default", *QUICKLY, slots=1)

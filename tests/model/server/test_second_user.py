@@ -129,6 +129,7 @@ class Squatter:
                 client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", [True, False])
 def test_who_takes_a_dead_engines_port_gets_not_one_byte_of_key_or_prompt(
     servers: Servers, tmp_path: Path, tls: bool

@@ -126,6 +126,7 @@ def test_an_engine_that_cannot_start_leaves_one_line_of_cause(servers: Servers, 
     assert "url" not in failed
 
 
+@pytest.mark.slow
 def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers, tmp_path: Path) -> None:
     """Three starts in a row, then the cause in one line of ``status``."""
     program = tmp_path / "venv" / "bin" / "python"
@@ -143,6 +144,7 @@ def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers
     assert shown["cause"] == failed["cause"]
 
 
+@pytest.mark.slow
 def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
     servers.script(ANSWER)
     servers.record(0)
@@ -150,6 +152,7 @@ def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
     assert servers.processes[0].wait(20) == 0
 
 
+@pytest.mark.slow
 def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers: Servers) -> None:
     servers.script(ANSWER, "default", "--idle-s", "1")
     record = servers.record(0)
@@ -159,6 +162,7 @@ def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers
     assert servers.processes[0].wait(15) == 0
 
 
+@pytest.mark.slow
 def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_back(servers: Servers) -> None:
     """With the exit status by which the batch script puts its element back into the queue, held."""
     file = servers.run.path / "script.yaml"

@@ -223,6 +223,7 @@ def fleet(servers: Servers, count: int, **settings: str) -> None:
         servers.record(number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["rolling", "together"])
 def test_engines_that_load_nothing_in_place_are_started_anew_and_no_request_is_lost(
     servers: Servers, tmp_path: Path, update: str
@@ -280,6 +281,7 @@ def test_engines_that_load_nothing_in_place_are_started_anew_and_no_request_is_l
     scenario()
 
 
+@pytest.mark.slow
 def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_before_serves(
     servers: Servers, tmp_path: Path
 ) -> None:
@@ -307,6 +309,7 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
     until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3], "both serve version 3")
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_later_starts_with_the_current_version(servers: Servers, tmp_path: Path) -> None:
     fleet(servers, 1)
     weights.publish(servers.run, answers(tmp_path / "new", "new"))

@@ -100,6 +100,7 @@ def partial(run: Run, rollout: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_rollouts_go_on_where_their_allocation_ended(start: Callable[[str, int], tuple[Run, str]]) -> None:
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 2)
     drain(run, mark, 3)

@@ -52,6 +52,7 @@ def task(tmp_path: Path) -> Task:
     return read_harbor_task(root)
 
 
+@pytest.mark.slow
 def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
     base_sif: Path, tmp_path: Path, task: Task
 ) -> None:

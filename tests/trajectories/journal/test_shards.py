@@ -149,6 +149,7 @@ def test_a_shard_that_is_torn_foreign_or_of_another_journal_is_passed_over(run, 
         assert len(file["trajectories/id"]) == ROWS
 
 
+@pytest.mark.slow
 def test_rank_0_makes_shards_in_a_child_as_parts_finish(tmp_path):
     run = run_dir(tmp_path / "run")
     maker = ShardMaker(run)

@@ -108,6 +108,7 @@ def test_an_inconsistent_record_keeps_its_reward_and_says_what_is_lost(tmp_path,
     assert "sequence 0 has columns of" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_foreign_file_among_the_journals_is_named(tmp_path):
     run = run_dir(tmp_path / "run")
     (run.journal / "x.0.journal").write_text("hello, this is not a journal at all")
