@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.calls import Link
 from megaflow_hpc.ledger.files import Files, passing
-from megaflow_hpc.ledger.names import GIVEN, task_path
+from megaflow_hpc.ledger.names import FIRST_HANDED_OFF, task_path
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
@@ -105,7 +105,7 @@ def write_blocks(
 ) -> list[int]:
     """Appends blocks, cut as :func:`split` does, and returns their numbers."""
     files = Files(run)
-    number = max((number for number in numbers(run) if number < GIVEN), default=-1) + 1
+    number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
     for block in split(rollouts, pods, size, expected_s):
         content = {"rollouts": [asdict(rollout) for rollout in block]}

@@ -4,7 +4,7 @@
 
     ledger/claims/<block>.<epoch>         the pod that has the block; from epoch 1 on also the seal of its predecessor
     ledger/released/<block>.<epoch>       the pod of that epoch gave the block back: its seal, and what is left to run
-    ledger/done/<block>.<given>           every rollout of the block is durable, but for those in blocks it gave
+    ledger/done/<block>.<n>               every rollout of the block is durable, but for those in n blocks handed off
     ledger/leases/<pod>.<start>           who the pod is, and a counter it renews every 30 s for all its blocks
     ledger/gone/<pod>.<start>             Slurm (or this host's process table) says that this pod is no more
     ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s free slots and finds nothing to claim
@@ -35,7 +35,7 @@ ROOMS = ("claims", "released", "done", "leases", "gone", "hungry")
 
 @dataclass(frozen=True)
 class View:
-    """One listing of the ledger."""
+    """What one listing of the ledger shows."""
 
     epochs: dict[int, int]
     """Block → epoch of its latest claim."""
@@ -48,8 +48,8 @@ class Ledger:
         identity: the pod; a reader has none.
         clock: see :func:`~megaflow_hpc.ledger.files.boot_clock`.
         times: when a lease is renewed, fenced and expired.
-        say: is told in words that the file system is away, and that it is back.
-        files: what carries calls out, in the place of the default.
+        say: gets a line of text when the file system does not answer, and when it is back.
+        files: carries calls out, in place of the default.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Ledger:
         self._rules = Rules(identity, times) if identity else None
 
     def create(self) -> None:
-        """Makes the rooms; done once, when the run directory is made."""
+        """Makes the directories; done once, when the run directory is made."""
         for room in ROOMS:
             make_directory(self.run.ledger / room)
 
     # --- leases ---
 
     def register(self) -> None:
-        """Writes this pod's lease; before its first claim."""
+        """Writes this pod's lease; call it before the first claim."""
         self.renew(force=True)
 
     def renew(self, force: bool = False) -> None:
@@ -86,12 +86,17 @@ class Ledger:
         """False once the lease is so old that another pod may be about to take over."""
         return self._mine.open_at(self._files.answer(Clock()))
 
+    @property
+    def closes_at(self) -> float:
+        """When :attr:`may_commit` becomes false unless the lease is renewed, in seconds of the ledger's clock."""
+        return self._mine.closes_at
+
     def committed(self, commit: Callable[[], object]) -> bool:
-        """Runs ``commit`` and says whether what it made durable counts: the fence was open before *and after* it."""
+        """Calls ``commit``; True if what it made durable counts: the fence was open before *and after* it."""
         return self._files.carry_out(self._mine.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
-        """Every pod that ever registered, by ``<pod>.<start>``: identity and counter."""
+        """Returns identity and counter of every pod that ever registered, by ``<pod>.<start>``."""
         found = {}
         for name in sorted(self._names(names.LEASES)):
             with contextlib.suppress(ValueError):  # being written; the next look reads it
@@ -105,12 +110,13 @@ class Ledger:
         write_atomic(self.run.path / names.GONE / pod_start, b"")
 
     def gone(self) -> set[str]:
+        """Returns the ``<pod>.<start>`` that are marked as gone."""
         return set(self._names(names.GONE))
 
     # --- claims ---
 
     def claim(self, journal_length: Callable[[str], int]) -> Claim | None:
-        """Claims one block that is free or whose holder is no more, or ``None`` if there is none now.
+        """Claims one block that is free or whose holder is gone; ``None`` if there is none now.
 
         Args:
             journal_length: bytes of whole records in the journal of a ``<pod>.<start>``; seals a predecessor.
@@ -119,7 +125,7 @@ class Ledger:
         return self._files.carry_out(self._mine.claim())
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> None:
-        """Gives a block back; a fenced pod's word is not taken.
+        """Gives a block back; does nothing once the fence is closed.
 
         Args:
             sealed: bytes of this pod's journal; everything committed for the block is within.
@@ -127,19 +133,19 @@ class Ledger:
         """
         self._files.carry_out(self._mine.release(claim, sealed, left))
 
-    def give(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> bool:
-        """Hands rollouts of a held block that were not started to whoever claims them, as a new block.
+    def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> bool:
+        """Makes a new block of rollouts of a held block that were not started, for whoever claims it.
 
         Args:
-            token: of this gift, unique in this pod; repeat the call after an error.
+            token: names this hand-off, unique in this pod; after an error repeat the call with the same one.
 
         Returns:
-            False where the fence is closed: nothing was given.
+            False where the fence is closed: nothing was handed off.
         """
-        return self._files.carry_out(self._mine.give(claim, rollouts, token))
+        return self._files.carry_out(self._mine.hand_off(claim, rollouts, token))
 
     def mark_done(self, claim: Claim) -> None:
-        """Every rollout of the block is durable. Writes the finished mark after the last block.
+        """Marks a block done: every rollout of it is durable. Writes the finished mark after the last block.
 
         Raises:
             LedgerError: the block was taken over; what this pod stored late does not count.
@@ -158,11 +164,11 @@ class Ledger:
 
     @property
     def free(self) -> list[int]:
-        """After :meth:`claim`: those blocks. Others may have claimed some meanwhile."""
+        """After :meth:`claim`: the free blocks that it saw and left. Others may have claimed some meanwhile."""
         return self._mine.free
 
     def prefer(self, blocks: Iterable[int]) -> None:
-        """Free blocks that are claimed before others from now on."""
+        """Claims these blocks before others from now on, where they are free."""
         self._mine.preferred = frozenset(blocks)
 
     @property
@@ -175,36 +181,42 @@ class Ledger:
         """After :meth:`claim`: some block that it saw is not done."""
         return self._mine.unfinished
 
-    # --- hunger ---
+    # --- requests for work ---
 
-    def hunger(self, slots: int) -> None:
-        """Says that this pod has free slots and finds nothing to claim; 0 takes it back."""
-        self._files.carry_out(self._mine.hunger(slots))
+    def request_work(self, slots: int) -> None:
+        """Tells other pods that this one has so many free slots and finds nothing to claim; 0 withdraws that."""
+        self._files.carry_out(self._mine.request_work(slots))
 
-    def hungry(self) -> dict[str, int]:
-        """Slots that other pods want filled, by request."""
-        return self._files.carry_out(self._mine.hungry())
+    def work_requests(self) -> dict[str, int]:
+        """Returns the slots that other pods ask to be filled, by request."""
+        return self._files.carry_out(self._mine.work_requests())
 
     # --- reading ---
 
     @property
     def finished_mark(self) -> Path:
+        """The file that is there once every block is done."""
         return self.run.path / names.FINISHED
 
     @property
     def finished(self) -> bool:
+        """Every block is done."""
         return self.finished_mark.exists()
 
     def reopen(self) -> None:
-        """Blocks were added: the campaign is no longer finished."""
+        """Withdraws the finished mark, because blocks were added."""
         self.finished_mark.unlink(missing_ok=True)
 
     def view(self) -> View:
-        """Which blocks are claimed, and which are done but for what they gave to others."""
+        """Lists which blocks are claimed, and which are done but for what they handed off."""
         return View(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
 
     def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
-        """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs."""
+        """Returns (block, epoch) → (``<pod>.<start>`` of it, valid bytes of its journal), for superseded epochs.
+
+        Raises:
+            LedgerError: a claim that is listed cannot be read.
+        """
         read = []
         for block, epoch in sorted(names.pairs(self._names(names.CLAIMS))):
             if epoch:

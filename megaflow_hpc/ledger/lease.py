@@ -9,6 +9,7 @@ system.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
@@ -47,7 +48,7 @@ class PodIdentity:
 
 
 class Lease:
-    """What one start of a pod knows of its own lease and of others', and what it does about them, as steps."""
+    """The lease of one start of a pod, and what it knows of others' leases; operations are steps for a file system."""
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES) -> None:
         self.identity, self.times = identity, times
@@ -57,22 +58,27 @@ class Lease:
         self._seen: dict[str, tuple[int, float]] = {}
         self._alive: set[str] = set()
 
+    @property
+    def closes_at(self) -> float:
+        """When the fence closes, by this machine's clock; minus infinity before the lease was written."""
+        return self.renewed + self.times.commit_s if self.counter else -math.inf
+
     def open_at(self, now: float) -> bool:
-        """Whether the fence is open: what became durable until ``now`` counts."""
-        return self.counter > 0 and now - self.renewed < self.times.commit_s
+        """Tells whether the fence is open: what became durable until ``now`` counts."""
+        return now < self.closes_at
 
     def may_commit(self) -> Steps[bool]:
         return self.open_at((yield Clock()))
 
     def committed(self, commit: Callable[[], object]) -> Steps[bool]:
-        """Commits, and says whether it counts: the fence was open before, and still is now that all is durable."""
+        """Calls ``commit``; True if it counts: the fence was open before, and still is now that all is durable."""
         if not (yield from self.may_commit()):
             return False
         yield Do(commit)
         return (yield from self.may_commit())
 
     def renew(self, force: bool = False) -> Steps[None]:
-        """Counts the lease up when it is due. One that is too old stays so: somebody may be taking over."""
+        """Counts the lease up when due, or by ``force``. One that is too old stays so: somebody may be taking over."""
         now: float = yield Clock()
         if self.counter and (not self.open_at(now) or (not force and now - self.renewed < self.times.renew_s)):
             return
@@ -83,7 +89,7 @@ class Lease:
         self.renewed = now
 
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
-        """Those of ``owners`` that are gone."""
+        """Returns those of ``owners`` that are gone."""
         gone = set((yield Names(GONE))) if owners else set()
         found = set()
         for owner in sorted(owners):

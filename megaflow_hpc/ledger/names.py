@@ -1,4 +1,4 @@
-"""The files of the ledger by name, and what their names say."""
+"""Names of the ledger's files, and what they say."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
-GONE, HUNGRY, FINISHED, TASKS = "ledger/gone", "ledger/hungry", "ledger/finished", "tasks"
+GONE, REQUESTS, FINISHED, TASKS = "ledger/gone", "ledger/hungry", "ledger/finished", "tasks"
 
-GIVEN = 1_000_000
-"""Number of the first block that pods give back; planned ones lie below."""
+FIRST_HANDED_OFF = 1_000_000
+"""Number of the first block that a pod hands off; planned ones lie below."""
 
 
 def claim_path(block: int, epoch: int) -> str:
+    """Path of a claim, below the run directory."""
     return f"{CLAIMS}/{block:06d}.{epoch}"
 
 
 def task_path(block: int) -> str:
+    """Path of a block, below the run directory."""
     return f"{TASKS}/{block:06d}.json"
 
 
 def earlier(start: str, than: str) -> bool:
-    """Whether one start of an element came before another; Slurm counts them."""
+    """Tells whether one start of an element came before another; Slurm counts them."""
     return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
 
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
-    """(block, epoch) of names like ``000012.3``."""
+    """Returns (block, epoch) of names like ``000012.3``."""
     return {(int(block), int(epoch)) for block, _, epoch in (name.partition(".") for name in names)}
 
 
 def latest(names: Iterable[str]) -> dict[int, int]:
-    """Block → its highest epoch."""
+    """Returns the highest epoch of each block."""
     found: dict[int, int] = {}
     for block, epoch in pairs(names):
         found[block] = max(epoch, found.get(block, -1))
@@ -39,23 +41,24 @@ def latest(names: Iterable[str]) -> dict[int, int]:
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Block → how many blocks it gave."""
+    """Returns how many blocks each finished block handed off."""
     return {int(block): int(given or 0) for block, _, given in (name.partition(".") for name in names)}
 
 
 def block_numbers(names: Iterable[str]) -> list[int]:
+    """Returns the blocks among names of ``tasks/``, sorted."""
     stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
-    """``blocks`` must have been listed after ``done``."""
-    given = sum(block >= GIVEN for block in blocks)
+    """Tells whether the campaign is finished. ``blocks`` must have been listed after ``done``."""
+    given = sum(block >= FIRST_HANDED_OFF for block in blocks)
     return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
 
 
 def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
-    """(block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
+    """Returns (block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
 
     Args:
         read: block, epoch and content of claims.

@@ -1,16 +1,16 @@
-"""The rules by which pods share blocks: claims, seals, takeovers, giving back. Pure: no file is touched here.
+"""The rules by which pods share blocks: claims, seals, takeovers, handing off. Pure: no file is touched here.
 
 *Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. It holds for as long as the pod's lease
 (:mod:`megaflow_hpc.ledger.lease`).
 
 *Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
 of the predecessor's journal counts, its *seal*: what the predecessor said when it released, else what there is after it
-was found to be gone. *Giving back.* A pod hands rollouts that it has not started to others by a new block, numbered
-from ``GIVEN`` on, that names the block they come from. Who takes that one over leaves them out, and lists the given
-blocks it knows; one that appears later than that belongs to nobody and is put away unrun.
+was found to be gone. *Handing off.* A pod hands rollouts that it has not started to others by a new block, numbered
+from ``FIRST_HANDED_OFF`` on, that names the block they come from. Whoever takes that one over leaves them out, and
+lists the blocks handed off that it knows; one that appears later belongs to nobody and is marked done without a run.
 
-*The end.* A mark ``done/<block>.<n>`` says that a block is finished and gave n others; the campaign is finished when
-all blocks that can be seen are done and as many given ones can be seen as the marks speak of.
+*The end.* A mark ``done/<block>.<n>`` says that a block is finished and handed off n others; the campaign is finished
+when all blocks that can be seen are done and as many handed-off ones can be seen as the marks speak of.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megaflow_hpc.ledger.names import (
     CLAIMS,
     DONE,
     FINISHED,
-    GIVEN,
-    HUNGRY,
+    FIRST_HANDED_OFF,
     RELEASED,
+    REQUESTS,
     TASKS,
     all_done,
     block_numbers,
@@ -50,21 +50,21 @@ class Claim:
     left: tuple[str, ...] | None = field(default=None, compare=False)
     """Ids of the rollouts that are to be run, where the predecessor said so; ``None``: those not stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
-    """Ids that lie in blocks given back."""
+    """Ids that lie in blocks handed off."""
 
 
 class _NotYet(Exception):
-    """Listed and not to be opened: a cache will let it through at a later look."""
+    """A file is listed and cannot be opened: a cache will let it through at a later look."""
 
 
 class Rules(Lease):
-    """What one start of a pod knows, and the operations of the ledger as steps. One operation at a time."""
+    """What one start of a pod knows of the ledger; operations are steps, of which one runs at a time."""
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES) -> None:
         super().__init__(identity, times)
         self.held: set[Claim] = set()
         self._let_go: set[Claim] = set()
-        """Held once: what a cache still shows of them is not to be believed."""
+        """Held earlier: what a cache still shows of them is not to be believed."""
         self.unsettled = False
         """After :meth:`claim`: some block is held by a pod that was neither seen to renew nor is known to be gone."""
         self.unclaimed = 0
@@ -74,23 +74,24 @@ class Rules(Lease):
         self.unfinished = True
         """After :meth:`claim`: some block that it saw is not done."""
         self.free: list[int] = []
-        """After :meth:`claim`: those blocks, in the order in which they will be claimed."""
+        """After :meth:`claim`: the free blocks that it saw and left, in the order in which they will be claimed."""
         self.preferred: frozenset[int] = frozenset()
-        """Of blocks that are free these are claimed first."""
+        """Free blocks that are claimed before others."""
         self._done: dict[int, int] = {}
         self._blocks: list[int] = []
         self._owners: dict[tuple[int, int], str] = {}
         self._parents: dict[int, tuple[int, int, frozenset[str]]] = {}
-        """Given block → block and epoch that gave it, ids of its rollouts."""
+        """Block handed off → block and epoch that it comes from, ids of its rollouts."""
         self._given: dict[int, int] = {}
-        """Block → blocks that it gave, as far as its holder must know."""
-        self._want = ""
-        self._wants = 0
+        """Block → number of blocks that it handed off, as far as its holder must know."""
+        self._request = ""
+        """Path of the request that stands."""
+        self._requests = 0
 
     # --- claims ---
 
     def claim(self) -> Steps[Claim | None]:
-        """One block that is free or whose holder is no more; ``None`` if there is none now."""
+        """Claims a block that is free or whose holder is gone; ``None`` if there is none now."""
         if not (yield from self.may_commit()):
             return None
         try:
@@ -125,9 +126,9 @@ class Rules(Lease):
         return sorted(free, key=lambda block: block not in self.preferred)
 
     def _first(self, free: Sequence[int]) -> Steps[Claim | None]:
-        """The first of these that nobody was faster to claim."""
+        """Claims the first of these that nobody else was faster to claim."""
         for place, block in enumerate(free):
-            if block >= GIVEN and not (yield from self._belongs(block)):
+            if block >= FIRST_HANDED_OFF and not (yield from self._belongs(block)):
                 continue
             if (yield from self._take(block, 0, {"owner": self.identity.name}, keep=True)):
                 self.free = list(free[place + 1 :])
@@ -176,7 +177,7 @@ class Rules(Lease):
         return None
 
     def _what_counts(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        """Of a block whose holder is no more: the seal of its journal, and the blocks it gave."""
+        """Returns, of a block whose holder is gone, the seal of its journal and the blocks handed off."""
         self._blocks = block_numbers((yield Names(TASKS)))
         given = yield from self._given_by(block)
         return {"sealed": (yield Length(owner)), "left": None, "given": given}
@@ -184,7 +185,7 @@ class Rules(Lease):
     def _given_by(self, block: int) -> Steps[list[int]]:
         found = []
         for number in self._blocks:
-            if number >= GIVEN and (yield from self._parent(number))[0] == block:
+            if number >= FIRST_HANDED_OFF and (yield from self._parent(number))[0] == block:
                 found.append(number)
         return found
 
@@ -215,7 +216,7 @@ class Rules(Lease):
         return self._parents[number]
 
     def _belongs(self, number: int) -> Steps[bool]:
-        """Whether a given block counts; one that its giver's successor did not know is put away."""
+        """Tells whether a block handed off counts; one that its origin's next holder did not know is marked done."""
         block, epoch, _ = yield from self._parent(number)
         successor = yield Read(claim_path(block, epoch + 1))
         if successor is None or isinstance(successor["given"], int) or number in successor["given"]:
@@ -224,7 +225,7 @@ class Rules(Lease):
         return False
 
     def owner(self, block: int, epoch: int) -> Steps[str]:
-        """``<pod>.<start>`` of a claim."""
+        """Returns the ``<pod>.<start>`` of a claim."""
         if (block, epoch) not in self._owners:
             content = yield Read(claim_path(block, epoch))
             if content is None:
@@ -239,23 +240,23 @@ class Rules(Lease):
         self._let_go.add(claim)
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> Steps[None]:
-        """Gives a whole block back. Everything committed for it is durable within ``sealed`` bytes of the journal."""
+        """Gives a whole block back. What was committed for it is durable within ``sealed`` bytes of the journal."""
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
         content = {"sealed": sealed, "left": sorted(left), "given": self._given.get(claim.block, 0)}
         yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
 
-    def give(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
+    def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
         """Hands rollouts of a held block, none of them started, to others. They must not be started hereafter.
 
         Args:
-            token: of this gift; a repeated call, after an error, is the same gift.
+            token: names this hand-off; a repeated call with it, after an error, is the same one.
         """
         if not (yield from self.may_commit()):
             return False
         numbers = block_numbers((yield Names(TASKS)))
-        number = max([GIVEN - 1, *numbers]) + 1
+        number = max([FIRST_HANDED_OFF - 1, *numbers]) + 1
         content = {"from": [claim.block, claim.epoch], "rollouts": [asdict(rollout) for rollout in rollouts]}
         while not (yield Link(task_path(number), content, f"{self.identity.name}.{token}")):
             number += 1
@@ -263,7 +264,7 @@ class Rules(Lease):
         return True
 
     def mark_done(self, claim: Claim) -> Steps[None]:
-        """Every rollout of the block is durable. Writes the finished mark after the last block.
+        """Marks a block done: every rollout of it is durable. Writes the finished mark after the last block.
 
         Raises:
             LedgerError: the block was taken over; what this pod stored late does not count.
@@ -285,22 +286,22 @@ class Rules(Lease):
         if not (yield There(FINISHED)):
             yield Publish(FINISHED, {"by": self.identity.name})
 
-    # --- hunger ---
+    # --- requests for work ---
 
-    def hunger(self, slots: int) -> Steps[None]:
-        """Says that this pod has free slots and found nothing to claim; 0 takes it back."""
-        before, self._want = self._want, ""
+    def request_work(self, slots: int) -> Steps[None]:
+        """Tells others that this pod has so many free slots and found nothing to claim; 0 withdraws that."""
+        before, self._request = self._request, ""
         if slots:
-            self._wants += 1
-            self._want = f"{HUNGRY}/{self.identity.name}.{self._wants}.{slots}"
-            yield Touch(self._want)
+            self._requests += 1
+            self._request = f"{REQUESTS}/{self.identity.name}.{self._requests}.{slots}"
+            yield Touch(self._request)
         if before:
             yield Remove(before)
 
-    def hungry(self) -> Steps[dict[str, int]]:
-        """What other pods ask for: slots by request."""
+    def work_requests(self) -> Steps[dict[str, int]]:
+        """Returns the slots that other pods ask to be filled, by request."""
         found = {}
-        for name in (yield Names(HUNGRY)):
+        for name in (yield Names(REQUESTS)):
             owner, number, slots = name.rsplit(".", 2)
             if owner != self.identity.name:
                 found[f"{owner}.{number}"] = int(slots)

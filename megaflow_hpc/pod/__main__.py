@@ -37,7 +37,7 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
 from megaflow_hpc.version import __version__
 
 SWITCH_S = 5e-4
-"""For how long rank 0's loop and its clerk may keep each other from running, in seconds."""
+"""For how long rank 0's loop and its I/O thread may keep each other from running, in seconds."""
 GARBAGE = 50_000
 """Objects made before Python looks for cycles: rank 0 makes none, and each look costs a pause."""
 

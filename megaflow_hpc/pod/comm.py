@@ -51,7 +51,7 @@ def world_hint() -> tuple[int, int]:
     return 0, 1
 
 
-def forget_shared_memory() -> None:
+def unlink_shared_memory() -> None:
     """Unlinks the shared-memory files of MPI that this process has mapped; call when every rank has them mapped.
 
     They stay mapped and vanish with the last rank. A rank that is killed, or leaves by ``os._exit`` as ours do, would
@@ -90,7 +90,7 @@ class MpiComm:
         self._look_at = SWEEP
         self._world.Barrier()
         signal.alarm(0)
-        forget_shared_memory()
+        unlink_shared_memory()
 
     def send(self, rank: int, message: Message | bytes) -> None:
         parts = self._gathered.setdefault(rank, [])

@@ -94,7 +94,8 @@ def _alone(strace: str, what: str) -> float:
         "from megaflow_hpc.rundir.layout import RunDir\n"
         "run = RunDir(sys.argv[1]); run.create(); ledger = Ledger(run, PodIdentity('a', '0')); ledger.create()\n"
         "ledger.register()\n"
-        "for _ in range(int(sys.argv[2])): ledger.renew(force=True) if sys.argv[3] == 'renew' else ledger.hungry()"
+        "for _ in range(int(sys.argv[2])): ledger.renew(force=True) if sys.argv[3] == 'renew' else "
+        "ledger.work_requests()"
     )
     counted = []
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:

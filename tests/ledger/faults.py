@@ -160,7 +160,7 @@ def _one_start(
             stored = {entry.id for entry in again(lambda: index(run, ledger.seals())).winners}
             todo = [rollout for rollout in todo if rollout.id not in stored]
         todo = [rollout for rollout in todo if rollout.id not in claim.without]
-        if len(todo) > 2 and dice.random() < 0.5 and ledger.give(claim, todo[-1:], f"gift.{claim.block}"):
+        if len(todo) > 2 and dice.random() < 0.5 and ledger.hand_off(claim, todo[-1:], f"gift.{claim.block}"):
             todo.pop()
         try:
             if not _carry_out(ledger, journal, claim, todo, acknowledged, dice):
@@ -204,7 +204,7 @@ def read(path: str, said: Any) -> None:
 
 
 def again(read: Callable[[], T]) -> T:
-    """Reads until the file system lets it, as a pod's clerk does at each turn."""
+    """Reads until the file system lets it, as a pod's I/O thread does at each turn."""
     while True:
         try:
             return read()

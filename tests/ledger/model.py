@@ -104,7 +104,7 @@ class Broken(AssertionError):
 def pod(
     name: str, make: Callable[..., Rules] = Rules, gives: bool = False, drains: bool = False, times: Times = TIMES
 ) -> Program:
-    """A pod: claims, commits one rollout at a time, marks done; as Master, Clerk and Holdings do it together.
+    """A pod: claims, commits one rollout at a time, marks done; as the I/O thread and its claimed blocks do.
 
     Args:
         gives: it hands the last rollout of each block back before it begins.
@@ -134,7 +134,7 @@ def pod(
         todo = [each for each in todo if each not in claim.without]
         if gives and len(todo) > 1:
             rollout = next(r for r in (Rollout(**each) for each in content["rollouts"]) if r.id == todo[-1])
-            if (yield from mine.give(claim, [rollout], f"gift.{claim.block}")):
+            if (yield from mine.hand_off(claim, [rollout], f"gift.{claim.block}")):
                 todo.pop()
         for count, each in enumerate(todo):
             yield Here(repr((vars(mine), claim.block, claim.epoch, todo, count)))

@@ -55,9 +55,11 @@ FULL = """
     import errno, json, os, resource, signal, sys, threading, time
     from megaflow_hpc.rundir.budget import CampaignBudget
     from megaflow_hpc.ledger import Ledger, PodIdentity
-    from megaflow_hpc.pod.master.run_io import Clerk
+    from megaflow_hpc.pod.master.run_io import RunIo
+    from megaflow_hpc.pod.master.run_io_messages import Durable
+    from megaflow_hpc.pod.master.run_io_thread import RunIoThread
     from megaflow_hpc.rundir.events import EventWriter
-    from megaflow_hpc.pod.master.claimed_blocks import Holdings
+    from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
     from megaflow_hpc.pod.master.endpoints import Endpoints
     from megaflow_hpc.pod.outcome import Outcome
     from megaflow_hpc.rundir.layout import RunDir
@@ -68,13 +70,21 @@ FULL = """
     ledger = Ledger(run, PodIdentity("a", "0"))
     ledger.register()
     events = EventWriter(run.event_file("a", "0"))
-    held = Holdings(run, ledger, events, lambda owner: 0, set)
+    blocks = ClaimedBlocks(run, ledger, events, lambda owner: 0, set)
     journal = JournalWriter(run.journal_file("a", "0"))
-    clerk = Clerk(journal, ledger, held, events, Endpoints(run, {}), CampaignBudget(run, {}))
-    clerk.start()
-    clerk.claim()
-    while not clerk.claimed():
+    io = RunIo(RunIoThread(run, journal, ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})))
+    durable = []
+
+    def collect():
+        for report in io.collect():
+            if isinstance(report, Durable):
+                durable.extend(report.results)
         time.sleep(0.01)
+
+    io.start()
+    io.claim()
+    while io.claiming:
+        collect()
     lease = run.ledger / "leases" / "a.0"
     filler = run.path / "filler"
     try:
@@ -86,20 +96,19 @@ FULL = """
     record = {"kind": "trajectory", "epoch": 0, "block": 0, "pad": "x" * 100_000,
               "trajectory": {"id": "t0/oracle/0", "status": "completed", "attempt": 0}}
     outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", 1.0, 1, 0, 0.0, 1.0, "", b"")
-    clerk.file(outcome, 0, pack_record(record))
-    while clerk.stuck_since is None:
-        time.sleep(0.01)
-    early = len(clerk.durable())
+    io.store(outcome, 0, pack_record(record))
+    while not io.stuck:
+        collect()
+    early = len(durable)
     ledger.renew(force=True)
     renewed = json.loads(lease.read_text())["counter"]
     os.unlink(filler)
-    done = []
-    while not done:
-        done = clerk.durable()
-        time.sleep(0.01)
-    clerk.finish(10)
+    while not durable:
+        collect()
+    io.finish(10)
+    collect()
     journal.close()
-    print(json.dumps({"early": early, "renewed": renewed, "late": len(done), "stuck": clerk.stuck_since}))
+    print(json.dumps({"early": early, "renewed": renewed, "late": len(durable), "stuck": io.stuck}))
 """
 
 
@@ -132,6 +141,6 @@ def test_a_full_file_system_keeps_results_waiting_and_the_lease_alive(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     said, *rest = done.stdout.splitlines()
-    assert json.loads(said) == {"early": 0, "renewed": 2, "late": 1, "stuck": None}
+    assert json.loads(said) == {"early": 0, "renewed": 2, "late": 1, "stuck": False}
     assert any("No space left on device" in line for line in rest)
     assert "finished" in rest

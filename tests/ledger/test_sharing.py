@@ -12,20 +12,40 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.local import LocalPod
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
-from megaflow_hpc.pod.master.claimed_blocks import Holdings
-from megaflow_hpc.pod.master.work_stealing import Sharing, share_of
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
+from megaflow_hpc.pod.master.endpoints import Endpoints
+from megaflow_hpc.pod.master.run_io import RunIo
+from megaflow_hpc.pod.master.run_io_thread import RunIoThread
+from megaflow_hpc.pod.master.work_stealing import WorkStealing, share_of
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.ledgers import rollouts
 
 
-def holdings(run: RunDir, name: str, ahead: int = 0) -> tuple[Ledger, Holdings]:
-    ledger = Ledger(run, PodIdentity(name, "0"))
-    ledger.register()
-    return ledger, Holdings(run, ledger, EventWriter(run.event_file(name, "0")), lambda owner: 0, set, ahead)
+class Pod:
+    """What of a pod touches the run directory, a turn at a time, and the loop's side of it."""
+
+    def __init__(self, run: RunDir, name: str, ahead: int = 0) -> None:
+        self.ledger = Ledger(run, PodIdentity(name, "0"))
+        self.ledger.register()
+        events = EventWriter(run.event_file(name, "0"))
+        self.blocks = ClaimedBlocks(run, self.ledger, events, lambda owner: 0, set, ahead)
+        journal, budget = JournalWriter(run.journal_file(name, "0")), CampaignBudget(run, {})
+        self.thread = RunIoThread(run, journal, self.ledger, self.blocks, events, Endpoints(run, {}), budget)
+        self.io = RunIo(self.thread)
+
+    def turn(self) -> None:
+        self.thread.turn()
+        for _ in self.io.collect():
+            pass
+
+    def claim(self) -> ClaimedBlock | None:
+        return self.blocks.claim()
 
 
 def test_what_waits_is_spread_over_all_slots() -> None:
@@ -34,83 +54,89 @@ def test_what_waits_is_spread_over_all_slots() -> None:
 
 def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_the_last(run: RunDir) -> None:
     write_blocks(run, rollouts(3, samples=2), size=100)
-    (mine, giver), (theirs, taker) = holdings(run, "a"), holdings(run, "b")
+    giver, taker = Pod(run, "a"), Pod(run, "b")
     assert giver.claim() is not None
     assert taker.claim() is None
-    assert theirs.others
-    taker.want(3)
-    taker.share()
-    giver.look()
-    giver.share()
-    assert list(giver.asked()) == [3]
-    giver.offer([(0, rollout) for rollout in rollouts(3, samples=2)[2:]], each=3)
-    giver.share()
+    taker.turn()
+    assert taker.io.others
+    taker.io.request_work(3)
+    taker.turn()
+    giver.io.look_for_work_requests()
+    giver.turn()
+    assert list(giver.io.work_requests()) == [3]
+    giver.io.hand_off([(0, rollout) for rollout in rollouts(3, samples=2)[2:]], each=3)
+    assert not giver.io.idle
+    giver.turn()
+    assert giver.io.idle
     given = [block.rollouts for block in read_blocks(run)[1:]]
     assert [len({r.group_id for r in block}) for block in given] == [1, 1]  # groups stay whole
     for rollout in rollouts(1, samples=2):
-        giver.settled(0, rollout.id)
-    assert len(giver) == 0
-    assert not mine.finished
+        giver.blocks.settled(0, rollout.id)
+    assert len(giver.blocks) == 0
+    assert not giver.ledger.finished
     while (claimed := taker.claim()) is not None:
-        for rollout in claimed[1]:
-            taker.settled(claimed[0].block, rollout.id)
-    assert theirs.finished
+        for rollout in claimed.rollouts:
+            taker.blocks.settled(claimed.claim.block, rollout.id)
+    assert taker.ledger.finished
 
 
 def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: RunDir) -> None:
     write_blocks(run, rollouts(30), size=1)
-    (_, one), (_, other) = (holdings(run, name, ahead=4) for name in "ab")
-    for pod in (one, other):
-        assert pod.claim() is not None
-        assert len(pod.coming) == 4
-    assert not set(one.coming) & set(other.coming)
+    one, other = (Pod(run, name, ahead=4) for name in "ab")
+    first, second = one.claim(), other.claim()
+    assert first is not None
+    assert second is not None
+    assert len(first.upcoming) == len(second.upcoming) == 4
+    assert not set(first.upcoming) & set(second.upcoming)
+    before = first
     for _ in range(4):
-        before, claimed = one.coming, one.claim()
+        claimed = one.claim()
         assert claimed is not None
-        assert [rollout.task_id for rollout in claimed[1]] == before[:1]
-        assert len(one.coming) == 4
-    (_, blind) = holdings(run, "c")
-    assert blind.claim() is not None
-    assert blind.coming == []
+        assert [rollout.task_id for rollout in claimed.rollouts] == list(before.upcoming[:1])
+        assert len(claimed.upcoming) == 4
+        before = claimed
+    blind = Pod(run, "c").claim()
+    assert blind is not None
+    assert blind.upcoming == ()
 
 
 def test_a_pod_does_not_look_beyond_large_blocks(run: RunDir) -> None:
     write_blocks(run, rollouts(60), size=20)
-    _, pod = holdings(run, "a", ahead=4)
-    assert pod.claim() is not None
-    assert pod.coming == []
+    claimed = Pod(run, "a", ahead=4).claim()
+    assert claimed is not None
+    assert claimed.upcoming == ()
 
 
 def test_who_takes_a_block_over_leaves_out_what_was_given(run: RunDir) -> None:
     write_blocks(run, rollouts(3), size=100)
-    (_, giver), (_, taker) = holdings(run, "a"), holdings(run, "b")
+    giver, taker = Pod(run, "a"), Pod(run, "b")
     assert giver.claim() is not None
-    giver.give([(0, rollout) for rollout in rollouts(3)[1:]], each=100)
+    giver.blocks.hand_off([(0, rollout) for rollout in rollouts(3)[1:]], each=100)
     Ledger(run).mark_gone("a.0")
     claims = [taker.claim(), taker.claim()]
-    ran = {claim.block: [rollout.id for rollout in todo] for claim, todo in (each for each in claims if each)}
+    ran = {each.claim.block: [rollout.id for rollout in each.rollouts] for each in claims if each}
     assert ran == {0: ["t000/oracle/0"], 1_000_000: ["t001/oracle/0", "t002/oracle/0"]}
 
 
 def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
     write_blocks(run, rollouts(3), size=100)
-    (_, first), (_, second) = holdings(run, "a"), holdings(run, "b")
+    first, second = Pod(run, "a"), Pod(run, "b")
     assert first.claim() is not None
-    first.settled(0, "t001/oracle/0")
-    first.release()
+    first.blocks.settled(0, "t001/oracle/0")
+    first.blocks.release()
     claimed = second.claim()
     assert claimed is not None
-    assert claimed[0] == Claim(0, 1)
-    assert [rollout.task_id for rollout in claimed[1]] == ["t000", "t002"]
+    assert claimed.claim == Claim(0, 1)
+    assert [rollout.task_id for rollout in claimed.rollouts] == ["t000", "t002"]
 
 
 def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has_started(run: RunDir) -> None:
     write_blocks(run, rollouts(4, samples=4), size=100)
-    (_, giver), (_, taker) = holdings(run, "a"), holdings(run, "b")
+    giver, taker = Pod(run, "a"), Pod(run, "b")
     claimed = giver.claim()
     assert claimed is not None
     groups, scheduler = Groups(GroupRules(signal_after=2)), Scheduler()
-    for name, samples in groupby(claimed[1], key=lambda rollout: rollout.group_id):
+    for name, samples in groupby(claimed.rollouts, key=lambda rollout: rollout.group_id):
         group = list(samples)
         later = groups.admit(name, "oracle", [rollout.id for rollout in group])
         scheduler.add(Work(rollout, 0, 0, later=rollout.id in later) for rollout in group)
@@ -118,13 +144,13 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     for _, work in iter(scheduler.next, None):  # two of the first group, one of the second
         groups.started(work.rollout.group_id, work.rollout.id)
     assert taker.claim() is None
-    taker.want(30)
-    taker.share()
-    sharing = Sharing(giver, scheduler, groups)
-    sharing.tick(True, False)
-    giver.share()
-    sharing.tick(True, False)
-    giver.share()
+    taker.io.request_work(30)
+    taker.turn()
+    giver.turn()
+    stealing = WorkStealing(giver.io, scheduler, groups)
+    for _ in range(2):
+        stealing.tick(True, False)
+        giver.turn()
     given = {rollout.group_id for block in read_blocks(run)[1:] for rollout in block.rollouts}
     assert given == {"t002/oracle", "t003/oracle"}
     assert sum(len(block.rollouts) for block in read_blocks(run)[1:]) == 8

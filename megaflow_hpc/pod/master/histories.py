@@ -111,8 +111,8 @@ def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
         write_atomic(run.partial / f"{pod}.json", json.dumps(content, default=str).encode("utf-8", "backslashreplace"))
 
 
-def forget(run: RunDir) -> None:
-    """Removes everything that was kept of rollouts: they are all stored."""
+def remove_partials(run: RunDir) -> None:
+    """Removes everything that was kept of rollouts, because they are all stored."""
     remove_tree(run.partial, ignore_errors=True)
 
 

@@ -15,12 +15,12 @@ from megaflow_hpc.ledger import Ledger, read_block
 from megaflow_hpc.rundir.layout import RunDir
 
 SMALL = 16
-"""Rollouts of a block from which on the queue is foresight enough."""
+"""Rollouts of a block up to which blocks are looked into; of larger ones the queue itself looks far enough ahead."""
 SPREAD = 64
 """Free blocks among which pods pick: the order in which blocks are claimed changes by no more."""
 
 
-class Foresight:
+class BlockLookahead:
     """
     Args:
         count: blocks that are looked into at a time; each is one small file.
@@ -31,19 +31,20 @@ class Foresight:
         self._picked: dict[int, list[str]] = {}
         """Block → its tasks."""
         self.tasks: list[str] = []
+        """Tasks of the picked blocks, each once."""
 
     def claimed(self, rollouts: int) -> None:
-        """A block of so many rollouts was claimed: looks at what is free now."""
+        """Picks among the free blocks anew, after a block of so many rollouts was claimed. Raises OSError."""
         free = self._ledger.free if rollouts <= SMALL and self._count else []
         self._picked = {block: tasks for block, tasks in self._picked.items() if block in free}
-        for block in self._others(free):
+        for block in self._more(free):
             with suppress(LedgerError):  # not to be read yet: another look will
                 self._picked[block] = [rollout.task_id for rollout in read_block(self._run, block).rollouts]
         self._ledger.prefer(self._picked)
         self.tasks = list(dict.fromkeys(task for tasks in self._picked.values() for task in tasks))
 
-    def _others(self, free: list[int]) -> list[int]:
-        """As many as are missing, of those that were not picked, from a place of this pod's own on."""
+    def _more(self, free: list[int]) -> list[int]:
+        """Returns as many more blocks as ``count`` lacks, from a place of this pod's own on."""
         near = [block for block in free if block not in self._picked][:SPREAD]
         missing = min(self._count - len(self._picked), len(near))
         if missing <= 0:

@@ -1,8 +1,9 @@
-"""Rank 0: starts rollouts, has what comes back stored, drains.
+"""The loop of rank 0: starts rollouts, has what comes back stored, drains.
 
-The loop only decides: messages come and go over MPI, and whatever touches the run directory is done by the clerk's
-thread. The order that makes results exactly-once is the clerk's: a result is appended to the journal, the journal is
-fsynced, only then is the rollout counted and, with its last rollout, the block marked done.
+The loop only decides: messages come and go over MPI, and whatever touches the run directory is done by the I/O thread
+(:mod:`~megaflow_hpc.pod.master.run_io_thread`), which also keeps the order that makes results count exactly once: a
+result is appended to the journal, the journal is fsynced, only then is the rollout counted and, with the last rollout
+of its block, the block marked done.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message
-from megaflow_hpc.ledger import Claim
 from megaflow_hpc.pod.comm import Backoff
-from megaflow_hpc.pod.master.claimed_blocks import Holdings
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
 from megaflow_hpc.pod.master.endpoints import Endpoints
-from megaflow_hpc.pod.master.histories import forget
 from megaflow_hpc.pod.master.ranks import Ranks
 from megaflow_hpc.pod.master.results import Results
-from megaflow_hpc.pod.master.run_io import LOOK_S, Clerk
+from megaflow_hpc.pod.master.run_io import RunIo
+from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, EndpointsChanged, LimitExceeded
+from megaflow_hpc.pod.master.run_io_thread import LOOK_S, RunIoThread
 from megaflow_hpc.pod.master.settings import Pod
-from megaflow_hpc.pod.master.start_messages import Starts
-from megaflow_hpc.pod.master.work_stealing import Sharing
+from megaflow_hpc.pod.master.work_stealing import WorkStealing
 from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
@@ -89,25 +90,20 @@ class Master:
             pod.scheduling.get("groups") == "together",
         )
         self._stragglers = Stragglers(self._estimates) if pod.scheduling.get("copies") else None
-        self._held = Holdings(
-            pod.run,
-            pod.ledger,
-            pod.events,
-            pod.journal_length,
-            pod.stored,
-            AHEAD_BLOCKS if len({task.get("image") for task in pod.tasks.values()}) > 1 else 0,
-        )
-        self._endpoints = Endpoints(pod.run, pod.servers)
-        self._clerk = Clerk(pod.journal, pod.ledger, self._held, pod.events, self._endpoints, pod.budget())
+        self._io = RunIo(_io_thread(pod))
         self._cores, self._began = cores_of(), time.monotonic()
         self._ranks = Ranks(pod.comm)
-        self._starts = Starts(pod.tasks, pod.job_id)
-        self._results = Results(pod, self.scheduler, self._clerk, self._ranks, self._estimates, self._drain)
-        self._sharing = Sharing(self._held, self.scheduler, self._results.groups)
+        self._results = Results(pod, self.scheduler, self._io, self._ranks, self._estimates, self._drain)
+        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups)
         self.scheduler.waiting = set(pod.servers)
+        self._endpoints: list[dict[str, Any]] = []
+        """The decoded endpoint files, as they were listed last."""
+        self._upcoming: tuple[str, ...] = ()
+        """Tasks of blocks that this pod will claim next."""
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
-        self._dry = False
+        self._nothing_free = False
+        """The last claim found no block."""
         self._look_s = SOON_S
         self._slow = False
         self._grace_s = DRAIN_S
@@ -118,13 +114,18 @@ class Master:
     # --- the loop ---
 
     def run(self) -> str:
+        """Runs the pod from its lease to its end.
+
+        Raises:
+            MegaflowError: the pod cannot go on.
+        """
         pod = self.pod
         pod.ledger.register()
         pod.run.partial.mkdir(mode=0o700, exist_ok=True)
         started = PodEvent(state="started", format_version=FORMAT_VERSION, job_id=pod.job_id, node=node_name())
         started.ranks = pod.comm.size
         pod.events.write(started)
-        self._clerk.start()
+        self._io.start()
         self._ranks.greet(pod.init)
         backoff = Backoff()
         while True:
@@ -136,36 +137,31 @@ class Master:
             pod.comm.push()
             state = self._ended()
             if state:
-                break
+                return self._leave(state)
             if busy:
                 backoff.reset()
             else:
                 backoff.sleep()
-        self._leave(state)
-        return state
 
     def _ended(self) -> str | None:
+        """Returns the word with which the pod ends, ``None`` while it goes on."""
         if not self._ranks.all or not (self.scheduler.slots or self._ranks.awaited):
             return "lost"
-        if not self.pod.ledger.may_commit or self._clerk.stuck_s > STUCK_S:
+        if not self._io.may_commit or self._io.stuck_s > STUCK_S:
             return "lost"
+        busy = self.scheduler.running or not self._io.idle
         if self._draining_since is not None:
             over = time.monotonic() - self._draining_since >= self._grace_s
-            if not over and (self.scheduler.running or not self._clerk.quiet):
+            if busy and not over:
                 return None
-            if self._clerk.quiet and not self._held and self.pod.ledger.finished:
-                return "done"
             return "paused" if self._results.paused else "drained"
-        claimed_all = self._dry or self.scheduler.too_long
-        if self.scheduler.running or self.scheduler.queued or not self._clerk.quiet or not claimed_all:
+        if busy or self.scheduler.queued or not (self._nothing_free or self.scheduler.too_long):
             return None
-        if self._sharing.stays and not self._held:
-            return None  # others may hand something over
-        if self.pod.ledger.unsettled and not self._held:
-            return None  # whoever holds the rest may be dead: stay until that is known
+        if not self._io.held and (self._work_stealing.may_get_work or self._io.unsettled):
+            return None  # others may hand something off, or whoever holds the rest may be dead
         if self.scheduler.too_long:
             self._drain("what is left is not expected to end before the walltime")
-        return "drained" if self._held else "done"
+        return "drained" if self._io.held else "done"
 
     def _due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()
@@ -199,8 +195,8 @@ class Master:
         self._results.refuse()
         slots, node = int(message["slots"]), str(message["node"])
         self.pod.events.write(WorkerEvent(rank=rank, state="ready", slots=slots, node=node))
-        if self._endpoints.all:
-            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints.all})
+        if self._endpoints:
+            self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints})
 
     def _on_engine(self, rank: int, message: Message) -> None:
         self._ranks.accompany(rank)
@@ -218,24 +214,28 @@ class Master:
         self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why, rollouts=rollouts))
 
     def _collect(self) -> bool:
-        """Takes note of what the clerk has done."""
-        durable = self._clerk.durable()
-        self._results.count(durable)
-        if durable and not self.scheduler.running:
-            self._look_s = SOON_S
-        claimed = self._clerk.claimed()
-        for answer in claimed:
-            self._on_claimed(answer)
-        if self._clerk.listed():
-            self._tell_endpoints()
-        if self._clerk.exceeded:
-            self._results.pause(self._clerk.exceeded)
-        return bool(durable or claimed)
+        """Takes note of what the I/O thread has done; True if that may let something start."""
+        busy = False
+        for report in self._io.collect():
+            match report:
+                case Durable(results):
+                    busy = True
+                    self._results.count(results)
+                    if not self.scheduler.running:
+                        self._look_s = SOON_S
+                case Claimed(block):
+                    busy = True
+                    self._on_claimed(block)
+                case EndpointsChanged():
+                    self._on_endpoints(report)
+                case LimitExceeded(why):
+                    self._results.pause(why)
+        return busy
 
     # --- work ---
 
     def _dispatch(self) -> bool:
-        if self._draining_since is not None or self._clerk.full or self._clerk.stuck_since is not None:
+        if self._draining_since is not None or self._io.full or self._io.stuck:
             return False
         self._claim()
         walltime = self.pod.walltime
@@ -251,11 +251,20 @@ class Master:
 
     def _start(self, rank: int, work: Work) -> None:
         rollout = work.rollout
-        history = self._results.histories.get(rollout.id) if self._results.histories else None
-        if history is None:
-            self.pod.comm.send(rank, self._starts.pack(work, rank))
-        else:
-            self.pod.comm.send(rank, self._starts.pack(work, rank, history.attempts, history.partial))
+        history = self._results.histories.get(rollout.id)
+        message = {
+            "op": "start",
+            "task": self.pod.tasks[rollout.task_id],
+            "rollout": vars(rollout),
+            "attempt": work.attempt,
+            "attempts": [vars(attempt) for attempt in history.attempts] if history else [],
+            "epoch": work.epoch,
+            "rank": rank,
+            "partial": history.partial if history else "",
+            "job_id": self.pod.job_id,
+        }
+        self.pod.comm.send(rank, message)
+        if history is not None:
             history.partial = ""  # used once
         if self._results.grouped:
             self._results.groups.started(rollout.group_id, rollout.id)
@@ -263,32 +272,33 @@ class Master:
     def _claim(self) -> None:
         """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
         waits here, another pod cannot start."""
-        ahead = int(2 * self._per_s * self._clerk.claim_s)
+        ahead = int(2 * self._per_s * self._io.claim_s)
         waiting = self.scheduler.queued - min(self.scheduler.later, HOARD * self.scheduler.slots)
-        if waiting >= self.scheduler.free + ahead or self._clerk.claiming:
+        if waiting >= self.scheduler.free + ahead or self._io.claiming:
             return
-        if not self.pod.ledger.may_commit or self.scheduler.too_long:
+        if not self._io.may_commit or self.scheduler.too_long:
             return
-        if not self._dry or self._due("claim", self._look_s):
-            self._clerk.claim()
+        if not self._nothing_free or self._due("claim", self._look_s):
+            self._io.claim()
 
-    def _on_claimed(self, answer: tuple[Claim, list[Rollout]] | None) -> None:
-        self._dry = answer is None
-        if answer is None:
+    def _on_claimed(self, block: ClaimedBlock | None) -> None:
+        self._nothing_free = block is None
+        if block is None:
             self._look_s = min(LISTING_S, 2 * self._look_s) if "claim" in self._last else SOON_S
             self._last["claim"] = time.monotonic()
             return
         self._last.pop("claim", None)
+        self._upcoming = block.upcoming
         if self._draining_since is not None:
             return  # it goes back when the pod leaves
-        self._sharing.fed()
-        claim, todo = answer
-        for _, group in groupby(todo, key=lambda rollout: rollout.group_id):
-            self.scheduler.add(self._group(list(group), claim))
+        self._work_stealing.claimed()
+        self._results.histories.update(block.histories)
+        for _, group in groupby(block.rollouts, key=lambda rollout: rollout.group_id):
+            self.scheduler.add(self._group(list(group), block))
         self._results.refuse()
 
-    def _group(self, rollouts: list[Rollout], claim: Claim) -> Iterator[Work]:
-        """The work of one group: its samples are alike in what is known of them."""
+    def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
+        """Yields the work of one group: its samples are alike in what is known of them."""
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         demand, share = self.pod.demand(first.task_id), self.pod.share(first.task_id, first.policy)
@@ -297,13 +307,11 @@ class Master:
         ids = [rollout.id for rollout in rollouts]
         later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
         for rollout in rollouts:
-            history = self._held.history(rollout.id)
-            if history is not None:
-                self._results.histories[rollout.id] = history
+            history = block.histories.get(rollout.id)
             yield Work(
                 rollout,
-                claim.block,
-                claim.epoch,
+                block.claim.block,
+                block.claim.epoch,
                 history.next_attempt if history else 0,
                 causes=tuple(history.causes) if history else (),
                 expected_s=expected_s,
@@ -322,12 +330,12 @@ class Master:
             self._lose(rank, why)
         self._ranks.beat()
         if pod.servers and self._due("endpoints", WAITING_S if self.scheduler.waiting else LISTING_S):
-            self._clerk.list_endpoints()
+            self._io.list_endpoints()
         if self._due("images", AHEAD_S):
             self._announce_images()
-        if self._stragglers is not None and self._dry and self._draining_since is None:
+        if self._stragglers is not None and self._nothing_free and self._draining_since is None:
             self._copy_stragglers(self._stragglers)
-        self._sharing.tick(self._dry, self._draining_since is not None)
+        self._work_stealing.tick(self._nothing_free, self._draining_since is not None)
         self._say_slow()
         self._per_s, self._started = self._started / TICK_S, 0
         core_s = round(self._cores * (time.monotonic() - self._began), 1)
@@ -346,22 +354,23 @@ class Master:
                 self.pod.events.write(CopyEvent(id=rollout, rank=copy[0], attempt=copy[1].attempt))
 
     def _say_slow(self) -> None:
-        """A run directory that does not answer is spoken of where it can be: on stderr, and later in the events."""
-        stuck_s = self._clerk.stuck_s
+        """Reports a run directory that does not answer, or does again: on stderr, and later in the events."""
+        stuck_s = self._io.stuck_s
         if (stuck_s > SLOW_S) != self._slow:
             self._slow = not self._slow
             why = f"no answer for {stuck_s:.0f} s; results wait in memory" if self._slow else "answers again"
             print(f"pod: {self.pod.run}: {why}", file=sys.stderr, flush=True)
             self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
-    def _tell_endpoints(self) -> None:
-        self.scheduler.waiting = self._endpoints.unanswered
-        self.pod.events.write(EndpointsEvent(servers=self._endpoints.names))
-        self._ranks.tell({"op": "endpoints", "endpoints": self._endpoints.all})
+    def _on_endpoints(self, found: EndpointsChanged) -> None:
+        self._endpoints = found.endpoints
+        self.scheduler.waiting = found.unanswered
+        self.pod.events.write(EndpointsEvent(servers=found.names))
+        self._ranks.tell({"op": "endpoints", "endpoints": self._endpoints})
 
     def _announce_images(self) -> None:
         """Tells the ranks which images they need next, so that they stage them meanwhile."""
-        tasks = [*self.scheduler.coming(AHEAD_ROLLOUTS), *self._held.coming]
+        tasks = [*self.scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
         order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in tasks))
         if order != self._announced and len(order) > 1:
             self._announced = order
@@ -384,22 +393,32 @@ class Master:
             self._ranks.tell({"op": "suspend", "patience_s": 0.0})
         self._grace_s = DRAIN_NOW_S
 
-    def _leave(self, state: str) -> None:
-        """Stops the workers, gives unfinished blocks back, says goodbye."""
+    def _leave(self, state: str) -> str:
+        """Stops the workers, gives unfinished blocks back, and returns the pod's last word."""
         pod = self.pod
+        nothing_left = self._io.idle and not self._io.held
         pod.comm.push()
         self._ranks.tell(STOP)
         pod.comm.push()
         if state == "lost":
             pod.events.write(PodEvent(state=state, stored=self._results.stored))
-            self._clerk.finish(LOOK_S)
-            return  # nothing is given back: whoever takes over seals what counts
+            self._io.finish(LOOK_S)
+            return state  # nothing is given back: whoever takes over seals what counts
         self._results.cut_short(preempted=self._grace_s == DRAIN_NOW_S)
-        if self._clerk.finish(STUCK_S):
-            self._results.hand_down()
-            self._held.release()
-        self._results.count(self._clerk.durable())
-        if pod.ledger.finished:
-            forget(pod.run)
+        self._io.finish(STUCK_S, release=True, histories=self._results.histories)
+        for report in self._io.collect():
+            if isinstance(report, Durable):
+                self._results.count(report.results)
+        if nothing_left and self._io.finished:
+            state = "done"  # also where the pod drains
         pod.events.write(PodEvent(state=state, stored=self._results.stored))
         pod.events.close()
+        return state
+
+
+def _io_thread(pod: Pod) -> RunIoThread:
+    """Puts together what touches the run directory; it belongs to the thread from now on."""
+    ahead = AHEAD_BLOCKS if len({task.get("image") for task in pod.tasks.values()}) > 1 else 0
+    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored, ahead)
+    endpoints = Endpoints(pod.run, pod.servers)
+    return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, pod.budget())

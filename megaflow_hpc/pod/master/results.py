@@ -1,4 +1,4 @@
-"""What becomes of an attempt that ended: stored, tried again, or dropped because nobody needs it any more.
+"""Decides what becomes of an attempt that ended: stored, retried, or dropped because nobody needs it any more.
 
 Here causes of failure, groups, copies of stragglers and bad ranks come together; each has its rules in a module of its
 own, and this one carries them out.
@@ -6,15 +6,14 @@ own, and this one carries them out.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megaflow_hpc.pod.master import histories
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.master.ranks import Ranks
-from megaflow_hpc.pod.master.run_io import Clerk, Filed
+from megaflow_hpc.pod.master.run_io import RunIo
+from megaflow_hpc.pod.master.run_io_messages import PendingResult
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
@@ -40,12 +39,12 @@ class Results:
         self,
         pod: Pod,
         scheduler: Scheduler,
-        clerk: Clerk,
+        io: RunIo,
         ranks: Ranks,
         estimates: Estimates,
         drain: Callable[[str], None],
     ) -> None:
-        self._pod, self._scheduler, self._clerk, self._ranks = pod, scheduler, clerk, ranks
+        self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
         self._copies = bool(pod.scheduling.get("copies"))
         self._blame, self._pattern = Blame(), pod.pattern()
@@ -55,7 +54,8 @@ class Results:
         """Of rollouts that were tried and are not stored."""
         self._cut: set[str] = set()
         """Rollouts that the end of this allocation has cut short."""
-        self._asleep: dict[str, Work] = {}
+        self._parked: dict[str, Work] = {}
+        """Work that the rules of groups took out of the queue, by rollout id."""
         self._cancelling: dict[str, str] = {}
         """Rollout that was told to stop → why."""
         self._void: set[tuple[int, str]] = set()
@@ -69,7 +69,7 @@ class Results:
     # --- what ended ---
 
     def ended(self, rank: int, outcome: Outcome) -> None:
-        """A result has come in from ``rank``."""
+        """Takes in a result from ``rank``; one that nobody waits for is ignored."""
         work = self._scheduler.finish(rank, outcome.id)
         if work is None or work.attempt != outcome.attempt:
             return
@@ -78,54 +78,58 @@ class Results:
         self.settle(rank, work, outcome)
 
     def lost(self, rank: int, why: str) -> int:
-        """A worker rank is gone; how many rollouts ran there."""
+        """Settles what ran on a worker rank that is gone; returns how many rollouts that were."""
         lost = self._scheduler.leave(rank)
         for work in lost:
-            self.settle(rank, work, self.unrun(work, "node", f"worker rank {rank} was lost: {why}"))
+            self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
         return len(lost)
 
     def refuse(self) -> None:
-        """What no worker could ever hold fails, and says so."""
+        """Fails the queued rollouts that no worker could ever hold."""
         cpus, memory = self._pod.room
         for work in self._scheduler.impossible():
             error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
-            self.settle(-1, work, self.unrun(work, "user", error))
+            self.settle(-1, work, self.outcome_without_run(work, "user", error))
 
     def settle(self, rank: int, work: Work, outcome: Outcome) -> None:
-        """Retries a failure, or hands the outcome to the clerk."""
-        if self._void and (rank, outcome.id) in self._void:
+        """Retries a failure, keeps what was cut short for the next pod, or stores the outcome."""
+        if (rank, outcome.id) in self._void:
             self._void.discard((rank, outcome.id))
             return
-        why = self._cancelling.get(outcome.id) if self._cancelling else None
+        why = self._cancelling.get(outcome.id)
         if outcome.status == "cancelled" and why is None:
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
             # whoever takes it goes on with this rollout.
             self._cut_short(work, outcome)
             self._drain("a rollout was stopped by a signal to the step")
             return
-        failed = outcome.status == "failed"
-        if failed and why is not None:
-            outcome = self.unrun(work, "", why, "cancelled")
-            failed = False
-        if failed and self._goes_on(rank, work, outcome):
-            return
-        if outcome.status in JUDGED:
-            before = self.histories.get(outcome.id) if self.histories else None
+        if outcome.status == "failed":
+            if why is not None:
+                outcome = self.outcome_without_run(work, "", why, "cancelled")
+            elif self._goes_on(rank, work, outcome):
+                return
+        self._end(work, outcome)
+
+    def _end(self, work: Work, outcome: Outcome) -> None:
+        """Stores an outcome, and does what follows from it for copies, groups and estimates."""
+        judged = outcome.status in JUDGED
+        if judged:
+            before = self.histories.get(outcome.id)
             seconds = outcome.seconds + (before.kept_s if before else 0.0)
             self._estimates.observe(outcome.task_id, outcome.policy, seconds)
         if self._copies:
             self._call_off_copies(outcome.id)
-        if why is not None:
-            del self._cancelling[outcome.id]
-        if self.histories:
-            self.histories.pop(outcome.id, None)
-        self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
+        self._cancelling.pop(outcome.id, None)
+        self._store(work, outcome)
         if self.grouped:
-            judged = outcome.status in JUDGED
             self._carry_out(self.groups.ended(work.rollout.group_id, outcome.id, outcome.reward if judged else None))
 
+    def _store(self, work: Work, outcome: Outcome) -> None:
+        self.histories.pop(outcome.id, None)
+        self._io.store(outcome, work.block, outcome.payload(work.epoch, work.block))
+
     def _goes_on(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """After a failure: whether the rollout has another attempt, here or in the pod that takes its block."""
+        """Tells whether a rollout that failed has another attempt, here or in the pod that takes its block."""
         if self.draining:
             # The engines and sandboxes of an ending job fail; whoever takes the block tries again.
             return may_retry((*work.causes, outcome.cause))
@@ -143,8 +147,12 @@ class Results:
             self.groups.requeued(work.rollout.group_id, outcome.id)
         return True
 
-    def unrun(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
-        """The end of an attempt of which nothing came back."""
+    def outcome_without_run(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
+        """Makes the outcome of an attempt of which nothing came back.
+
+        Args:
+            kind: ``error_kind`` of the trajectory.
+        """
         now = time.time()
         trajectory = Trajectory(
             id=work.rollout.id,
@@ -168,18 +176,16 @@ class Results:
 
     def _carry_out(self, step: Step) -> None:
         """Does what the rules of groups ask for."""
-        for rollout in step.sleep:
+        for rollout in step.park:
             work = self._scheduler.drop(rollout)
             if work is not None:
-                self._asleep[rollout] = work
-        again = [self._asleep.pop(rollout, None) or self._scheduler.drop(rollout) for rollout in step.wake]
+                self._parked[rollout] = work
+        again = [self._parked.pop(rollout, None) or self._scheduler.drop(rollout) for rollout in step.unpark]
         self._scheduler.add(replace(work, later=False) for work in again if work is not None)
         for rollout in step.cancel:
-            work = self._asleep.pop(rollout, None) or self._scheduler.drop(rollout)
+            work = self._parked.pop(rollout, None) or self._scheduler.drop(rollout)
             if work is not None:
-                outcome = self.unrun(work, "", step.why, "cancelled")
-                self.histories.pop(rollout, None)
-                self._clerk.file(outcome, work.block, outcome.payload(work.epoch, work.block))
+                self._store(work, self.outcome_without_run(work, "", step.why, "cancelled"))
             for rank in self._scheduler.running_at(rollout):
                 self._cancelling[rollout] = step.why
                 self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
@@ -198,15 +204,15 @@ class Results:
     # --- the end of the allocation ---
 
     def attempts(self, rollout: str) -> Sequence[Attempt]:
-        """Those that have ended without a result that counts."""
-        history = self.histories.get(rollout) if self.histories else None
+        """Returns the attempts at a rollout that ended without a result that counts."""
+        history = self.histories.get(rollout)
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Says what still runs when the allocation ends; the next one starts it anew."""
+        """Notes that what still runs is cut short by the end of the allocation; the next one starts it anew."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.running_work():
-            self._cut_short(work, self.unrun(work, kind, "cut short; it starts anew", "cancelled"))
+            self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
         """Notes that an attempt was cut short; a rollout to which that happened too often fails."""
@@ -219,28 +225,18 @@ class Results:
         most = int(self._pod.scheduling.get("cuts", CUTS))
         if history.cuts > most:
             why = f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
-            failed = self.unrun(work, "walltime", why)
-            del self.histories[outcome.id]
-            self._clerk.file(failed, work.block, failed.payload(work.epoch, work.block))
+            self._store(work, self.outcome_without_run(work, "walltime", why))
             return
         history.attempts.append(attempt_of(outcome))
         history.partial = outcome.partial
         history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
 
-    def hand_down(self) -> None:
-        """Tells the pods that come after of the rollouts that go back with their blocks."""
-        identity = self._pod.ledger.identity
-        try:
-            histories.write(self._pod.run, identity.name if identity else "", self.histories)
-        except OSError as error:
-            print(f"pod: {self._pod.run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
-
     # --- what is durable ---
 
-    def count(self, durable: Sequence[Filed]) -> None:
-        """Takes note of results that are on the disk, and of what they say together."""
-        for filed in durable:
-            outcome = filed.outcome
+    def count(self, durable: Sequence[PendingResult]) -> None:
+        """Counts results that are on the disk, and pauses the pod where they look systematic or pass a limit."""
+        for result in durable:
+            outcome = result.outcome
             failed = outcome.status == "failed"
             self.stored += 1
             self._failed += failed
@@ -252,7 +248,7 @@ class Results:
             self.pause(self._pattern.systematic)
 
     def pause(self, why: str) -> None:
-        """Stops the pod for a reason that starting it anew would not mend; without a reason goes on."""
+        """Stops the pod for a reason that starting it anew would not mend; does nothing without a reason."""
         if why and not self.paused and not self.draining:
             self.paused = why
             self._drain(why)

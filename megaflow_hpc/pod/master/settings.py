@@ -10,7 +10,7 @@ from typing import Any
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.comm import Comm
-from megaflow_hpc.pod.master.run_io import Journal
+from megaflow_hpc.pod.master.run_io_thread import Journal
 from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.scheduling.failures import Pattern
 from megaflow_hpc.pod.scheduling.groups import GroupRules

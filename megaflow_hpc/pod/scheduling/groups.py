@@ -8,8 +8,8 @@ samples that wait are dropped; with ``retry_every`` every so many-th of them run
 differently the rest of the group runs after all. So that there is something to drop, the samples behind the first
 ``signal_after`` start only while nothing else can.
 
-A sample is *waiting* (queued), *asleep* (taken out of the queue, may come back), running, or ended. Some sample of a
-group with sleepers is always waiting or running.
+A sample is *waiting* (queued), *parked* (taken out of the queue, may come back), running, or ended. Some sample of a
+group with parked ones is always waiting or running.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Step:
     """What follows from the end of a sample, by rollout id."""
 
     cancel: Sequence[str] = ()
-    """Will not be needed: waiting, asleep or running."""
-    sleep: Sequence[str] = ()
+    """Will not be needed: waiting, parked or running."""
+    park: Sequence[str] = ()
     """To be taken out of the queue."""
-    wake: Sequence[str] = ()
+    unpark: Sequence[str] = ()
     """To be queued again."""
     why: str = ""
 
@@ -54,12 +54,12 @@ NOTHING_TO_DO = Step()
 class _Group:
     wanted: int = 0
     waiting: list[str] = field(default_factory=list)
-    asleep: list[str] = field(default_factory=list)
+    parked: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
     elsewhere: bool = False
     """Some sample of it has ended, or is of another pod."""
-    lively: bool = False
+    has_signal: bool = False
     """Its rewards differ: all of it runs."""
 
     @property
@@ -68,7 +68,11 @@ class _Group:
 
 
 class Groups:
-    """The groups of one pod that have samples to run."""
+    """The groups of one pod that have samples to run.
+
+    Args:
+        rules: what the campaign file says; where they are idle no group is kept.
+    """
 
     def __init__(self, rules: GroupRules) -> None:
         self._rules = rules
@@ -78,7 +82,7 @@ class Groups:
         return len(self._groups)
 
     def admit(self, group: str, policy: str, rollouts: Sequence[str], ended: int = 0) -> set[str]:
-        """Takes in samples of a group that are about to be queued; which of them may wait.
+        """Takes in samples of a group that are about to be queued; returns those that may wait.
 
         Args:
             ended: samples of it that have a reward already, from before this pod had it.
@@ -93,35 +97,40 @@ class Groups:
         return set(known.waiting[first:]) & set(rollouts) if first else set()
 
     def started(self, group: str, rollout: str) -> None:
+        """Notes that a waiting sample runs."""
         known = self._groups.get(group)
         if known is not None and rollout in known.waiting:
             known.waiting.remove(rollout)
             known.running.add(rollout)
 
-    def give(self, group: str, rollouts: Collection[str]) -> bool:
-        """Lets go of a group that is handed to another pod; refused where its rules must still be kept here.
+    def hand_off(self, group: str, rollouts: Collection[str]) -> bool:
+        """Lets go of a group that goes to another pod; False where its rules must still be kept here.
 
         Args:
-            rollouts: those of it that are queued and were not tried. They must be all of it: who gets the group counts
-                samples that it was not given as rewarded.
+            rollouts: those of it that are queued and were not tried. They must be all of it: the other pod counts
+                samples that it did not get as rewarded.
         """
         known = self._groups.get(group)
         if known is None:
             return self._rules.idle
-        if known.running or known.asleep or known.rewards or known.elsewhere or set(known.waiting) != set(rollouts):
+        if known.running or known.parked or known.rewards or known.elsewhere or set(known.waiting) != set(rollouts):
             return False
         del self._groups[group]
         return True
 
     def requeued(self, group: str, rollout: str) -> None:
-        """It will be tried again."""
+        """Notes that a sample waits for another attempt."""
         known = self._groups.get(group)
         if known is not None:
             known.running.discard(rollout)
             known.waiting.insert(0, rollout)
 
     def ended(self, group: str, rollout: str, reward: float | None) -> Step:
-        """A sample has ended for good; ``reward`` is ``None`` where it has none."""
+        """Notes that a sample has ended for good; returns what follows for the others.
+
+        Args:
+            reward: ``None`` where it has none.
+        """
         known = self._groups.get(group)
         if known is None:
             return NOTHING_TO_DO
@@ -132,35 +141,35 @@ class Groups:
         if reward is not None:
             known.rewards.append(reward)
         step = self._step(known)
-        if not (known.waiting or known.asleep or known.running):
+        if not (known.waiting or known.parked or known.running):
             del self._groups[group]
         return step
 
     def _step(self, known: _Group) -> Step:
         if known.wanted and len(known.rewards) >= known.wanted:
-            left = [*known.waiting, *known.asleep, *sorted(known.running)]
-            known.waiting, known.asleep, known.running = [], [], set()
+            left = [*known.waiting, *known.parked, *sorted(known.running)]
+            known.waiting, known.parked, known.running = [], [], set()
             return Step(cancel=left, why=f"its group has the {known.wanted} rewards that were asked for")
         after = self._rules.signal_after
         if not after or len(known.rewards) < after:
             return NOTHING_TO_DO
         if known.equal:
-            return self._doze(known)
-        if known.lively:
+            return self._park(known)
+        if known.has_signal:
             return NOTHING_TO_DO
-        known.lively, known.waiting, known.asleep = True, [*known.waiting, *known.asleep], []
-        return Step(wake=known.waiting)  # those that wait as well: they need no longer stand back
+        known.has_signal, known.waiting, known.parked = True, [*known.waiting, *known.parked], []
+        return Step(unpark=known.waiting)  # those that wait as well: they need no longer stand back
 
-    def _doze(self, known: _Group) -> Step:
-        """No signal so far: drops what waits, but for the sample that is tried all the same."""
-        held, known.waiting, known.asleep = [*known.waiting, *known.asleep], [], []
+    def _park(self, known: _Group) -> Step:
+        """Drops what waits, because there is no signal so far, but for the sample that is tried all the same."""
+        held, known.waiting, known.parked = [*known.waiting, *known.parked], [], []
         every = self._rules.retry_every
         why = f"its group has {len(known.rewards)} rewards and all are {known.rewards[0]:g}"
         if not every:
             return Step(cancel=held, why=why)
         if known.running:  # one of these may yet be different
-            known.asleep = held
-            return Step(sleep=held, why=why)
+            known.parked = held
+            return Step(park=held, why=why)
         cancel, rest = held[: every - 1], held[every - 1 :]
-        known.waiting, known.asleep = rest[:1], rest[1:]
-        return Step(cancel=cancel, sleep=known.asleep, wake=known.waiting, why=why)
+        known.waiting, known.parked = rest[:1], rest[1:]
+        return Step(cancel=cancel, park=known.parked, unpark=known.waiting, why=why)

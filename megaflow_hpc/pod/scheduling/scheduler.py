@@ -156,7 +156,7 @@ class Scheduler:
                 found += [work for _, _, work in lane.entries()]
                 del self._lanes[key]
         for work in found:
-            self._forget(work)
+            self._unqueue(work)
         return found
 
     # --- events ---
@@ -272,7 +272,7 @@ class Scheduler:
             return None
         lane, number, work = place
         lane.take(number)
-        self._forget(work)
+        self._unqueue(work)
         self._close(lane)
         return work
 
@@ -306,8 +306,8 @@ class Scheduler:
         self._places[work.rollout.id] = lane, number, work
         self.later += work.later
 
-    def _forget(self, work: Work) -> None:
-        """It is queued no more."""
+    def _unqueue(self, work: Work) -> None:
+        """Notes that work is no longer queued."""
         del self._places[work.rollout.id]
         self.later -= work.later
 
@@ -335,7 +335,7 @@ class Scheduler:
     def _put_aside(self, lane: Lane, remaining_s: float, whole_s: float) -> None:
         while lane and remaining_s < self._surely_s(lane.head[2]) <= whole_s:
             work = lane.pop()[2]
-            self._forget(work)
+            self._unqueue(work)
             self._too_long.append(work)
 
     def _place(self, lane: Lane) -> int | None:
@@ -385,7 +385,7 @@ class Scheduler:
 
     def _start_head(self, lane: Lane, rank: int) -> Work:
         work = lane.pop()[2]
-        self._forget(work)
+        self._unqueue(work)
         self._start(work, rank)
         if self._kept.get(rank) is lane:
             del self._kept[rank]

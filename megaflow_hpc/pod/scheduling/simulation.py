@@ -99,7 +99,7 @@ class _Pod:
         for rank in range(math.ceil(slots / RANK_SLOTS)):
             self.scheduler.join(rank, min(RANK_SLOTS, slots - rank * RANK_SLOTS))
         self.groups = Groups(shape.rules)
-        self.asleep: dict[str, Work] = {}
+        self.parked: dict[str, Work] = {}
         self.estimates = Estimates()
         self.stragglers = Stragglers(self.estimates)
         self.looked = 0.0
@@ -118,13 +118,13 @@ class _Pod:
         if len(self.groups):
             reward = self.shape.rewards[_number(work)] if self.shape.rewards else 0.0
             step = self.groups.ended(work.rollout.group_id, work.rollout.id, reward)
-            for rollout in step.sleep:
+            for rollout in step.park:
                 if (waiting := self.scheduler.drop(rollout)) is not None:
-                    self.asleep[rollout] = waiting
-            again = [self.asleep.pop(rollout, None) or self.scheduler.drop(rollout) for rollout in step.wake]
+                    self.parked[rollout] = waiting
+            again = [self.parked.pop(rollout, None) or self.scheduler.drop(rollout) for rollout in step.unpark]
             self.scheduler.add(replace(one, later=False) for one in again if one is not None)
             for rollout in step.cancel:
-                if self.asleep.pop(rollout, None) is None and self.scheduler.drop(rollout) is None:
+                if self.parked.pop(rollout, None) is None and self.scheduler.drop(rollout) is None:
                     self.stop(rollout)
 
     def stop(self, rollout: str) -> None:

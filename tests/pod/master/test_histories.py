@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
 from megaflow_hpc.pod.master import histories
-from megaflow_hpc.pod.master.claimed_blocks import Holdings
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import AttemptEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
@@ -20,10 +20,10 @@ def prepared(path: Path) -> RunDir:
     return run
 
 
-def holdings(run: RunDir, name: str) -> tuple[EventWriter, Holdings]:
+def claimed_blocks(run: RunDir, name: str) -> tuple[EventWriter, ClaimedBlocks]:
     ledger, events = Ledger(run, PodIdentity(name, "0")), EventWriter(run.event_file(name, "0"))
     ledger.register()
-    return events, Holdings(run, ledger, events, lambda owner: 0, set)
+    return events, ClaimedBlocks(run, ledger, events, lambda owner: 0, set)
 
 
 def say(events: EventWriter, rollout: str, attempt: int, kind: str) -> None:
@@ -34,24 +34,23 @@ def say(events: EventWriter, rollout: str, attempt: int, kind: str) -> None:
 def test_retries_that_a_killed_pod_has_used_up_are_not_given_again(tmp_path: Path) -> None:
     run = prepared(tmp_path / "run")
     write_blocks(run, [Rollout(task, "p", 0, "a") for task in ("t0", "t1")], size=10)
-    (events, killed), (_, heir) = holdings(run, "a"), holdings(run, "b")
+    (events, killed), (_, heir) = claimed_blocks(run, "a"), claimed_blocks(run, "b")
     assert killed.claim() is not None
     say(events, "t0/p/0", 0, "model")
     say(events, "t0/p/0", 1, "sandbox-start")
     say(events, "t1/p/0", 0, "preemption")  # nobody's failure
-    assert heir.claim() is None
-    assert heir.history("t0/p/0") is None
+    assert heir.claim() is None, "and so no history"
     Ledger(run).mark_gone("a.0")
-    assert heir.claim() is not None
-    history = heir.history("t0/p/0")
-    assert history is not None
+    claimed = heir.claim()
+    assert claimed is not None
+    history = claimed.histories["t0/p/0"]
     assert history.causes == ["model", "sandbox-start"]
     assert [(a.attempt, a.status, a.error_kind) for a in history.attempts] == [
         (0, "failed", "model"),
         (1, "failed", "sandbox"),
     ]
     assert history.next_attempt == 2
-    assert heir.history("t1/p/0") is None
+    assert "t1/p/0" not in claimed.histories
 
 
 def test_what_was_told_counts_beside_what_was_only_heard(tmp_path: Path) -> None:

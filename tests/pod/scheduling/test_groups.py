@@ -16,7 +16,7 @@ class Queue:
         self.ids = [f"t/p/{n}" for n in range(samples)]
         self.later = self.groups.admit("t/p", "p", self.ids)
         self.waiting = [i for i in self.ids if i not in self.later] + [i for i in self.ids if i in self.later]
-        self.asleep: list[str] = []
+        self.parked: list[str] = []
         self.running: list[str] = []
         self.cancelled: list[str] = []
         self.ended: list[str] = []
@@ -30,15 +30,15 @@ class Queue:
         self.running.remove(rollout)
         self.ended.append(rollout)
         step = self.groups.ended("t/p", rollout, reward)
-        for one in step.sleep:
+        for one in step.park:
             if one in self.waiting:
                 self.waiting.remove(one)
-                self.asleep.append(one)
-        for one in step.wake:
-            (self.asleep if one in self.asleep else self.waiting).remove(one)
+                self.parked.append(one)
+        for one in step.unpark:
+            (self.parked if one in self.parked else self.waiting).remove(one)
             self.waiting.append(one)
         for one in step.cancel:
-            next(place for place in (self.asleep, self.waiting, self.running) if one in place).remove(one)
+            next(place for place in (self.parked, self.waiting, self.running) if one in place).remove(one)
             self.cancelled.append(one)
         return step
 
@@ -63,9 +63,9 @@ def test_a_group_can_be_given_away_while_nothing_of_it_has_happened_and_all_of_i
         if happened == "retried":
             groups.requeued("t/p", "t/p/0")
         queued = ids[1:] if happened != "nothing" and "elsewhere" not in happened else ids
-        assert groups.give("t/p", queued) == (happened == "nothing"), happened
+        assert groups.hand_off("t/p", queued) == (happened == "nothing"), happened
         assert len(groups) == (happened != "nothing")
-    assert Groups(GroupRules()).give("t/p", ids)
+    assert Groups(GroupRules()).hand_off("t/p", ids)
 
 
 def test_samples_that_a_group_has_elsewhere_count() -> None:
@@ -74,7 +74,7 @@ def test_samples_that_a_group_has_elsewhere_count() -> None:
     assert groups.ended("t/p", "t/p/3", 1.0).cancel == ["t/p/4"]
 
 
-def test_a_group_without_signal_is_tried_at_intervals_and_wakes_when_one_differs() -> None:
+def test_a_group_without_signal_is_tried_at_intervals_and_comes_back_when_one_differs() -> None:
     queue = Queue(GroupRules(signal_after=2, retry_every=3), 12)
     assert queue.later == set(queue.ids[2:])
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_a_group_without_signal_is_tried_at_intervals_and_wakes_when_one_differs
     assert queue.cancelled == [*queue.ids[2:4], *queue.ids[5:7]]
     queue.end(queue.start(), 1.0)
     assert queue.waiting == queue.ids[8:], "the one that differed woke the rest"
-    assert queue.asleep == []
+    assert queue.parked == []
 
 
 def test_nothing_is_known_of_groups_where_no_rule_asks_for_it() -> None:
@@ -96,7 +96,7 @@ def test_nothing_is_known_of_groups_where_no_rule_asks_for_it() -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_sample_ends_or_is_cancelled_and_sleepers_are_never_forgotten(data: st.DataObject) -> None:
+def test_every_sample_ends_or_is_cancelled_and_parked_ones_are_never_lost(data: st.DataObject) -> None:
     rules = GroupRules(
         wanted={"p": data.draw(st.integers(1, 6))} if data.draw(st.booleans()) else {},
         signal_after=data.draw(st.sampled_from([0, 2, 3])),
@@ -104,7 +104,7 @@ def test_every_sample_ends_or_is_cancelled_and_sleepers_are_never_forgotten(data
     )
     queue = Queue(rules, data.draw(st.integers(1, 14)))
     while queue.waiting or queue.running:
-        assert not queue.asleep or queue.waiting or queue.running
+        assert not queue.parked or queue.waiting or queue.running
         if queue.waiting and (not queue.running or data.draw(st.booleans())):
             queue.start()
             continue
@@ -115,6 +115,6 @@ def test_every_sample_ends_or_is_cancelled_and_sleepers_are_never_forgotten(data
             queue.groups.requeued("t/p", rollout)
         else:
             queue.end(rollout, data.draw(st.sampled_from([None, 0.0, 1.0])))
-    assert queue.asleep == []
+    assert queue.parked == []
     assert sorted(queue.ended + queue.cancelled) == sorted(queue.ids)
     assert len(queue.groups) == 0
