@@ -19,13 +19,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaflow_hpc.campaign.jobs import Jobs
-from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import RunRecord, read_run
 
 LOOK_S = RENEW_S
 SOON_S = 5.0
@@ -36,13 +37,13 @@ REFUSED_S = 600.0
 class Autoscaler:
     """
     Args:
-        content: What ``run.json`` holds.
+        planned: What ``run.json`` holds.
         holder: Who we are, for ``status`` and for the others.
     """
 
-    def __init__(self, run: RunDir, content: Mapping[str, Any], jobs: Jobs, holder: str) -> None:
+    def __init__(self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str) -> None:
         self._run, self._jobs, self._monitor = run, jobs, Monitor(run)
-        servers = {s["policy"]: s["model"]["servers"] for s in content["servers"] if s.get("held")}
+        servers = {server.policy: server.model["servers"] for server in planned.servers if server.held}
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
         self._lease = LeaderLease(run, SCALER, holder)
@@ -100,13 +101,13 @@ class Autoscaler:
 def main(argv: list[str]) -> int:
     """Beside a pod, until the campaign is over or the batch shell is gone."""
     run = RunDir(argv[0])
-    content = run.read_run()
-    jobs = Jobs(run, CampaignConfig.model_validate(content["campaign"]), content, Ledger(run))
+    planned, marks = read_run(run), Marks(run)
+    jobs = Jobs(run, planned.config, planned, Ledger(run))
     parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    autoscaler = Autoscaler(run, content, jobs, f"pod {os.environ.get('MEGAFLOW_POD', os.getpid())}")
+    autoscaler = Autoscaler(run, planned, jobs, f"pod {os.environ.get('MEGAFLOW_POD', os.getpid())}")
     try:
-        while os.getppid() == parent and not any((run.ledger / m).exists() for m in ("finished", "cancelled")):
+        while os.getppid() == parent and not marks.over:
             for element in autoscaler.tick():
                 print(f"let engine server {element} go", file=sys.stderr, flush=True)
             time.sleep(LOOK_S / 6)

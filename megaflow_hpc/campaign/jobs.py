@@ -19,6 +19,8 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import RunRecord, ServerGroup
 from megaflow_hpc.slurm import accounting, limits, resources, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, server_jobs
@@ -38,14 +40,13 @@ LEAVE_S = 30.0
 class Jobs:
     """
     Args:
-        content: what ``run.json`` holds.
+        planned: What ``run.json`` holds.
     """
 
-    def __init__(self, run: RunDir, config: CampaignConfig, content: dict[str, Any], ledger: Ledger) -> None:
-        self._run, self._config, self._ledger = run, config, ledger
-        self._groups: Sequence[Sequence[int]] = content["server_groups"]
-        self._servers: Sequence[dict[str, Any]] = content["servers"]
-        self.arrays = Arrays(run, content["jobs"])
+    def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
+        self._run, self._config, self._ledger, self._marks = run, config, ledger, Marks(run)
+        self._groups, self._servers = planned.server_groups, planned.servers
+        self.arrays = Arrays(run, planned.jobs)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self.notices: list[str] = []
         """What a person should know of the last start."""
@@ -57,7 +58,7 @@ class Jobs:
     def start(self) -> None:
         """Queues engine arrays, pod arrays and the gather job, as many as limits leave room for."""
         allowed = limits.allowance(_options(self._config))
-        engines = sum(int(group[1]) for group in self._groups)
+        engines = sum(group.count for group in self._groups)
         pods = self._config.slurm.pods
         count = 0 if self._config.is_pool else self._fitting(allowed, pods.here, engines + 1, pods.total)
         try:
@@ -181,14 +182,14 @@ class Jobs:
         if pods < 0:
             raise ConfigError(f"--pods {pods}: at least 0")
         check_scale(pods, self._config.slurm.pods, self._config.quotas)
-        if (self._run.ledger / "cancelled").exists():
+        if self._marks.cancelled:
             raise ConfigError(f"{self._run}: is cancelled; continue it first: megaflow-hpc resume {self._run}")
         with self.arrays.alone():
             self.arrays.adopt(self._config.name, self._clusters)
             live = self.live_pods(0)
             if live is None:
                 raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
-            leaving = {path.name for path in (self._run.ledger / "leaving").glob("*")}
+            leaving = self._marks.leaving()
             here = [state for state in live if state.id not in leaving]
             if self._ledger.finished:
                 return {"added": [], "leaving": []}
@@ -231,10 +232,10 @@ class Jobs:
             return None
         found = {}
         for record in self.arrays.records():
-            for element, state in live.items() if record["role"] == "servers" else ():
+            for element, state in live.items() if record.role == "servers" else ():
                 array, _, index = element.partition("_")
-                if array == str(record["id"]) and index.isdecimal():
-                    found[int(index) + int(record.get("base") or 0)] = state
+                if array == record.id and index.isdecimal():
+                    found[int(index) + record.base] = state
         return found
 
     def release(self, policy: str, count: int) -> list[str]:
@@ -249,7 +250,7 @@ class Jobs:
         servers = self.servers(ASK_SLURM_S / 2)
         if servers is None:
             raise SiteError(f"{self._run}: Slurm does not say which engine servers there are; nothing was changed")
-        own = {n: state for n, state in sorted(servers.items()) if self._servers[n]["policy"] == policy}
+        own = {n: state for n, state in sorted(servers.items()) if self._servers[n].policy == policy}
         held = [state.id for state in own.values() if state.held]
         going = held[: max(0, count - (len(own) - len(held)))]
         if going:
@@ -262,7 +263,7 @@ class Jobs:
         if time.monotonic() - self._topped < ASK_SLURM_S:
             return
         self._topped = time.monotonic()
-        queued = [int(record["elements"] or 1) for record in self.arrays.records() if record["role"] == "pods"]
+        queued = [record.elements or 1 for record in self.arrays.records() if record.role == "pods"]
         wanted = self._short or self._config.slurm.pods.total
         if not queued or sum(queued) >= wanted:  # none: submitted by hand, or local
             return
@@ -313,10 +314,10 @@ class Jobs:
             time.sleep(1.0)
 
 
-def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> list[script.Job]:
+def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
     """The jobs that :meth:`Jobs.start` would queue without any other job in the way; the gather job comes last."""
     allowed = limits.allowance(_options(config))
-    engines = sum(int(group[1]) for group in groups)
+    engines = sum(group.count for group in groups)
     if config.slurm.together:
         return [_together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
     if config.is_pool:
@@ -327,7 +328,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]
 
 
 def _beside(
-    config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]], allowed: limits.Allowance
+    config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[resources.Amounts]:
     """What each engine server asks for of that which pods may have."""
     found = []
@@ -337,7 +338,7 @@ def _beside(
     return found
 
 
-def check_resources(config: CampaignConfig, groups: Sequence[Sequence[int]], where: Any) -> None:
+def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
     """Refuses what would stay in the queue for ever: a pod or an engine server that no limit lets start.
 
     Raises:
@@ -363,8 +364,8 @@ def check_resources(config: CampaignConfig, groups: Sequence[Sequence[int]], whe
             )
 
 
-def _together(config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]]) -> script.Job:
-    return script.together_job(config, run, [int(group[2]) for group in groups for _ in range(int(group[1]))])
+def _together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
+    return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)])
 
 
 def _options(config: CampaignConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
 from megaflow_hpc.host.mpi import find_mpiexec
 from megaflow_hpc.rundir.layout import RunDir, file_mode
+from megaflow_hpc.rundir.marks import DRAIN
 
 STOP_S = 60.0
 
@@ -48,7 +49,7 @@ class LocalPod:
 
     def drain(self) -> None:
         """Asks the pod to finish what runs, within its grace, and to leave."""
-        (self._directory / "drain").touch()
+        (self._directory / DRAIN).touch()
 
     def stop(self) -> None:
         """Drains, waits, ends the engines, leaves nothing behind; at once if it is interrupted."""

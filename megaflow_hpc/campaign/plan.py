@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import yaml
 
 from megaflow_hpc.campaign import provenance
@@ -27,6 +28,7 @@ from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
 from megaflow_hpc.types import Rollout, Task
 from megaflow_hpc.version import __version__
 
@@ -47,7 +49,7 @@ class Plan:
     rollouts: list[Rollout]
     images: dict[str, str]
     """Image name in the tasks → SIF file or directory."""
-    servers: list[dict[str, Any]]
+    servers: list[ServerRecord]
     """One entry per engine array element, by index: its policy and its model."""
     source: str
     """The campaign as the user wrote it."""
@@ -55,15 +57,16 @@ class Plan:
     """Of earlier campaigns."""
 
     @property
-    def server_groups(self) -> list[tuple[int, int, int, bool, int]]:
-        """(first index, elements, GPUs a node, held, nodes an element): one Slurm array each."""
-        groups: list[tuple[int, int, int, bool, int]] = []
+    def server_groups(self) -> list[ServerGroup]:
+        """Neighbouring servers of one shape: one Slurm array each."""
+        groups: list[ServerGroup] = []
         for index, server in enumerate(self.servers):
-            shape = (server["model"]["gpus"], server["held"], server["model"]["nodes"])
-            if groups and groups[-1][2:] == shape:
-                groups[-1] = (groups[-1][0], groups[-1][1] + 1, *shape)
+            shape = (server.model["gpus"], server.held, server.model["nodes"])
+            last = groups[-1] if groups else None
+            if last and (last.gpus, last.held, last.nodes) == shape:
+                last.count += 1
             else:
-                groups.append((index, 1, *shape))
+                groups.append(ServerGroup(index, 1, *shape))
         return groups
 
 
@@ -157,10 +160,10 @@ def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
 
 
-def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
+def list_servers(policies: dict[str, Policy]) -> list[ServerRecord]:
     """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side."""
     servers = [
-        {"policy": name, "model": model.model_dump(mode="json", exclude={"agent", "also"}), "held": number >= least}
+        ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
         for name, policy in policies.items()
         if policy.model and not policy.model.pool
         for model in policy.model.kinds()
@@ -170,9 +173,8 @@ def list_servers(policies: dict[str, Policy]) -> list[dict[str, Any]]:
     return sorted(servers, key=_shape)
 
 
-def _shape(server: dict[str, Any]) -> tuple[int, int, bool]:
-    model = server["model"]
-    return -model["nodes"], -model["gpus"], server["held"]
+def _shape(server: ServerRecord) -> tuple[int, int, bool]:
+    return -server.model["nodes"], -server.model["gpus"], server.held
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
@@ -275,27 +277,30 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
     write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=expected_s)
     if plan.config.pool is not None:
-        EnginePool(run.path).create(Counter(server["policy"] for server in plan.servers), plan.config.pool.share)
+        EnginePool(run.path).create(Counter(server.policy for server in plan.servers), plan.config.pool.share)
     pools = {name: EnginePool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
     theirs = {name: pool.policy(name) for name, pool in pools.items()}
     for name, pool in pools.items():
         pool.enrol(run, name, theirs[name])
-    run.write_run(
-        {
-            "version": __version__,
-            "python": sys.version.split()[0],
-            "versions": provenance.versions(plan.policies),
-            "campaign": plan.config.model_dump(mode="json"),
-            "policies": {name: policy.model_dump(mode="json") for name, policy in plan.policies.items()},
-            "tasks": {task.id: task.to_dict() for task in plan.tasks},
-            "images": plan.images,
-            "servers": plan.servers,
-            "server_groups": plan.server_groups,
-            "pools": {name: pool.about()[theirs[name]] for name, pool in pools.items()},
-            "total": len(plan.rollouts),
-            "learned": earlier.learned(plan.rollouts) if earlier else [],
-            "jobs": [],
-        }
+    write_run(
+        run,
+        RunRecord(
+            version=__version__,
+            python=sys.version.split()[0],
+            versions=provenance.versions(plan.policies),
+            campaign=plan.config.model_dump(mode="json"),
+            policies={
+                name: msgspec.convert(policy.model_dump(mode="json"), PolicyRecord)
+                for name, policy in plan.policies.items()
+            },
+            tasks={task.id: task.to_dict() for task in plan.tasks},
+            images=plan.images,
+            servers=plan.servers,
+            server_groups=plan.server_groups,
+            pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
+            total=len(plan.rollouts),
+            learned=[list(row) for row in earlier.learned(plan.rollouts)] if earlier else [],
+        ),
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
-from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
@@ -22,6 +21,8 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
 
@@ -50,11 +51,12 @@ class Run:
 
     def __init__(self, path: str | Path | RunDir) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
-        self._content = self.dir.read_run()
-        self.config = CampaignConfig.model_validate(self._content["campaign"])
+        self.record = read_run(self.dir)
+        self.config = self.record.config
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
-        self.slurm_jobs = Jobs(self.dir, self.config, self._content, self.ledger)
+        self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
+        self._marks = Marks(self.dir)
         self.local: LocalPod | None = None
 
     @property
@@ -75,7 +77,7 @@ class Run:
             return
         from megaflow_hpc.campaign.local import LocalPod
 
-        self.local = LocalPod(self.dir, ranks, len(self._content["servers"]))
+        self.local = LocalPod(self.dir, ranks, len(self.record.servers))
 
     # --- look ---
 
@@ -102,12 +104,12 @@ class Run:
     def _waiting_servers(self, known: Collection[str]) -> list[dict[str, Any]]:
         """Engine servers that are in Slurm's queue, or on their way from there to an endpoint file."""
         found = []
-        servers = self._content["servers"]
+        servers = self.record.servers
         for number, state in sorted((self.slurm_jobs.servers(self._slurm_age_s) or {}).items() if servers else ()):
-            name = f"{servers[number]['policy']}.{number}"
+            name = f"{servers[number].policy}.{number}"
             if name in known or not state.live:
                 continue
-            shown = {"server": name, "policy": servers[number]["policy"], "node": state.node, "job_id": state.id}
+            shown = {"server": name, "policy": servers[number].policy, "node": state.node, "job_id": state.id}
             if state.held:
                 by = LeaderLease(self.dir, SCALER).holder()
                 remedy = f"nobody lets it go: keep megaflow-hpc watch {self.dir} open, or use scale --servers"
@@ -153,7 +155,7 @@ class Run:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         holder = f"{os.uname().nodename} process {os.getpid()}"
-        autoscaler = Autoscaler(self.dir, self._content, self.slurm_jobs, holder)
+        autoscaler = Autoscaler(self.dir, self.record, self.slurm_jobs, holder)
         try:
             while True:
                 status = self.status()
@@ -234,7 +236,7 @@ class Run:
             ConfigError: No such policy.
             SiteError: Slurm does not answer, or refuses.
         """
-        policies = sorted({server["policy"] for server in self._content["servers"]})
+        policies = sorted({server.policy for server in self.record.servers})
         if policy is None and len(policies) == 1:
             (policy,) = policies
         if not policies:
@@ -246,7 +248,7 @@ class Run:
     def cancel(self) -> list[str]:
         """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""
         self.dir.check_ours()
-        self.dir.ledger.joinpath("cancelled").touch()
+        self._marks.cancel()
         if self.local is not None:
             self.local.stop()
         return self.slurm_jobs.cancel()
@@ -270,16 +272,15 @@ class Run:
         """
         self.dir.check_ours()
         chosen = resolve_launcher(launcher)
-        budget = CampaignBudget(self.dir, self._content["campaign"]["limits"])
+        budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
         if (passed := budget.exceeded()) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
-        mark = self.dir.ledger / "cancelled"
-        if mark.exists() and chosen == "slurm":
+        if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
         self._mark_gone()
-        mark.unlink(missing_ok=True)
+        self._marks.uncancel()
         if failed or only:
             self._repeat(only)
         if self.ledger.finished:

@@ -115,7 +115,7 @@ def _by_hand(run: Any, campaign: str) -> list[str]:
     from megaflow_hpc.slurm import script
 
     paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
-    jobs = preview(run.config, run.dir, run.dir.read_run()["server_groups"])
+    jobs = preview(run.config, run.dir, run.record.server_groups)
     if any(job.engines for job in jobs):
         return [f"megaflow-hpc submit {campaign} --dry-run  # prints the script: save it, and sbatch it"]
     return [script.command(job, paths[job.role]) for job in jobs if job.role in paths]

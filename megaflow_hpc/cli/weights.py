@@ -14,6 +14,7 @@ from megaflow_hpc.cli.output import add_json, note, print_json, table
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
 
 
 def register(subparsers: Any) -> None:
@@ -53,7 +54,7 @@ def _publish(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     run = RunDir(arguments.run_dir)
-    policies = [name for name, policy in run.read_run().get("policies", {}).items() if policy.get("model")]
+    policies = [name for name, policy in read_run(run).policies.items() if policy.model]
     serving: Counter[tuple[str, int]] = Counter()
     refused: dict[tuple[str, int], str] = {}
     for path in run.endpoints.glob("*.json"):

@@ -4,7 +4,7 @@
 paths in the file are relative to the file.
 """
 
-from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, schema
+from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, resolved, schema
 from megaflow_hpc.config.reading import explain, line_of, read_yaml
 from megaflow_hpc.config.sections import AgentConfig, ModelConfig, PodPoolConfig, Section
 
@@ -20,5 +20,6 @@ __all__ = [
     "load",
     "parse",
     "read_yaml",
+    "resolved",
     "schema",
 ]

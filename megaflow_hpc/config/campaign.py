@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -25,6 +25,8 @@ from megaflow_hpc.config.sections import (
     TaskSource,
 )
 from megaflow_hpc.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class CampaignConfig(Section):
@@ -157,6 +159,18 @@ def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node |
         return CampaignConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(explain(error, source, node, CampaignConfig)) from None
+
+
+def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection:
+    """Reads a section as a run directory holds it; keys of a later version are ignored.
+
+    Raises:
+        ConfigError: It is not one that this version understands.
+    """
+    try:
+        return section.model_validate(fields, extra="ignore")
+    except ValidationError as error:
+        raise ConfigError(explain(error, "run.json", None, section)) from None
 
 
 def schema() -> dict[str, Any]:

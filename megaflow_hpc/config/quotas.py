@@ -135,7 +135,6 @@ def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
         )
 
 
-def slots_of_rank(wanted: int, quotas: Mapping[str, Any], pods: PodsConfig) -> int:
+def slots_of_rank(wanted: int, quotas: QuotasConfig, pods: PodsConfig) -> int:
     """Rollouts at once on one worker rank: what was asked for, or its part of the campaign's slots."""
-    slots = quotas.get("slots")
-    return wanted if slots is None else max(1, min(wanted, int(slots) // gateways(pods)))
+    return wanted if quotas.slots is None else max(1, min(wanted, quotas.slots // gateways(pods)))

@@ -24,6 +24,8 @@ from megaflow_hpc.rundir.events import (
     WorkerEvent,
 )
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import read_run
 
 RATE_WINDOW_S = 300.0
 STALE_S = 60.0
@@ -60,10 +62,10 @@ class Monitor:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        content = run.read_run()
-        self.name: str = content["campaign"]["name"]
-        self._total: int = content["total"]
-        self._evaluation: dict[str, Any] = content["campaign"].get("evaluation") or {}
+        planned = read_run(run)
+        self.name, self._total = planned.name, planned.total
+        self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
+        self._marks = Marks(run)
         self._events = EventReader(run.events)
         self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
@@ -75,7 +77,7 @@ class Monitor:
 
     def refresh(self) -> None:
         """Reads what was appended since the last look."""
-        self._finished = (self.run.ledger / "finished").exists()  # first: the events before the mark are there then
+        self._finished = self._marks.finished  # first: the events before the mark are there then
         for name, events in self._events.read():
             pod = self._pods.setdefault(name, PodView(name))
             for event in events:
@@ -214,7 +216,7 @@ class Monitor:
     def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None) -> str:
         if self._finished:
             return "finished"
-        if (self.run.ledger / "cancelled").exists():
+        if self._marks.cancelled:
             return "cancelled"
         if any(pod["state"] in ("started", "draining", "silent") for pod in pods):
             return "running"

@@ -14,10 +14,11 @@ import secrets
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError
@@ -31,6 +32,8 @@ from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.marks import DRAIN, ORDERLY, STATE
+from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
 from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
@@ -59,43 +62,43 @@ def identity() -> PodIdentity:
     return PodIdentity(name, start, job_id, os.uname().nodename, me.pid, me.start)
 
 
-def check_version(content: dict[str, Any], run: RunDir) -> None:
-    """A pod of another minor version must not write into the run."""
-    made, ours = str(content.get("version", "")), __version__
-    if made.split(".")[:2] != ours.split(".")[:2]:
+def check_version(planned: RunRecord, run: RunDir) -> None:
+    """Refuses a run planned by another minor version: its pods must not write into it.
+
+    Raises:
+        ConfigError: names both versions.
+    """
+    if planned.version.split(".")[:2] != __version__.split(".")[:2]:
         raise ConfigError(
-            f"{run.run_json}: made by megaflow-hpc {made}, this pod is {ours}; install {made} or plan again"
+            f"{run.run_json}: made by megaflow-hpc {planned.version}, this pod is {__version__}; install "
+            f"{planned.version} or plan again"
         )
 
 
-def pods_config(content: Mapping[str, Any]) -> PodsConfig:
-    """The campaign file's section ``slurm.pods``."""
-    return PodsConfig.model_validate(content["campaign"]["slurm"]["pods"])
-
-
-def slots_per_rank(content: dict[str, Any]) -> int:
-    pods = pods_config(content)
+def slots_per_rank(config: CampaignConfig) -> int:
+    """Returns the rollouts that a worker rank runs at once."""
+    pods = config.slurm.pods
     given = pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
-    return slots_of_rank(given, content["campaign"].get("quotas", {}), pods)
+    return slots_of_rank(given, config.quotas, pods)
 
 
-def room_per_rank(content: dict[str, Any]) -> tuple[float | None, int | None]:
-    """Cpus and MB of memory of a rank, where the campaign file says them."""
-    pods = pods_config(content)
+def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
+    """Returns the CPUs and the memory in MB of a rank, ``None`` where the campaign file does not say them."""
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
 
 
-def expected_starts(content: Mapping[str, Any]) -> dict[str, float]:
-    """Image → sandboxes that one node will start of it: what unpacking it there is weighed against."""
-    each = content["total"] / max(len(content["tasks"]), 1) / pods_config(content).total_nodes
-    tasks = Counter(content["images"][task["image"]] for task in content["tasks"].values())
+def expected_starts(planned: RunRecord) -> dict[str, float]:
+    """Returns the sandboxes that one node will start, by image: what unpacking it there is weighed against."""
+    each = planned.total / max(len(planned.tasks), 1) / planned.config.slurm.pods.total_nodes
+    tasks = Counter(planned.images[task["image"]] for task in planned.tasks.values())
     return {image: count * each for image, count in tasks.items()}
 
 
 def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
     """Rank 0 from first claim to last word."""
-    content = run.read_run()
-    check_version(content, run)
+    planned = read_run(run)
+    check_version(planned, run)
+    config = planned.config
     who = identity()
     ledger = Ledger(run, who)
     directory = os.environ.get("MEGAFLOW_POD_DIR")
@@ -109,24 +112,24 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         events=EventWriter(run.event_file(who.pod, who.start)),
         init={
             "op": "init",
-            "campaign": content["campaign"],
-            "policies": content["policies"],
-            "images": content["images"],
-            "slots": slots_per_rank(content),
-            "starts": expected_starts(content),
+            "campaign": planned.campaign,
+            "policies": msgspec.to_builtins(planned.policies),
+            "images": planned.images,
+            "slots": slots_per_rank(config),
+            "starts": expected_starts(planned),
             "partial": str(run.partial),
         },
-        tasks=content["tasks"],
-        servers={**Counter(server["policy"] for server in content["servers"]), **content.get("pools", {})},
+        tasks=planned.tasks,
+        servers={**Counter(server.policy for server in planned.servers), **planned.pools},
         journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
         stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status != "failed"},
-        drain_file=Path(directory) / "drain" if directory else None,
-        limits=content["campaign"]["limits"],
-        samples={name: policy["samples"] for name, policy in content["policies"].items()},
+        drain_file=Path(directory) / DRAIN if directory else None,
+        limits=config.limits.model_dump(),
+        samples={name: policy.samples for name, policy in planned.policies.items()},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
-        scheduling=content["campaign"].get("scheduling", {}),
-        learned=content.get("learned", ()),
-        room=room_per_rank(content),
+        scheduling=config.scheduling.model_dump(),
+        learned=planned.learned,
+        room=room_per_rank(config.slurm.pods),
         walltime=Walltime.of(),
     )
     tune()
@@ -135,7 +138,7 @@ def lead(run: RunDir, comm: MpiComm | ChildComm) -> str:
         journal.close()
         shards.close()
     if directory:
-        write_atomic(Path(directory) / "state", state)
+        write_atomic(Path(directory) / STATE, state)
     return state
 
 
@@ -157,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
             assert runner is not None
             state = lead(run, ChildComm(runner[1]))
             stop_runner(*runner)
-            status = 0 if state in ("done", "drained", "paused") else 1
+            status = 0 if state in ORDERLY else 1
         else:
             comm = MpiComm()
             if comm.size != size:
@@ -174,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 state = lead(run, comm)
                 comm.flush(5.0)
-                status = 0 if state in ("done", "drained", "paused") else 1
+                status = 0 if state in ORDERLY else 1
     except MegaflowError as error:
         print(f"pod: {error}", file=sys.stderr)
         status = error.exit_status

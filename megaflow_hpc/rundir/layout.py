@@ -31,15 +31,10 @@ import pwd
 import secrets
 import stat
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-
-FORMAT = "megaflow-hpc/run"
-FORMAT_VERSION = 1
-
 
 SHARED = stat.S_ISGID | stat.S_IRGRP
 """Bits that tell a directory which its group shares."""
@@ -159,30 +154,6 @@ class RunDir:
     def log(self, role: str) -> str:
         """Slurm's pattern for the log of an array element: ``%A`` array job, ``%a`` element."""
         return str(self.logs / f"{role}-%A_%a.log")
-
-    def write_run(self, content: Mapping[str, Any]) -> None:
-        write_json(self.run_json, {"format": FORMAT, "format_version": FORMAT_VERSION, **content})
-
-    def read_run(self) -> dict[str, Any]:
-        """``run.json``, checked to be one of ours and readable by this version."""
-        try:
-            content = json.loads(self.run_json.read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{self.path}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
-            ) from None
-        except PermissionError:
-            raise ConfigError(
-                f"{self.path}: closed to this user; its owner lets a group look with share: group in the campaign file"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.run_json}: cannot be read ({error}); the run directory is damaged") from error
-        if content.get("format") != FORMAT or content.get("format_version", 0) > FORMAT_VERSION:
-            found = f"{content.get('format')} version {content.get('format_version')}"
-            raise ConfigError(
-                f"{self.run_json}: {found}, expected {FORMAT} up to version {FORMAT_VERSION}; use a newer megaflow-hpc"
-            )
-        return content
 
 
 def new_run_name(campaign: str) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
+from megaflow_hpc.rundir.record import read_run
 
 ABOUT = "megaflow-weights.json"
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -159,8 +160,7 @@ def _numbers(run: RunDir) -> list[int]:
 
 
 def _policy(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    policies: Mapping[str, Any] = run.read_run().get("policies", {})
-    models = {name: entry["model"] for name, entry in policies.items() if entry.get("model")}
+    models = {name: entry.model for name, entry in read_run(run).policies.items() if entry.model}
     if policy is None and len(models) == 1:
         (policy,) = models
     if policy not in models:

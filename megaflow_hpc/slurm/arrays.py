@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import JobRecord, ServerGroup
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks
@@ -31,12 +34,13 @@ if TYPE_CHECKING:
 
 
 def server_jobs(
-    config: CampaignConfig, run: RunDir, groups: Sequence[Sequence[int]], allowed: Allowance
+    config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: Allowance
 ) -> Iterator[Job]:
-    """The engine arrays. ``groups``: (first server, servers, GPUs a node, held, nodes a server) of ``run.json``."""
-    for first, count, gpus, held, *nodes in groups:
-        for size in chunks(count, allowed.array_size):
-            yield server_job(config, run, size, gpus, first, allowed.array_size - 1, bool(held), *nodes)
+    """Yields the engine arrays, each of a part of one group."""
+    for group in groups:
+        first = group.first
+        for size in chunks(group.count, allowed.array_size):
+            yield server_job(config, run, size, group.gpus, first, allowed.array_size - 1, group.held, group.nodes)
             first += size
 
 
@@ -88,7 +92,7 @@ class Arrays:
         recorded: submissions that stand in ``run.json`` (of runs made by an earlier version).
     """
 
-    def __init__(self, run: RunDir, recorded: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, run: RunDir, recorded: Sequence[JobRecord] = ()) -> None:
         self.run = run
         self._recorded = list(recorded)
         self.handles: list[ArrayJob] = []
@@ -109,19 +113,18 @@ class Arrays:
 
     def _record(self, array: str, role: str, elements: int | None, base: int = 0) -> None:
         make_directory(self.run.jobs)
-        record = {"role": role, "id": array, "elements": elements, "base": base}
-        write_json(self.run.jobs / f"{array}.json", record)
+        write_json(self.run.jobs / f"{array}.json", msgspec.to_builtins(JobRecord(role, array, elements, base)))
 
-    def records(self) -> list[dict[str, Any]]:
-        """Every submission that was written down: ``role``, ``id``, ``elements``; in order of their ids."""
-        found = {str(record["id"]): record for record in self._recorded}
+    def records(self) -> list[JobRecord]:
+        """Returns every submission that was written down, in order of their ids."""
+        found = {record.id: record for record in self._recorded}
         for path in self.run.jobs.glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
-                found[path.stem] = json.loads(path.read_text())
-        return sorted(found.values(), key=lambda record: int(number(str(record["id"]))))
+                found[path.stem] = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        return sorted(found.values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:
-        return [str(record["id"]) for record in self.records() if role in (None, record["role"])]
+        return [record.id for record in self.records() if role in (None, record.role)]
 
     def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
         """Writes down what bears this run's comment and was queued by a process that was killed before it could.
@@ -141,9 +144,7 @@ class Arrays:
 
     def leave(self, pod: str) -> None:
         """Asks a running element to drain and not to come back."""
-        leaving = self.run.ledger / "leaving"
-        make_directory(leaving)
-        (leaving / pod).touch()
+        Marks(self.run).leave(pod)
         scancel([pod], "--batch", "--signal=USR2")
 
     @contextlib.contextmanager

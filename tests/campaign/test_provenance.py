@@ -12,6 +12,7 @@ import h5py
 
 from megaflow_hpc.campaign import provenance
 from megaflow_hpc.config import AgentConfig, ModelConfig, Policy
+from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, run_dir, trajectory
 
@@ -44,9 +45,7 @@ def test_versions_name_engine_model_and_agent_and_reach_the_campaign_file(tmp_pa
     }
     assert "another" not in found["models"]["a"]
     run = run_dir(tmp_path / "run")
-    run.write_run(
-        {**run.read_run(), "campaign": {"name": "x", "seed": 7}, "versions": found, "images": {"i": "/i.sif"}}
-    )
+    write_run(run, RunRecord(campaign={"name": "x", "seed": 7}, versions=found, images={"i": "/i.sif"}))
     commit(run, "pod", (0, 0, trajectory(5, seed=11, inexact=2)))
     with h5py.File(gather(run)) as file:
         kept = json.loads(file.attrs["versions"])

@@ -13,6 +13,7 @@ import h5py
 import pytest
 
 from megaflow_hpc.cli.tokens import view
+from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.types import TokenSequence
 from tests.support.samples import commit, run_dir, trajectory
@@ -97,8 +98,9 @@ def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(tmp_path, b
     assert "‹" not in alone.stdout
     given = megaflow("show", run, "0", "--tokens", "--tokenizer", tokenizer(tmp_path / "tokenizer.json", byte_level))
     model = tokenizer(tmp_path / "model" / "tokenizer.json", byte_level).parent
-    content = run.read_run() | {"versions": {"models": {"default": {"engine": "vllm", "path": str(model)}}}}
-    run.write_run(content)
+    planned = read_run(run)
+    planned.versions = {"models": {"default": {"engine": "vllm", "path": str(model)}}}
+    write_run(run, planned)
     gather(run, rebuild=True)
     for shown in (given, megaflow("show", run, "0", "--tokens"), megaflow("show", run.trajectories, "0", "--tokens")):
         assert "[202, 206) sampled, loss mask 1, weights 4\n" in shown.stdout

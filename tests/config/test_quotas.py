@@ -90,7 +90,7 @@ def test_all_ranks_together_never_run_more_than_the_slots(
         with pytest.raises(ConfigError):
             settle(QuotasConfig(slots=slots), pods, 1, Caps(), "")
         return
-    each = slots_of_rank(wanted, {"slots": slots}, pods)
+    each = slots_of_rank(wanted, QuotasConfig(slots=slots), pods)
     assert 1 <= each <= wanted
     assert each * gateways(pods) <= slots
-    assert slots_of_rank(wanted, {"slots": None}, pods) == wanted
+    assert slots_of_rank(wanted, QuotasConfig(), pods) == wanted

@@ -36,7 +36,7 @@ def names_and_comments(ids: list[str]) -> set[tuple[str, str]]:
 
 def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(small_site: Lab, make_campaign: Make) -> None:
     run = Campaign.from_yaml(make_campaign(8, pods(count=7, ranks=1))).submit()
-    assert [record["elements"] for record in run.slurm_jobs.arrays.records() if record["role"] == "pods"] == [3, 4]
+    assert [record.elements for record in run.slurm_jobs.arrays.records() if record.role == "pods"] == [3, 4]
     summary = run.wait(timeout_s=240)
     assert summary["state"] == "finished"
     assert rows(run.path) == small_rows(8)
@@ -124,7 +124,7 @@ def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: M
     again = Run(run.path)
     assert again.job_ids() == []
     assert again.cancel() == ids
-    assert {record["role"] for record in again.slurm_jobs.arrays.records()} == {"pods", "gather"}
+    assert {record.role for record in again.slurm_jobs.arrays.records()} == {"pods", "gather"}
     until(lambda: again.live_jobs(0) == set(), "all jobs are gone")
 
 

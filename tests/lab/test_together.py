@@ -46,7 +46,7 @@ def test_engines_and_pod_are_one_heterogeneous_job_and_one_world(together: Path)
     assert {event["node"][:3] for event in engines} == {"gpu"}
     assert len(engines) == 2
     assert pod["node"].startswith("cpu")
-    assert [record["role"] for record in run.slurm_jobs.arrays.records()] == ["pods", "gather"]
+    assert [record.role for record in run.slurm_jobs.arrays.records()] == ["pods", "gather"]
     until(lambda: run.live_jobs(0) == set(), "engines end with the pod")
 
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from megaflow_hpc import config
 from megaflow_hpc.pod.__main__ import expected_starts, room_per_rank
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm.script import pod_job
 
 
-def planned(**pods: Any) -> dict[str, Any]:
-    """A run of 120 rollouts of two tasks, as ``run.json`` holds it."""
+def planned(**pods: Any) -> RunRecord:
+    """A run of 120 rollouts of two tasks."""
     parsed = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": pods}})
     tasks = {name: {"id": name, "image": "base"} for name in ("a", "b")}
-    campaign = parsed.model_dump(mode="json")
-    return {"campaign": campaign, "total": 120, "tasks": tasks, "images": {"base": "/base.sif"}}
+    images = {"base": "/base.sif"}
+    return RunRecord(campaign=parsed.model_dump(mode="json"), total=120, tasks=tasks, images=images)
 
 
-def test_the_ranks_of_a_node_share_its_memory_also_where_their_number_is_the_default() -> None:
-    content = planned(mem_gb=8)
-    job = pod_job(config.CampaignConfig.model_validate(content["campaign"]), RunDir("/r"))
-    ranks = int(job.options["ntasks-per-node"])
-    _, memory_mb = room_per_rank(content)
+@pytest.mark.parametrize("said", [{}, {"ranks_per_node": None}, {"ranks_per_node": 2}])
+def test_the_ranks_of_a_node_share_its_memory_also_where_their_number_is_the_default(said: dict[str, Any]) -> None:
+    config = planned(mem_gb=8, **said).config
+    ranks = int(pod_job(config, RunDir("/r")).options["ntasks-per-node"])
+    _, memory_mb = room_per_rank(config.slurm.pods)
     assert memory_mb is not None
     assert memory_mb * ranks == 8000
 
 
 def test_starts_are_shared_out_over_the_nodes_of_all_pools() -> None:
-    content = planned(count=2, nodes=2, pools=[{"count": 3}, {"count": 2, "nodes": 1}])
-    assert expected_starts(content) == {"/base.sif": 120 / (2 * 2 + 3 * 2 + 2 * 1)}
+    run = planned(count=2, nodes=2, pools=[{"count": 3}, {"count": 2, "nodes": 1}])
+    assert expected_starts(run) == {"/base.sif": 120 / (2 * 2 + 3 * 2 + 2 * 1)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
 
@@ -60,7 +61,7 @@ def trajectory(number: int, task: str = "task", status: str = "completed", **cha
 def run_dir(path: Path, name: str = "sample") -> RunDir:
     run = RunDir(path)
     run.create()
-    run.write_run({"campaign": {"name": name}})
+    write_run(run, RunRecord(campaign={"name": name}))
     return run
 
 

@@ -21,6 +21,7 @@ import yaml
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
 from megaflow_hpc.types import ModelEndpoint
 
 
@@ -50,16 +51,15 @@ class Servers:
     def start(self, model: Mapping[str, Any], policy: str = "default", *options: str, **env: str) -> int:
         """Starts the wrapper of one more array element; its number."""
         number = len(self.entries)
-        self.entries.append({"policy": policy, "model": dict(model)})
-        policies = {entry["policy"]: {"model": entry["model"]} for entry in self.entries}
-        about = {"campaign": {"name": "served"}, "total": 0}
-        self.run.write_run({"servers": self.entries, "policies": policies, **about})
+        self.entries.append(ServerRecord(policy, dict(model)))
+        policies = {entry.policy: PolicyRecord(model=entry.model) for entry in self.entries}
+        write_run(self.run, RunRecord(servers=self.entries, policies=policies, campaign={"name": "served"}))
         self.serve(number, *options, **env)
         return number
 
     def serve(self, number: int, *options: str, **env: str) -> None:
         """Starts the wrapper of an element that stands in run.json."""
-        self.entries = self.entries or self.run.read_run()["servers"]
+        self.entries = self.entries or read_run(self.run).servers
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
@@ -72,14 +72,14 @@ class Servers:
         return self.start({"engine": "scripted", "script": str(file), "args": args}, policy, *options)
 
     def file(self, number: int) -> Path:
-        return self.run.endpoint(f"{self.entries[number]['policy']}.{number}")
+        return self.run.endpoint(f"{self.entries[number].policy}.{number}")
 
     def record(self, number: int, timeout_s: float = 180.0) -> dict[str, Any]:
         """The endpoint file, once it is there."""
         deadline = time.monotonic() + timeout_s
         while not self.file(number).exists():
             if self.processes[number].poll() is not None or time.monotonic() > deadline:
-                log = self.run.logs / f"{self.entries[number]['policy']}.{number}.engine.log"
+                log = self.run.logs / f"{self.entries[number].policy}.{number}.engine.log"
                 tail = log.read_text()[-3000:] if log.exists() else "no log"
                 raise AssertionError(f"server {number} did not register: {self.processes[number].poll()}\n{tail}")
             time.sleep(0.02)

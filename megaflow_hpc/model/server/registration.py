@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_json
+from megaflow_hpc.rundir.record import ServerRecord
 
 
 class Assignment(NamedTuple):
@@ -43,22 +44,21 @@ class Assignment(NamedTuple):
         return f"{self.policy}.{self.number}"
 
 
-def assignment(run: Mapping[str, Any], index: int | None, policy: str | None) -> Assignment:
+def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str | None) -> Assignment:
     """Which entry of ``servers`` this process serves.
 
     Raises:
         ConfigError: There is no such entry.
     """
-    servers: list[Mapping[str, Any]] = run.get("servers") or []
     if index is None:
-        named = [n for n, s in enumerate(servers) if policy is None or s["policy"] == policy]
+        named = [n for n, s in enumerate(servers) if policy is None or s.policy == policy]
         index = named[0] if named else -1
     if not 0 <= index < len(servers):
         raise ConfigError(f"no model server {index}: the campaign has {len(servers)} (array elements count from 0)")
     entry = servers[index]
-    if policy is not None and entry["policy"] != policy:
-        raise ConfigError(f"model server {index} is of policy {entry['policy']!r}, not {policy!r}")
-    return Assignment(index, str(entry["policy"]), entry["model"])
+    if policy is not None and entry.policy != policy:
+        raise ConfigError(f"model server {index} is of policy {entry.policy!r}, not {policy!r}")
+    return Assignment(index, entry.policy, entry.model)
 
 
 class Registration:

@@ -43,6 +43,8 @@ from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.weights import Version
 
 HEARTBEAT_S = 30.0
@@ -251,12 +253,12 @@ class EngineServer:
 
     async def _watch(self) -> None:
         """Renews the heartbeat, and leaves at the end of the campaign or when idle."""
-        finished = self.run_dir.ledger / "finished"
+        marks = Marks(self.run_dir)
         next_beat = time.monotonic() + self.beat_s
         while not self._leave.is_set():
             self._note_gpus()
             await asyncio.sleep(min(self.poll_s, self.idle_s))
-            if finished.exists() or (self.run_dir.ledger / "cancelled").exists():
+            if marks.over:
                 self.leave("the campaign is over")
             idle = time.monotonic() - self._proxy.last_request
             if self._asked() and not self._proxy.in_flight and idle > self.idle_s and self._may_idle():
@@ -321,9 +323,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077)
     try:
         run = RunDir(arguments.run)
-        content = run.read_run()
-        what = assignment(content, index, arguments.policy)
-        pool = content.get("campaign", {}).get("pool")
+        planned = read_run(run)
+        what = assignment(planned.servers, index, arguments.policy)
+        pool = planned.campaign.get("pool")
         idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
 
         async def serve() -> int:

@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.config import CampaignConfig, Policy, resolved
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
 from megaflow_hpc.pod.messages import STOP
@@ -51,8 +51,8 @@ class Runner:
     # --- messages ---
 
     async def _on_init(self, message: Message) -> None:
-        config = CampaignConfig.model_validate(message["campaign"])
-        policies = {name: Policy.model_validate(p) for name, p in message["policies"].items()}
+        config = resolved(CampaignConfig, message["campaign"])
+        policies = {name: resolved(Policy, p) for name, p in message["policies"].items()}
         self._services = await Services.open(config, policies, message["images"], Path(message["partial"]))
         for image, starts in message["starts"].items():
             self._services.provider.images.expect(image, starts)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
 from megaflow_hpc.trajectories.hdf5.file import recorded_sources
 from megaflow_hpc.trajectories.journal.records import Seals
@@ -263,7 +264,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
         return TrajectoryStore(Hdf5Source(path), path)
     run = RunDir(path)
     if not (run.journal.is_dir() or run.trajectories.exists()):
-        run.read_run()
+        read_run(run)
     seals = seals_of(run) if seals is None else seals
     recorded = recorded_sources(run.trajectories)
     now = fingerprint(run, seals)

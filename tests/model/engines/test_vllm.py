@@ -265,7 +265,7 @@ def other_weights(interpreter: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: Servers, other_weights: Path) -> None:
     """Requests by generate go on over the change, plain ones finish before it; none is lost or mislabelled."""
-    original = Path(vllm.entries[0]["model"]["path"])
+    original = Path(vllm.entries[0].model["path"])
 
     async def keep_asking(model: ModelEndpoint, tokens: int, until: asyncio.Event) -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]

@@ -24,6 +24,7 @@ from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
 from tests.support.second_user import as_second_user
 from tests.support.serving import Servers, conversation
 
@@ -63,7 +64,7 @@ def test_a_campaign_with_nothing_but_a_model_is_a_pool(tmp_path: Path) -> None:
     script.write_text("default: [x]")
     run = planned(tmp_path / "pool", name="pool", model={"engine": "scripted", "script": str(script)})
     assert EnginePool(run.path).about() == {"default": 1}
-    assert run.read_run()["total"] == 0
+    assert read_run(run).total == 0
     with pytest.raises(ConfigError, match="tasks"):
         parse({"name": "x", "agent": "oracle"})
     with pytest.raises(ConfigError, match="no engine pool"):

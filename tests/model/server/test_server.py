@@ -19,6 +19,7 @@ from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.record import ServerRecord
 from tests.support.serving import Servers, conversation, descendants, listeners
 
 ANSWER = {"default": ["fine"]}
@@ -183,7 +184,7 @@ def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_b
 
 
 def test_array_elements_find_their_policy() -> None:
-    run = {"servers": [{"policy": "a", "model": {}}, {"policy": "b", "model": {}}]}
+    run = [ServerRecord("a", {}), ServerRecord("b", {})]
     assert assignment(run, 1, None).name == "b.1"
     assert assignment(run, None, "b").name == "b.1"
     with pytest.raises(ConfigError, match="no model server 2: the campaign has 2"):

@@ -23,6 +23,7 @@ from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_run
 from tests.support.serving import Servers, conversation, in_loop
 from tests.support.waiting import until
 
@@ -37,8 +38,8 @@ def run(tmp_path: Path) -> RunDir:
     (model / "model.safetensors").write_bytes(b"old")
     run = RunDir(tmp_path / "run")
     run.create()
-    policies = {"a": {"model": {"engine": "vllm", "path": str(model)}}, "b": {"model": {"engine": "external"}}}
-    run.write_run({"policies": policies})
+    models = {"a": {"engine": "vllm", "path": str(model)}, "b": {"engine": "external"}}
+    write_run(run, RunRecord(policies={name: PolicyRecord(model=model) for name, model in models.items()}))
     return run
 
 
@@ -100,14 +101,16 @@ def adapter(folder: Path, about: str = '{"r": 8}') -> Path:
 
 def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir, tmp_path: Path) -> None:
     source = adapter(tmp_path / "adapter")
-    content = run.read_run()
+    planned = read_run(run)
+    model = planned.policies["a"].model
+    assert model is not None
     for args, said in (({}, "enable-lora"), ({"enable-lora": True, "max-lora-rank": 4}, "of rank 8, and .* takes 4")):
-        content["policies"]["a"]["model"]["args"] = args
-        run.write_run(content)
+        model["args"] = args
+        write_run(run, planned)
         with pytest.raises(ConfigError, match=said):
             weights.publish(run, source, "a")
-    content["policies"]["a"]["model"]["args"] = {"enable_lora": True}
-    run.write_run(content)
+    model["args"] = {"enable_lora": True}
+    write_run(run, planned)
     with pytest.raises(ConfigError, match="tells no rank"):
         weights.publish(run, adapter(tmp_path / "odd", "{}"), "a")
     published = weights.publish(run, source, "a")
@@ -116,8 +119,8 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
         *("adapter_config.json", "adapter_model.safetensors", weights.ABOUT)
     }
     assert not weights.publish(run, trained(tmp_path / "step"), "a").adapter
-    updater = WeightUpdater(run, Assignment(0, "a", content["policies"]["a"]["model"]), Proxy())
-    assert updater.model(published) == content["policies"]["a"]["model"], "it lies on the campaign's own model"
+    updater = WeightUpdater(run, Assignment(0, "a", model), Proxy())
+    assert updater.model(published) == model, "it lies on the campaign's own model"
 
 
 @in_loop
@@ -314,5 +317,5 @@ def test_a_server_that_starts_later_starts_with_the_current_version(servers: Ser
     fleet(servers, 1)
     weights.publish(servers.run, answers(tmp_path / "new", "new"))
     until(lambda: servers.records() and servers.records()[0]["weight_version"] == 1, "version 1 serves")
-    number = servers.start(servers.entries[0]["model"], "default")
+    number = servers.start(servers.entries[0].model, "default")
     assert servers.record(number)["weight_version"] == 1

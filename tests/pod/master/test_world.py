@@ -20,6 +20,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories.journal.frames import read_journal
 from megaflow_hpc.types import Rollout
 from tests.support import world
@@ -151,7 +152,7 @@ def test_a_rank_on_which_no_sandbox_starts_is_left_out_and_named(tmp_path: Path)
     (excluded,) = [entry for entry in played.of("worker") if entry["state"] == "excluded"]
     assert (excluded["rank"], excluded["node"]) == (1, "node1")
     assert "sandboxes do not start on node1" in excluded["why"]
-    played.run.write_run({"version": "", "campaign": {"name": "bad"}, "total": 120})
+    write_run(played.run, RunRecord(campaign={"name": "bad"}, total=120))
     (pod,) = Monitor(played.run).status()["pods"]
     assert list(pod["excluded"]) == ["node1"]
     assert pod["workers"] == 1

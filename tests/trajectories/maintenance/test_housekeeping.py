@@ -18,6 +18,7 @@ from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import write_json
+from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.schema import OPTIONAL
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
@@ -132,7 +133,7 @@ SECRET = (
 
 def test_anonymise_leaves_no_name_anywhere(tmp_path):
     run = run_dir(tmp_path / "run")
-    run.write_run({"campaign": {"name": "sample", "run_dir": "/home/ada.l/runs"}})
+    write_run(run, RunRecord(campaign={"name": "sample", "run_dir": "/home/ada.l/runs"}))
     told = trajectory(
         2,
         error=SECRET,

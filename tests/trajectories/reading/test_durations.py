@@ -59,7 +59,7 @@ def test_a_pods_first_estimates_are_those_of_the_earlier_campaign(
     )
     assert [r.task_id for block in read_blocks(run.dir) for r in block.rollouts] == [f"task{n}" for n in range(4)]
     estimates = Estimates()
-    estimates.learn(run.dir.read_run()["learned"])
+    estimates.learn(run.record.learned)
     short, long, other, new = (estimates.expect(f"task{n}", "oracle") or 0.0 for n in range(4))
     assert short < other < new < long  # the third is known under another policy, the fourth guessed from all
     assert long > 100

@@ -1,0 +1,173 @@
+"""``RUN/run.json``: what a run was planned with, as one typed record that is written once and never changed.
+
+A pod needs nothing beside it, so that a run means the same after the campaign file was edited. Every value has its
+default here, or in the campaign file's sections (:mod:`megaflow_hpc.config`); keys of a later version are ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir, write_json
+
+if TYPE_CHECKING:
+    from megaflow_hpc.config import CampaignConfig
+
+FORMAT = "megaflow-hpc/run"
+FORMAT_VERSION = 1
+
+T = TypeVar("T")
+
+
+class _Header(msgspec.Struct):
+    format: str = ""
+    format_version: int = 0
+
+
+class ServerRecord(msgspec.Struct):
+    """One engine server: an element of the engine array, or a rank of the heterogeneous job."""
+
+    policy: str
+    model: dict[str, Any]
+    """The section ``model`` of its policy, one kind of server alone."""
+    held: bool = False
+    """Whether its element is submitted held, for the autoscaler to release."""
+
+
+class ServerGroup(msgspec.Struct, array_like=True):
+    """Neighbouring servers of one shape, which are one Slurm array."""
+
+    first: int
+    """Index of the first server."""
+    count: int
+    gpus: int
+    """GPUs on each node."""
+    held: bool = False
+    nodes: int = 1
+    """Nodes of each server."""
+
+
+class PolicyRecord(msgspec.Struct):
+    """One agent with one model, or none; see :class:`megaflow_hpc.config.Policy`."""
+
+    agent: dict[str, Any] = {}
+    model: dict[str, Any] | None = None
+    samples: int = 1
+    """Samples of each group; spare ones not counted."""
+    include: list[str] = []
+    """Shell patterns on task ids; empty for every task."""
+
+
+class JobRecord(msgspec.Struct):
+    """One submission to Slurm, as ``RUN/ledger/jobs/<array>.json`` holds it."""
+
+    role: str
+    """``pods``, ``servers`` or ``gather``."""
+    id: str
+    """Job or array id; ``123@name`` at another cluster."""
+    elements: int | None = None
+    """Array elements; ``None`` for a job that is no array, or whose size is not known."""
+    base: int = 0
+    """Added to an element's index to give its server's."""
+
+
+class RunRecord(msgspec.Struct, kw_only=True, dict=True):
+    """What ``run.json`` holds."""
+
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+    version: str = ""
+    """Version of megaflow-hpc that planned the run."""
+    python: str = ""
+    versions: dict[str, Any] = {}
+    """Versions of software, engines and models, by name."""
+    campaign: dict[str, Any] = {}
+    """The resolved campaign file; read it as :attr:`config`."""
+    policies: dict[str, PolicyRecord] = {}
+    tasks: dict[str, dict[str, Any]] = {}
+    """Tasks by id, as :meth:`megaflow_hpc.types.Task.to_dict` gives them."""
+    images: dict[str, str] = {}
+    """Image name in the tasks → SIF file or directory."""
+    servers: list[ServerRecord] = []
+    server_groups: list[ServerGroup] = []
+    pools: dict[str, int] = {}
+    """Servers of the engine pool that is a policy's model, by policy."""
+    total: int = 0
+    """Rollouts of the campaign."""
+    learned: list[list[Any]] = []
+    """What earlier campaigns tell of durations."""
+    jobs: list[JobRecord] = []
+    """Empty; early versions kept submissions here."""
+
+    @property
+    def name(self) -> str:
+        """The campaign's name; empty in a run directory made without a campaign."""
+        return str(self.campaign.get("name") or "")
+
+    @functools.cached_property
+    def config(self) -> CampaignConfig:
+        """The resolved campaign file.
+
+        Raises:
+            ConfigError: It is not one that this version understands.
+        """
+        from megaflow_hpc.config import CampaignConfig, resolved
+
+        return resolved(CampaignConfig, self.campaign)
+
+
+def write_run(run: RunDir, record: RunRecord) -> None:
+    """Publishes ``run.json``."""
+    write_json(run.run_json, msgspec.to_builtins(record, enc_hook=str))
+
+
+def read_run(run: RunDir) -> RunRecord:
+    """Reads ``run.json``.
+
+    Raises:
+        ConfigError: There is none, it is damaged, of a later format, or closed to this user.
+    """
+    try:
+        data = run.run_json.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+        ) from None
+    except PermissionError:
+        raise ConfigError(
+            f"{run}: closed to this user; its owner lets a group look with share: group in the campaign file"
+        ) from None
+    except OSError as error:
+        raise _damaged(run, error) from error
+    try:
+        header = _decode(data, _Header)
+    except ValueError as error:
+        raise _damaged(run, error) from error
+    if header.format != FORMAT or header.format_version > FORMAT_VERSION:
+        raise ConfigError(
+            f"{run.run_json}: {header.format} version {header.format_version}, expected {FORMAT} up to version "
+            f"{FORMAT_VERSION}; use a newer megaflow-hpc"
+        )
+    try:
+        return _decode(data, RunRecord)
+    except ValueError as error:
+        raise _damaged(run, error) from error
+
+
+def _decode(data: bytes, kind: type[T]) -> T:
+    """Raises :class:`ValueError`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except ValueError:  # NaN in a task's metadata, which Python's json writes
+        return msgspec.convert(json.loads(data), kind)
+
+
+def _damaged(run: RunDir, error: Exception) -> ConfigError:
+    return ConfigError(f"{run.run_json}: cannot be read ({error}); the run directory is damaged")
