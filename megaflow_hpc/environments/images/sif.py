@@ -5,12 +5,15 @@ The header and its table of descriptors are those of the SIF format, version 1; 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import open_directories, remove_tree
@@ -18,11 +21,26 @@ from megaflow_hpc.host.parent_death import dies_with_parent
 
 _HEADER = struct.Struct("<32s10s3s3s16s8q")
 _DESCRIPTOR = struct.Struct("<iBIIIqqqqqqq128s384s")
-_PARTITION = 0x4004
+_PARTITION, _GENERIC_JSON = 0x4004, 0x4006
 _SQUASHFS = 1
 _PRIMARY_SYSTEM = 2
 _SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQ")
 _SQUASHFS_MAGIC = 0x73717368
+
+
+_MOST_OBJECTS = 256
+_LONGEST_DOCUMENT = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Object:
+    """One used row of a SIF's table: a type, where its bytes lie, and what its type adds."""
+
+    kind: int
+    offset: int
+    size: int
+    name: str
+    extra: bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class Partition:
 
 
 def system_partition(path: str | os.PathLike[str]) -> Partition:
-    """Where in a SIF its root file system lies.
+    """Returns where in a SIF its root file system lies.
 
     Raises:
         SandboxError: not a SIF, cut short, encrypted, or not of squashfs.
@@ -49,30 +67,54 @@ def system_partition(path: str | os.PathLike[str]) -> Partition:
 
 def _read(descriptor: int, name: str) -> Partition:
     total = os.fstat(descriptor).st_size
+    for found in _objects(descriptor, name):
+        filesystem, role = struct.unpack_from("<ii", found.extra)
+        if found.kind != _PARTITION or role != _PRIMARY_SYSTEM:
+            continue
+        if filesystem != _SQUASHFS:
+            raise SandboxError(f"{name}: its root file system is not squashfs; build it without --encrypt")
+        end = found.offset + found.size
+        if end > total:
+            raise SandboxError(f"{name}: {total} bytes, but its header speaks of {end}: it was cut short")
+        block = _SUPERBLOCK.unpack(os.pread(descriptor, _SUPERBLOCK.size, found.offset))
+        if block[0] != _SQUASHFS_MAGIC:
+            raise SandboxError(
+                f"{name}: no squashfs at byte {found.offset}; the file is damaged, build or pull it again"
+            )
+        return Partition(found.offset, found.size, block[1])
+    raise SandboxError(f"{name}: a SIF without a root file system; it holds data, not an image")
+
+
+def documents(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the JSON documents that Apptainer stores in a SIF beside the file system, by name.
+
+    Raises:
+        SandboxError: not a SIF.
+        OSError, ValueError, struct.error: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        return {
+            found.name: json.loads(os.pread(file.fileno(), found.size, found.offset))
+            for found in _objects(file.fileno(), str(path))
+            if found.kind == _GENERIC_JSON and found.size <= _LONGEST_DOCUMENT
+        }
+
+
+def _objects(descriptor: int, name: str) -> Iterator[_Object]:
     fields = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
     if fields[1].rstrip(b"\0") != b"SIF_MAGIC":
         raise SandboxError(f"{name}: not a SIF file; expected one that apptainer build or pull made")
     count, start = fields[8], fields[9]
-    table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), 256), start)
+    table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), _MOST_OBJECTS), start)
     for row in range(len(table) // _DESCRIPTOR.size):
         entry = _DESCRIPTOR.unpack_from(table, row * _DESCRIPTOR.size)
-        kind, used, offset, size, extra = entry[0], entry[1], entry[5], entry[6], entry[13]
-        filesystem, role = struct.unpack_from("<ii", extra)
-        if kind != _PARTITION or not used or role != _PRIMARY_SYSTEM:
-            continue
-        if filesystem != _SQUASHFS:
-            raise SandboxError(f"{name}: its root file system is not squashfs; build it without --encrypt")
-        if offset + size > total:
-            raise SandboxError(f"{name}: {total} bytes, but its header speaks of {offset + size}: it was cut short")
-        block = _SUPERBLOCK.unpack(os.pread(descriptor, _SUPERBLOCK.size, offset))
-        if block[0] != _SQUASHFS_MAGIC:
-            raise SandboxError(f"{name}: no squashfs at byte {offset}; the file is damaged, build or pull it again")
-        return Partition(offset, size, block[1])
-    raise SandboxError(f"{name}: a SIF without a root file system; it holds data, not an image")
+        if entry[1]:
+            title = entry[12].split(b"\0")[0].decode("utf-8", "replace")
+            yield _Object(entry[0], entry[5], entry[6], title, entry[13])
 
 
 def unpacked_bytes(path: str | os.PathLike[str], partition: Partition) -> int:
-    """Bytes of an image's files once unpacked; estimated where ``unsquashfs`` is missing."""
+    """Returns the bytes of an image's files once unpacked; estimated where ``unsquashfs`` is missing."""
     program = shutil.which("unsquashfs")
     if program:
         done = subprocess.run(
