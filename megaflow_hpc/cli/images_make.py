@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 def open_images(arguments: argparse.Namespace) -> Images:
+    """Returns the store and registries that a command's arguments name, for use by planning and the ``images``
+    verbs."""
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore

@@ -26,7 +26,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
-    """Absolute path of ``apptainer``: ``MEGAFLOW_APPTAINER``, else ``apptainer`` or ``singularity`` on PATH."""
+    """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER``, else ``apptainer`` or ``singularity`` on PATH."""
     environ = os.environ if environ is None else environ
     named = environ.get("MEGAFLOW_APPTAINER")
     if named:
@@ -43,7 +43,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:
-    """The environment Apptainer itself runs with. ``proxies`` only for builds, which may download."""
+    """Returns the environment Apptainer itself runs with. ``proxies`` only for builds, which may download."""
     environment = {
         "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}".lstrip(":"),
         "HOME": os.environ.get("HOME", "/"),
@@ -58,7 +58,7 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
 
 @functools.cache
 def unshare() -> tuple[str, ...]:
-    """Words that run a command as uid 0 of a user namespace; none where that does not work."""
+    """Returns the argv prefix that runs a command as uid 0 of a user namespace; empty where that does not work."""
     program = shutil.which("unshare")
     words = (program, "--user", "--map-root-user") if program else ()
     return words if words and not _run([*words, "true"]) else ()
@@ -75,7 +75,8 @@ def only_by_root() -> bool:
 
 
 def last_line(output: str) -> str:
-    """What Apptainer died of: its last ``FATAL`` or ``ERROR`` line without colour and stamp, else the last line."""
+    """Returns what Apptainer died of: its last ``FATAL`` or ``ERROR`` line without colour and stamp, else the last
+    line."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     for level in ("FATAL", "ERROR"):
@@ -94,7 +95,7 @@ def build(
     temporary: Path | None = None,
     timeout_s: float = 3600,
 ) -> None:
-    """``apptainer build``: ``source`` is a definition file, an image or a ``docker://`` address.
+    """Runs ``apptainer build``; ``source`` is a definition file, an image or a ``docker://`` address.
 
     Args:
         temporary: where the image is assembled; default ``TMPDIR``.
@@ -124,7 +125,7 @@ def build(
 
 
 def version(apptainer: str) -> str:
-    """``1.4.5``; the whole answer if it is of another form."""
+    """Returns the version, as ``1.4.5``; the whole answer if it is of another form."""
     return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))
 
 

@@ -25,7 +25,7 @@ class ImageFacts:
 
     @property
     def key(self) -> str:
-        """What copies of it are known by: its digest, else path, size and time of change. 40 characters."""
+        """Name of its copies, 40 characters: of its digest, else of path, size and time of change."""
         if self.digest:
             return self.digest[:40]
         identity = f"{self.path}\0{stamp(self.path)}"
@@ -39,7 +39,7 @@ class ImageFiles:
         self._known: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
 
     def facts(self, image: str) -> ImageFacts:
-        """Raises :class:`SandboxError` where there is no such file, or it is no SIF."""
+        """Returns the facts of an image; raises :class:`SandboxError` where there is no such file, or it is no SIF."""
         try:
             found = os.stat(image)
         except OSError as error:
@@ -60,13 +60,13 @@ class ImageFiles:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Size and time of change."""
+    """Returns size in bytes and time of change in nanoseconds."""
     found = os.stat(path)
     return found.st_size, found.st_mtime_ns
 
 
 def read_checked(facts: ImageFacts, target: Path | None) -> None:
-    """Reads an image once, writes it to ``target`` and compares its digest with its name."""
+    """Reads an image once, writes it to ``target`` if there is one, and compares its digest with its name."""
     digest = hashlib.sha256()
     with open(facts.path, "rb", buffering=0) as reader:
         writer = open(target, "wb", buffering=0) if target else None  # noqa: SIM115

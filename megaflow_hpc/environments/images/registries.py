@@ -27,7 +27,7 @@ _LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "dock
 
 @dataclass(frozen=True)
 class Registries:
-    """How registries are reached from here.
+    """The way to registries from here.
 
     Args:
         mirrors: registry → what stands for it.
@@ -39,7 +39,7 @@ class Registries:
 
     @classmethod
     def configured(cls, mirrors: Mapping[str, str] | None = None, air_gapped: bool | None = None) -> Registries:
-        """What the campaign file says, and for what it leaves out the environment."""
+        """Returns what the campaign file says, completed by the environment."""
         found: dict[str, str] = {}
         for pair in re.split(r"[,\s]+", os.environ.get(MIRRORS, "").strip()):
             if pair:
@@ -52,7 +52,7 @@ class Registries:
         return cls(found, gapped)
 
     def address(self, source: str) -> tuple[str, list[str]]:
-        """Where ``source`` is really fetched from, and the options that Apptainer needs for it."""
+        """Returns where ``source`` is really fetched from, and the options that Apptainer needs for it."""
         scheme, _, name = source.partition("://")
         if scheme not in ("docker", "oras"):
             return source, []
@@ -87,7 +87,7 @@ class Registries:
             ) from error
 
     def check(self, source: str) -> None:
-        """Raises :class:`SiteError` for what would have to be fetched where nothing can be."""
+        """Raises :class:`SiteError` for an image that would have to be fetched where nothing may be."""
         if self.air_gapped:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here ({AIR_GAPPED} or "
@@ -96,18 +96,20 @@ class Registries:
             )
 
     def check_definition(self, path: Path) -> None:
-        """The same for a definition file that starts from somewhere else."""
+        """Raises :class:`SiteError` for a definition file that starts from what would have to be fetched."""
         for bootstrap in _BOOTSTRAP.findall(path.read_text(encoding="utf-8", errors="replace")):
             if bootstrap.lower() not in _LOCAL:
                 self.check(f"{path} (Bootstrap: {bootstrap})")
 
 
 def is_remote(source: str) -> bool:
+    """Whether an image's name is a registry's address."""
     return source.startswith(SCHEMES)
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``debian:12`` → ``docker.io``, ``library/debian:12``. A first part with a dot or a colon is a host."""
+    """Splits ``debian:12`` into ``docker.io`` and ``library/debian:12``. A first part with a dot or a colon is a
+    host."""
     first, slash, rest = name.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
         if first in ("index.docker.io", "registry-1.docker.io"):

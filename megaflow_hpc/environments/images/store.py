@@ -41,7 +41,7 @@ STALE_S = 7 * 86400.0
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image of a store. ``bytes`` of the SIF, ``unpacked_bytes`` and ``inodes`` of its files."""
+    """One image of a store: ``bytes`` of the SIF, ``unpacked_bytes`` and ``inodes`` of its files."""
 
     path: str
     digest: str
@@ -53,19 +53,19 @@ class StoredImage:
 
 
 def default_stores() -> list[Path]:
-    """The directories of ``MEGAFLOW_IMAGE_STORE``, else ``~/.megaflow-hpc/images``."""
+    """Returns the directories of ``MEGAFLOW_IMAGE_STORE``, else ``~/.megaflow-hpc/images``."""
     named = [Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part]
     return named or [Path.home() / ".megaflow-hpc" / "images"]
 
 
 def digest_of(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_in(path: str | os.PathLike[str]) -> str | None:
-    """The digest that a store's file name states; ``None`` for a file that is in no store."""
+    """Returns the digest that a store's file name states; ``None`` for a file that is in no store."""
     found = Path(path)
     return found.stem if re.fullmatch(r"[0-9a-f]{64}\.sif", found.name) and found.parent.name == "sha256" else None
 
@@ -91,7 +91,7 @@ class ImageStore:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def find(self, key: str) -> Path | None:
-        """The image that was made for ``key``, in whichever store has it."""
+        """Returns the image that was made for ``key``, from whichever store has it."""
         for root in self.roots:
             name = _read_json(root / "names" / f"{key}.json")
             if name and (image := self._image(root, str(name.get("digest")))):
@@ -99,21 +99,21 @@ class ImageStore:
         return None
 
     def image(self, digest: str) -> StoredImage | None:
-        """The image of a digest, of which the first characters suffice where no other begins with them."""
+        """Returns the image of a digest, of which the first characters suffice where no other begins with them."""
         found = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
         if len(found) > 1:
             raise ConfigError(f"{digest}: {len(found)} images of {self.root} begin with it; write more of it")
         return next(iter(found.values()), None)
 
     def images(self) -> Iterator[StoredImage]:
-        """Every image of every store, in the order of their digests."""
+        """Yields every image of every store, in the order of their digests."""
         for root in self.roots:
             for path in sorted((root / "sha256").glob("*.sif")):
                 if image := self._image(root, path.stem):
                     yield image
 
     def names(self) -> dict[str, list[str]]:
-        """Digest → what was asked for when it was made."""
+        """Returns, by digest, what was asked for when the image was made."""
         found: dict[str, list[str]] = {}
         for root in self.roots:
             for path in sorted((root / "names").glob("*.json")):
@@ -134,7 +134,8 @@ class ImageStore:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def make(self, key: str, source: str, build: Callable[[Path], None]) -> Path:
-        """The image of ``key``; where there is none, ``build(target)`` writes one. One builder of a key at a time.
+        """Returns the image of ``key``; where there is none, ``build(target)`` writes it. A key has one builder at a
+        time.
 
         Raises:
             SiteError: the store is not the caller's to write to, or what ``build`` raises.
@@ -156,7 +157,7 @@ class ImageStore:
         return Path(image.path)
 
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
-        """Copies a SIF that is there already into the store; ``digest`` is what its content must have."""
+        """Copies a SIF that exists into the store; ``digest`` is what its content must have."""
         self._prepare(str(file))
         workplace = self._workplace(f"add{secrets.token_hex(4)}")
         try:
@@ -173,7 +174,7 @@ class ImageStore:
         _publish_note(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:
-        """Takes an image and its names out of the store that is written to; the bytes that were freed."""
+        """Takes an image and its names out of the store that is written to; returns the bytes that were freed."""
         path = self.root / "sha256" / f"{digest}.sif"
         for name in (self.root / "names").glob("*.json"):
             if (known := _read_json(name)) and known.get("digest") == digest:
@@ -187,7 +188,7 @@ class ImageStore:
         return freed
 
     def leftovers(self) -> list[Path]:
-        """Directories of builders that were killed."""
+        """Returns the directories of builders that were killed."""
         return [path for path in (self.root / "work").glob("*.*/") if _abandoned(path)]
 
     def _prepare(self, source: str) -> None:
@@ -291,6 +292,7 @@ def _read_json(path: Path) -> Mapping[str, Any] | None:
 
 
 def known_size(path: str | os.PathLike[str]) -> int | None:
-    """Bytes of the unpacked files of a store's image, as its store noted; ``None`` for a file of no store."""
+    """Returns the bytes of the unpacked files of a store's image, as its store noted; ``None`` for a file of no
+    store."""
     known = _read_json(Path(path).with_suffix(".json")) if digest_in(path) else None
     return int(known["unpacked_bytes"]) if known and known.get("bytes") == os.path.getsize(path) else None

@@ -13,7 +13,7 @@ _ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERV
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
-    """Words to put before Apptainer so that it starts as uid 0 of a user namespace; none where that is not to be.
+    """Returns the argv prefix by which Apptainer starts as uid 0 of a user namespace; empty where it is not to.
 
     ``--fakeroot`` does the same by starting a second Apptainer and keeping the first: 40 ms and 9 MB per sandbox.
     """
@@ -23,7 +23,7 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
 def exec_argv(
     apptainer: str, spec: SandboxSpec, rootfs: str, *, overlay: str | None, control: str, command: Sequence[str]
 ) -> list[str]:
-    """The command line of a sandbox's one container process.
+    """Returns the command line of a sandbox's one container process.
 
     ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. The caller becomes uid 0 by
     :func:`namespace_root`, else by ``--fakeroot`` without subordinate ids: every file stays owned by the caller.

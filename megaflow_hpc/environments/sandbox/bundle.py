@@ -45,7 +45,7 @@ class Bundle:
         self._containers = 0
 
     def make(self) -> None:
-        """Raises :class:`SandboxError` if scratch does not take it."""
+        """Makes the directory; raises :class:`SandboxError` if scratch does not take it."""
         try:
             for name in ("", "tmp", "layer"):
                 os.mkdir(os.path.join(self.directory, name), 0o700)
@@ -55,7 +55,7 @@ class Bundle:
             ) from error
 
     async def start(self, spec: SandboxSpec, watch: Watch) -> Container:
-        """A container on the layer as it is.
+        """Starts a container on the layer as it is.
 
         Raises:
             SandboxError: with Apptainer's last line if it does not come up.
@@ -97,7 +97,8 @@ class Bundle:
         return container
 
     async def start_again(self, spec: SandboxSpec, watch: Watch) -> Container:
-        """If no container starts on what was left of the layer, what one needs is taken from the image again."""
+        """Starts a container; if none starts on what was left of the layer, takes what one needs from the image
+        again."""
         try:
             return await self.start(spec, watch)
         except SandboxError:
@@ -125,12 +126,12 @@ class Bundle:
 
     @property
     def busy(self) -> bool:
-        """A process that is not the runner's runs in the container."""
+        """Whether a process that is not the runner's runs in the container."""
         init = self.container.init if self.container and self.container.alive else None
         return init is not None and any(Identity.of(pid) and not is_runner(pid) for pid in descendants(init.pid))
 
     def used(self, spec: SandboxSpec) -> str:
-        """Why this is not as it was when it started, in words; empty if it can be proved to be."""
+        """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""
         container = self.container
         if container is None or not container.alive or container.init is None:
             return "its container has ended"

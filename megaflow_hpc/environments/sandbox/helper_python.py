@@ -62,7 +62,7 @@ def _parts() -> tuple[tuple[str, str], ...]:
 
 
 def why_not() -> str:
-    """Why no helper can be run in any image; empty if one can."""
+    """Returns why no helper can be run in any image; empty if one can."""
     try:
         _parts()
     except (OSError, subprocess.SubprocessError) as error:
@@ -71,7 +71,7 @@ def why_not() -> str:
 
 
 def kit(scratch: str | os.PathLike[str]) -> Path:
-    """The kit on this node's scratch; made if it is not there.
+    """Returns the kit on this node's scratch; makes it if it is not there.
 
     Raises:
         SandboxError: it cannot be made.
@@ -110,7 +110,8 @@ def lay(home: Path, control: Path) -> None:
 
 
 def command(control_inside: str, program: str) -> tuple[Sequence[str], dict[str, str]]:
-    """The words that run a Python program in the container, whose arguments follow them, and their environment."""
+    """Returns the argv prefix that runs a Python program in the container, whose arguments follow, and its
+    environment."""
     home = f"{control_inside}/{NAME}"
     words = [f"{home}/loader", "--library-path", f"{home}/libraries", f"{home}/python", "-s", "-S", "-B", "-c", program]
     return words, {"PYTHONHOME": home, "PYTHONPATH": "", "LD_PRELOAD": ""}

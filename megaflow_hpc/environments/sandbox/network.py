@@ -50,7 +50,7 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """The way to use on this node, or why there is none.
+    """Returns the way to use on this node and, where there is none, why.
 
     ``MEGAFLOW_GATEWAY`` (nsenter, helper) decides by hand.
 
@@ -69,7 +69,7 @@ def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
 
 
 async def listen_inside(pid: int, port: int, timeout_s: float = LISTEN_S) -> socket.socket:
-    """A non-blocking listening socket on 127.0.0.1:``port`` of the network namespace of process ``pid``."""
+    """Returns a non-blocking listening socket on 127.0.0.1:``port`` of the network namespace of process ``pid``."""
     return await asyncio.to_thread(_enter, pid, port, timeout_s)
 
 
@@ -104,7 +104,7 @@ def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
 
 
 async def listen_by_helper(run: Exec, control: str, kit: Path, port: int) -> socket.socket:
-    """The same by a command of the sandbox.
+    """Returns a listening socket as :func:`listen_inside` does, by a command of the sandbox.
 
     Args:
         control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.

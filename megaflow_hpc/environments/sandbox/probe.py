@@ -74,7 +74,7 @@ class Site:
     """The delegated cgroup; empty: there is none."""
 
     def refuses(self, network: str) -> str:
-        """Why no sandbox with this network can be had here; empty if it can."""
+        """Returns why no sandbox with this network can be had here; empty if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -85,7 +85,7 @@ class Site:
 
 
 def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Asks the node; ``scratch`` is where writable layers would lie. Leaves nothing behind.
+    """Asks the node what it can do; ``scratch`` is where writable layers would lie. Leaves nothing behind.
 
     Raises :class:`SiteError` where there is no Apptainer, or scratch cannot be written.
     """
@@ -128,7 +128,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
 
 
 def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """:func:`probe`, once per node and boot."""
+    """Returns what :func:`probe` found, which is asked once per node and boot."""
     apptainer = apptainer or find_apptainer()
     place = Path(scratch) / "site.json"
     stamp = _stamp(apptainer)
@@ -204,7 +204,7 @@ def is_setuid(apptainer: str) -> bool:
 
 
 def why_no_mount(namespaces: str) -> str:
-    """Why ``squashfuse_ll`` cannot serve an image to all sandboxes of a job; empty if it can."""
+    """Returns why ``squashfuse_ll`` cannot serve an image to all sandboxes of a job; empty if it can."""
     if namespaces:
         return f"no user namespaces: {namespaces}"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -299,7 +299,7 @@ def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
 
 
 def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
-    """The type of the file system that ``path`` lies on, as ``/proc/self/mountinfo`` names it."""
+    """Returns the type of the file system that ``path`` lies on, as ``/proc/self/mountinfo`` names it."""
     real = os.path.realpath(path)
     if mountinfo is None:
         try:
@@ -320,7 +320,8 @@ def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> s
 
 
 def kind_of(type_: str) -> Kind:
-    """What a file system's type means for a writable layer. An unknown FUSE file system counts as a remote one."""
+    """Returns what a file system's type means for a writable layer. An unknown FUSE file system counts as a remote
+    one."""
     if type_ in _MEMORY:
         return "memory"
     if type_ in _NETWORK or (type_.startswith("fuse.") and type_ not in ("fuse.fuse-overlayfs", "fuse.fuse2fs")):
@@ -329,7 +330,7 @@ def kind_of(type_: str) -> Kind:
 
 
 def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None = None) -> tuple[str, str]:
-    """Where writable layers go, and a warning if that is not what was asked for.
+    """Returns where writable layers go, and a warning if that is not what was asked for.
 
     ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp``, ``/dev/shm``: the first that is a directory and does
     not lie on a network file system, which takes no overlay's upper directory. Memory comes late: what is written there

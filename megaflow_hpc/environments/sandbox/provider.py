@@ -36,7 +36,7 @@ from megaflow_hpc.host.process import Identity
 
 
 def default_scratch() -> Path:
-    """A private directory of this user's on local scratch: :func:`.probe.scratch_base`."""
+    """Returns a private directory of this user's on local scratch: :func:`.probe.scratch_base`."""
     return Path(scratch_base()[0]) / f"megaflow-{os.getuid()}"
 
 
@@ -106,7 +106,7 @@ class ApptainerProvider:
         await self.close()
 
     async def start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
-        """A running sandbox, to be used as an async context manager or ended with ``stop()``.
+        """Returns a running sandbox, to be used as an async context manager or ended with ``stop()``.
 
         Args:
             snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
@@ -167,11 +167,13 @@ class ApptainerProvider:
         return helper_python.kit(self.scratch)
 
     async def standing_by(self, spec: SandboxSpec) -> bool:
-        """Waits for what starts in the background; whether a sandbox of mode ``persistent`` stands by for ``spec``."""
+        """Waits for what starts in the background; returns whether a sandbox of mode ``persistent`` stands by for
+        ``spec``."""
         return await self._standby.standing_by(spec)
 
     async def stage(self, image: str) -> str:
-        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; where it is now.
+        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; returns where it is
+        now.
 
         It stays until room is needed for others.
         """

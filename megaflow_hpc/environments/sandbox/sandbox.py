@@ -39,7 +39,8 @@ LIKE_A_LOST_IMAGE = (124, 126, 127, 128 + signal.SIGBUS, 128 + signal.SIGKILL)
 
 
 class ApptainerSandbox:
-    """See :class:`megaflow_hpc.types.Sandbox`. Made by :meth:`ApptainerProvider.start`, bound to its event loop."""
+    """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`. Made by :meth:`ApptainerProvider.start`, bound to its
+    event loop."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class ApptainerSandbox:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def start(self, kept: Snapshot | None = None) -> None:
-        """Raises :class:`SandboxError` with Apptainer's last line if the container does not come up.
+        """Starts the first container; raises :class:`SandboxError` with Apptainer's last line if it does not come up.
 
         Args:
             kept: files to start with.
@@ -157,7 +158,8 @@ class ApptainerSandbox:
             await self._bundle.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
-        """Back to the image and the spec as they were: every process gone, the writable layer emptied.
+        """Takes the sandbox back to the image and the spec as they were: every process gone, the writable layer
+        emptied.
 
         With mode ``persistent`` a container that stands by takes over, and the old one goes in the background.
         """
@@ -189,7 +191,7 @@ class ApptainerSandbox:
 
     @property
     def busy(self) -> bool:
-        """A command is under way, or a process that one has left in the background."""
+        """Whether a command is under way, or a process runs that one has left in the background."""
         return self._bundle.busy
 
     async def settled(self) -> None:
@@ -200,7 +202,7 @@ class ApptainerSandbox:
             raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
 
     def used(self) -> str:
-        """Why this is not as it was when it started, in words; empty if it can be proved to be."""
+        """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""
         return "it is stopped" if self._stopped else self._bundle.used(self.spec)
 
     async def stop(self) -> None:
@@ -289,7 +291,8 @@ class ApptainerSandbox:
         return result
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket on 127.0.0.1:``port`` (0: a free one) as seen inside; the caller serves and closes it.
+        """Returns a listening socket on 127.0.0.1:``port`` (0: a free one) as seen inside; the caller serves and closes
+        it.
 
         For network ``gateway``: what the caller serves is all that can be reached. Until the next
         ``kill_processes`` or ``reset``, which bring a new network namespace.
@@ -322,7 +325,7 @@ class ApptainerSandbox:
         await transfer.download(self.exec, source, target)
 
     def session(self, *, output_limit: int | None = None) -> ShellSession:
-        """A shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
+        """Returns a shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
 
         bash where the image has it, else its ``/bin/sh``.
         """

@@ -27,7 +27,7 @@ GRACE_S = 1.0
 
 
 class ShellSession:
-    """From :meth:`ApptainerSandbox.session`; an async context manager.
+    """A shell of a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
 
     Args:
         commands: those of the sandbox's container, a fresh one if need be.

@@ -50,7 +50,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Raises :class:`SandboxError` if ``path`` is no snapshot."""
+        """Reads a snapshot's own description; raises :class:`SandboxError` if ``path`` is no snapshot."""
         try:
             with open(Path(path) / "snapshot.json", encoding="utf-8") as file:
                 content = json.load(file)
@@ -154,7 +154,7 @@ for place, _, names in os.walk(os.fsencode(sys.argv[1])):
 
 
 def copy(source: Path, target: Path) -> None:
-    """``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
+    """Copies a tree by ``cp -a``, whatever modes the files have. Raises :class:`SandboxError`."""
     program = shutil.which("cp")
     if program is None:
         raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")

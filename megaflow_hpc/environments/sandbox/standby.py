@@ -42,7 +42,8 @@ class StandbyPool:
         self._closed = False
 
     async def take(self, spec: SandboxSpec) -> ApptainerSandbox | None:
-        """A clean sandbox at once, or ``None``: then the caller starts a fresh one. The next is started meanwhile."""
+        """Returns a clean sandbox at once, or ``None``: then the caller starts a fresh one. The next is started
+        meanwhile."""
         key = _key(spec)
         found = None
         ready = self._ready.setdefault(key, [])
@@ -57,16 +58,17 @@ class StandbyPool:
         return found
 
     async def standing_by(self, spec: SandboxSpec) -> bool:
-        """Waits for what starts in the background; whether one stands by for ``spec`` then."""
+        """Waits for what starts in the background; returns whether one stands by for ``spec`` then."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         return bool(self._ready.get(_key(spec)))
 
     def began(self, spec: SandboxSpec) -> None:
-        """A rollout uses a sandbox of this spec from now on."""
+        """Counts a sandbox of this spec as in use from now on."""
         self._in_use[_key(spec)] += 1
 
     def ended(self, spec: SandboxSpec) -> None:
+        """Counts a sandbox of this spec as in use no more."""
         self._in_use[_key(spec)] -= 1
 
     def _fill(self, key: str, spec: SandboxSpec) -> None:

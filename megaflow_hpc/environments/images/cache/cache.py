@@ -47,7 +47,7 @@ class Lease:
         self._cache, self._name = cache, name
 
     def release(self) -> None:
-        """Idempotent."""
+        """Gives the right back. Idempotent."""
         cache, self._cache = self._cache, None
         if cache is not None:
             cache._give_back(self._name)
@@ -77,8 +77,8 @@ class ImageCache:
     # --- use ----------------------------------------------------------------------------------------------------
 
     def acquire(self, image: str, form: Form = "tree", *, timeout_s: float = 1800.0) -> Lease:
-        """A lease on ``image``, staged now if it is not here yet. Blocks while another process stages it, and while
-        everything that would have to go is in use.
+        """Returns a lease on ``image``, staged now if it is not here yet. Blocks while another process stages it, and
+        while everything that would have to go is in use.
 
         Raises:
             SandboxError: there is no such image, its content is not what its name says, or there is no room for it.
@@ -114,7 +114,7 @@ class ImageCache:
             raise
 
     def ready(self, image: str, form: Form = "tree") -> Lease | None:
-        """A lease if the image is here already, else ``None``. Never waits; some tens of microseconds."""
+        """Returns a lease if the image is here already, else ``None``. Never waits; takes some tens of microseconds."""
         if os.path.isdir(image):
             return Lease(os.path.realpath(image))
         if form == "direct":
@@ -138,7 +138,8 @@ class ImageCache:
         form: Form | Callable[[str], Form] = "tree",
         until: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Stages ``images`` in the order in which they will be used, while there is room; how many of them are here.
+        """Stages ``images`` in the order in which they will be used, while there is room; returns how many of them are
+        here.
 
         What is named is kept until the next call names something else, before all that nobody named: name what is in
         use and will be again first. Only copies that nobody uses or named are removed. What somebody else is staging
@@ -171,11 +172,11 @@ class ImageCache:
         return len(images)
 
     def facts(self, image: str) -> ImageFacts:
-        """See :meth:`.ImageFiles.facts`."""
+        """Returns what is known of an image; see :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
 
     def room(self) -> Room:
-        """What is left of the budget if everything that nobody uses were removed."""
+        """Returns what would be left of the budget if everything that nobody uses were removed."""
         entries = self._shelf.entries()
         used = self._shelf.taken([entry for entry in entries if self._shelf.leased(entry.name)])
         return self._shelf.budget - used
@@ -187,8 +188,8 @@ class ImageCache:
         return self._shelf.budget
 
     def list(self) -> list[dict[str, object]]:
-        """Every copy: ``name``, ``bytes``, ``inodes``, ``used_at`` (seconds UTC), ``in_use``; of the log: ``image``,
-        ``ahead`` (of its use, the last time it was made), ``made`` (how often)."""
+        """Returns every copy: ``name``, ``bytes``, ``inodes``, ``used_at`` (seconds UTC), ``in_use``; of the log:
+        ``image``, ``ahead`` (of its use, the last time it was made), ``made`` (how often)."""
         history = self._shelf.log.lines()
         last = {str(made["name"]): made for made in history}
         times = Counter(str(made["name"]) for made in history)
@@ -207,7 +208,7 @@ class ImageCache:
         ]
 
     def clear(self) -> int:
-        """Removes every copy that nobody uses; the bytes that were freed."""
+        """Removes every copy that nobody uses; returns the bytes that were freed."""
         freed = 0
         for entry in self._shelf.entries():
             if place := self._shelf.withdraw(entry.name):

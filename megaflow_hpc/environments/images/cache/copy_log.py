@@ -16,14 +16,15 @@ MOST_BYTES = 1 << 20
 
 
 class CopyLog:
-    """``made.jsonl`` below ``root``, and ``made.old.jsonl`` before it."""
+    """The log, ``made.jsonl`` below ``root``, and ``made.old.jsonl`` before it."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "made.jsonl"
         self._old = root / "made.old.jsonl"
 
     def add(self, name: str, image: str, began: float, by: str, *, ahead: bool) -> None:
-        """A copy ``name`` of ``image`` is there. ``began`` in seconds UTC; ``ahead``: nobody waited for it."""
+        """Notes that a copy ``name`` of ``image`` is there. ``began`` in seconds UTC; ``ahead``: nobody waited for
+        it."""
         line = {"t": time.time(), "began": began, "name": name, "image": image, "ahead": ahead, "by": by}
         with suppress(OSError):
             if self._path.exists() and self._path.stat().st_size > MOST_BYTES:
@@ -35,7 +36,8 @@ class CopyLog:
                 os.close(descriptor)
 
     def lines(self) -> list[dict[str, Any]]:
-        """``t`` (when it was there), ``began``, ``name``, ``image``, ``ahead`` and ``by`` of each, the oldest first."""
+        """Returns ``t`` (when the copy was there), ``began``, ``name``, ``image``, ``ahead`` and ``by`` of each, oldest
+        first."""
         found: list[dict[str, Any]] = []
         for path in (self._old, self._path):
             with suppress(OSError):

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 def manifest(images: Images) -> dict[str, Any]:
-    """The manifest of everything that ``images`` was asked for."""
+    """Returns the manifest of everything that ``images`` was asked for."""
     rows = []
     for key, (source, path) in images.used.items():
         digest = digest_in(path) if path else None
@@ -38,7 +38,7 @@ def manifest(images: Images) -> dict[str, Any]:
 
 
 def missing(content: dict[str, Any]) -> list[str]:
-    """Sources that the store lacked."""
+    """Returns the sources that the store lacked."""
     return [row["source"] for row in content["images"] if row["digest"] is None]
 
 
@@ -47,7 +47,7 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises :class:`ConfigError` for a file that is no manifest, or one of a later version."""
+    """Reads a manifest; raises :class:`ConfigError` for a file that is none, or of a later version."""
     try:
         content = json.loads(path.read_text())
         rows = [(row["key"], row["source"], row["digest"]) for row in content["images"]]

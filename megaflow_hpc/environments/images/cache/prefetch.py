@@ -26,7 +26,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def order(self, images: Sequence[str]) -> None:
-        """Names what runs here and what comes next, the soonest first; replaces what was named before."""
+        """Names the images in use here and those that come next, the soonest first; replaces what was named before."""
         with self._changed:
             self._order = list(images)
             if self._thread is None and not self._closed:
@@ -35,7 +35,8 @@ class Prefetcher:
             self._changed.notify()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Waits for the copy that is being made, but not for long: what is half made when a process ends is removed."""
+        """Waits ``timeout_s`` seconds at most for the copy that is being made; a later tidying removes what is half
+        made."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -41,7 +41,7 @@ POLL_S = (0.005, 0.1)
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes and inodes."""
+    """An amount of disk: bytes and inodes."""
 
     bytes: int
     inodes: int
@@ -79,6 +79,7 @@ class Shelf:
             (root / room).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
+        """Returns where the copy ``name`` is, or would be."""
         return self.root / "images" / name
 
     # --- locks and leases ---------------------------------------------------------------------------------------
@@ -113,6 +114,7 @@ class Shelf:
             pause = min(2 * pause, POLL_S[1])
 
     def here(self, name: str) -> bool:
+        """Whether the copy is there and whole."""
         return (self.path(name) / "entry.json").is_file()
 
     def mark(self, name: str) -> None:
@@ -129,6 +131,7 @@ class Shelf:
                 break
 
     def release(self, name: str) -> None:
+        """Takes this process's mark from a copy."""
         self.touch(name)
         (self.root / "leases" / name / self.identity).unlink(missing_ok=True)
         with suppress(OSError):
@@ -153,7 +156,7 @@ class Shelf:
     # --- what there is ------------------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """Every copy, the least recently used first."""
+        """Returns every copy, the least recently used first."""
         found = []
         for name in _listing(self.root / "images"):
             path = self.path(name) / "entry.json"
@@ -166,7 +169,7 @@ class Shelf:
         return sorted(found, key=lambda entry: entry.used_at)
 
     def taken(self, entries: list[Entry]) -> Room:
-        """What the copies take, and what is being staged will."""
+        """Returns what the copies take, and what is being staged will."""
         total = sum((entry.size for entry in entries), Room(0, 0))
         for mark in _listing(self.root / "reserved"):
             path = self.root / "reserved" / mark
@@ -180,7 +183,7 @@ class Shelf:
     # --- waiting for room ---------------------------------------------------------------------------------------
 
     def queue_up(self) -> str:
-        """A place in the queue for room; give it back with :meth:`leave_queue`."""
+        """Returns a place in the queue for room; give it back with :meth:`leave_queue`."""
         ticket = f"{time.monotonic_ns():020d}.{secrets.token_hex(4)}.{self.identity}"
         (self.root / "queue" / ticket).touch(mode=0o600)
         return ticket
@@ -189,7 +192,7 @@ class Shelf:
         (self.root / "queue" / ticket).unlink(missing_ok=True)
 
     def first_in_queue(self) -> str | None:
-        """The ticket of who has waited longest; those of dead processes are removed."""
+        """Returns the ticket of who has waited longest; removes those of dead processes."""
         for ticket in sorted(_listing(self.root / "queue")):
             if _alive(ticket.rpartition(".")[2]):
                 return ticket
@@ -199,11 +202,12 @@ class Shelf:
     # --- what will be wanted ------------------------------------------------------------------------------------
 
     def announce(self, names: list[str]) -> None:
-        """What this process will want next, in its order; replaces what it said before."""
+        """Notes what this process will want next, in its order; replaces what it announced before."""
         write_json(self.root / "orders" / self.identity, names)
 
     def wanted(self) -> dict[str, int]:
-        """How soon a copy is wanted by some process, 0 the soonest; those that nobody named are not in it."""
+        """Returns how soon each copy is wanted by some process, 0 the soonest; those that nobody announced are not in
+        it."""
         found: dict[str, int] = {}
         for mark in _listing(self.root / "orders"):
             path = self.root / "orders" / mark
@@ -250,10 +254,12 @@ class Shelf:
         return enough
 
     def unreserve(self, name: str) -> None:
+        """Gives room back that :meth:`reserve` made."""
         self._mark(name).unlink(missing_ok=True)
 
     def withdraw(self, name: str) -> Path | None:
-        """Takes a copy that nobody uses off the shelf, to be removed by the caller; ``None`` if it is in use."""
+        """Takes a copy that nobody uses off the shelf and returns where it lies, for the caller to remove; ``None`` if
+        in use."""
         try:
             with self.locked(name, exclusive=True, deadline=0.0):
                 if self.leased(name):
@@ -268,7 +274,7 @@ class Shelf:
             return None
 
     def put(self, name: str, make: Callable[[Path], Room]) -> None:
-        """Makes a copy: ``make(directory)`` writes it and says its size. Call with its lock held exclusively."""
+        """Makes a copy: ``make(directory)`` writes it and returns its size. Call with its lock held exclusively."""
         place = self.root / "partial" / f"{self.identity}.{secrets.token_hex(4)}"
         place.mkdir(mode=0o700)
         try:
@@ -283,7 +289,7 @@ class Shelf:
             remove_tree(place)
 
     def tidy(self) -> int:
-        """Removes what processes that are gone left half written or half removed; how much there was."""
+        """Removes what processes that are gone left half written or half removed; returns how much there was."""
         count = 0
         for room in ("partial", "trash"):
             for name in _listing(self.root / room):

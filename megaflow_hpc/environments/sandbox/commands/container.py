@@ -41,7 +41,7 @@ ENDED_FROM_WITHIN = b"gone"
 
 
 class Container:
-    """Started once, used until :meth:`kill`. Belongs to the event loop that started it."""
+    """One container, started once and used until :meth:`kill`. Belongs to the event loop that started it."""
 
     def __init__(self, control: str, *, on_started: Callable[[Identity], None] | None = None) -> None:
         self.control = control
@@ -64,7 +64,7 @@ class Container:
 
     @property
     def alive(self) -> bool:
-        """``False`` once every process is gone; a command can do that (``kill -9 -1``)."""
+        """Whether a process is left; a command can end them all (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
     @property
@@ -132,6 +132,7 @@ class Container:
         return None if self.alive else self.last_words()
 
     def last_words(self) -> str:
+        """Returns why the container failed, of what was written to its standard error."""
         text = self._stderr.decode("utf-8", "replace")
         if "/bin/sh" in text and "no such file" in text.lower():
             return f"the image has no /bin/sh, which every command needs ({last_line(text)})"
@@ -197,7 +198,8 @@ class Container:
             self.commands.fail(self.lost)
 
     def mark_breached(self, breach: str) -> None:
-        """The container is about to be killed because the sandbox passed a limit: that is its commands' doing."""
+        """Notes the limit for which the container is about to be killed, so that its commands end with it as a
+        result."""
         self._breach = breach
 
     def _give_up(self, reason: str) -> None:

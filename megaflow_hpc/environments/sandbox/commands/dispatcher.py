@@ -91,11 +91,11 @@ class CommandDispatcher:
 
     @property
     def count(self) -> int:
-        """Commands handed over so far."""
+        """Number of commands handed over so far."""
         return self._number
 
     def answered(self, worker: int, status: int | None) -> None:
-        """A worker says how its command has ended; ``None``: it could not start one, and is gone itself."""
+        """Ends the command of a worker with its status; ``None``: the worker could start none, and is gone itself."""
         found = self.workers.find(worker)
         if found is None:
             return
@@ -109,7 +109,8 @@ class CommandDispatcher:
             self.finish(command, status)
 
     def everyone_killed(self, breach: str = "") -> None:
-        """A command has killed every process but PID 1, or a limit was passed: each command's end, and a result."""
+        """Ends each command with a result, after a command has killed every process but PID 1, or a limit was
+        passed."""
         for command in list(self._commands.values()):
             if breach:
                 self.mark_breached(command.number, breach)
@@ -118,14 +119,14 @@ class CommandDispatcher:
             self.finish(command, 137)
 
     def mark_breached(self, number: int, breach: str) -> None:
-        """A command is about to be killed because the sandbox passed a limit; its result will say so."""
+        """Notes the limit for which a command is about to be killed; its result will name it."""
         command = self._commands.get(number)
         if command is not None and not command.breach:
             command.breach = breach
             command.buffers[1].feed(f"[killed: {breach}]\n".encode())
 
     def fail(self, why: str) -> None:
-        """The container is gone: what ran raises :class:`SandboxError`."""
+        """Makes what runs raise :class:`SandboxError`, as the container is gone."""
         for command in list(self._commands.values()):
             self._withdraw(command)
             if command.listening is not None:
@@ -135,7 +136,7 @@ class CommandDispatcher:
                 command.done.exception()
 
     def close(self) -> None:
-        """Gives every descriptor back."""
+        """Closes every descriptor."""
         self._pairs.close(asyncio.get_running_loop().remove_reader)
         self.workers.close()
 
@@ -149,7 +150,8 @@ class CommandDispatcher:
         timeout_s: float | None,
         limit: int,
     ) -> ExecResult:
-        """Runs one command to its end; see :meth:`megaflow_hpc.types.Sandbox.exec`. ``limit``: bytes kept a stream."""
+        """Runs one command to its end; see :meth:`megaflow_hpc.types.Sandbox.exec`. ``limit``: bytes kept of each
+        stream."""
         self._check_alive()
         started = time.monotonic()
         async with self._slots:
@@ -172,7 +174,7 @@ class CommandDispatcher:
         return running.result(status, timed_out=running.killing is not None, started=started)
 
     def session_worker(self) -> tuple[Worker, str]:
-        """A FIFO for a session's shell, which the caller closes, and its path inside."""
+        """Returns a FIFO for a session's shell, which the caller closes, and its path inside."""
         self._sessions += 1
         name = f"n{self._sessions}"
         path = os.path.join(self.control, name)
@@ -283,6 +285,7 @@ class CommandDispatcher:
         return False
 
     def finish(self, command: RunningCommand, status: int, dead: bool = False) -> None:
+        """Ends a command with its status and takes back what it used; ``dead``: its worker is gone."""
         for stream in (0, 1):
             for _ in range(_LEFT_OVER_READS):
                 if not self._read_output(command, stream):
@@ -311,6 +314,7 @@ class CommandDispatcher:
                 pass
 
     def kill(self, command: RunningCommand) -> asyncio.Task[None]:
+        """Starts killing every process of a command; the task returned ends when the command has."""
         if command.killing is None:
             command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
         return command.killing

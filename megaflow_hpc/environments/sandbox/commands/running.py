@@ -16,7 +16,7 @@ FIRST_WORKERS = 2
 
 
 class Worker:
-    """A worker of the runner, as its FIFO."""
+    """One worker of the runner, known by its FIFO."""
 
     def __init__(self, number: int, pipe: int) -> None:
         self.number = number
@@ -45,7 +45,7 @@ class RunningCommand:
         self.killing: asyncio.Task[None] | None = None
 
     def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
-        """Returns what the caller gets; ``started`` by the monotonic clock, in seconds."""
+        """Returns the result for the caller; ``started`` in seconds of the monotonic clock."""
         out, err = self.buffers
         return ExecResult(
             exit_code=124 if timed_out else status,
@@ -76,7 +76,7 @@ class Workers:
         """The runner has all the processes it has when idle."""
 
     def prepare(self) -> None:
-        """Makes the first ones; the runner takes them up as it starts."""
+        """Makes the first workers; the runner takes them up as it starts."""
         for _ in range(FIRST_WORKERS):
             self._idle.append(self._add())
 
@@ -90,6 +90,7 @@ class Workers:
         return worker
 
     def came_up(self) -> None:
+        """Counts a worker that is there."""
         self._up += 1
         if self._up >= FIRST_WORKERS:
             self.settled.set()
@@ -98,14 +99,14 @@ class Workers:
         return self._all[number] if number < len(self._all) else None
 
     def take(self) -> Worker:
-        """One that waits for a command, a new one if none does."""
+        """Returns a worker that waits for a command, a new one if none does."""
         return self._idle.popleft() if self._idle else self._add()
 
     def give_back(self, worker: Worker) -> None:
         self._idle.append(worker)
 
     def lost(self, worker: Worker) -> None:
-        """It has ended while it waited."""
+        """Drops a worker that ended while it waited."""
         self._idle = deque(idle for idle in self._idle if idle is not worker)
 
     def close(self) -> None:

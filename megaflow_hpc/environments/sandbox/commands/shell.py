@@ -24,7 +24,8 @@ _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
 
 
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None) -> str:
-    """What PID 1 sources: exports, without the runtime's own, which tell the host's paths; it also makes workdir."""
+    """Returns what PID 1 sources: exports, without the runtime's own, which tell the host's paths; and making
+    ``workdir``."""
     lines = [
         "while IFS= read -r line; do",
         "  line=${line#export }; line=${line#declare -x }",
@@ -49,7 +50,7 @@ def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None 
 def command_text(
     number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
 ) -> str:
-    """The shell text of one command, for the child that waits for it and becomes it."""
+    """Returns the shell text of one command, for the child that waits for it and becomes it."""
     if isinstance(command, str):
         words = command.split(" ") if _ONE_PROGRAM.fullmatch(command) else ["/bin/sh", "-c", command]
     else:
@@ -67,14 +68,14 @@ def command_text(
 
 
 def one_line(text: str) -> bytes | None:
-    """The text as a line that ``read`` takes one byte at a time; ``None`` if it had better be a file to source."""
+    """Returns the text as a line that ``read`` takes byte by byte; ``None`` if it had better be a file to source."""
     if len(text) > LONGEST_LINE or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"
 
 
 def session_text(lines: str) -> str:
-    """What a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
+    """Returns what a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
     # What the line redirects holds for it alone; 8 and 9 are closed for what it runs.
     return (
         f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
@@ -83,5 +84,5 @@ def session_text(lines: str) -> str:
 
 
 def session_line(command: str, streams: tuple[str, str]) -> str:
-    """One command of a session."""
+    """Returns the line of one command of a session."""
     return f"eval {shlex.quote(command)} </dev/null >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]} 8<&- 9>&-"

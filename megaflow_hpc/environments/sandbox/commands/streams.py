@@ -10,7 +10,7 @@ READ_SIZE = 65536
 
 
 class CappedBuffer:
-    """Keeps the first and the last ``limit // 2`` bytes of a stream, in memory bounded by twice ``limit``."""
+    """The first and the last ``limit // 2`` bytes of a stream, in memory bounded by twice ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._head_limit = limit // 2
@@ -40,7 +40,7 @@ class CappedBuffer:
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:
-        """Head and tail, with a line between them that says how many bytes are missing."""
+        """Returns head and tail, with a line between them that says how many bytes are missing."""
         self._trim()
         if not self._dropped:
             return bytes(self._head + self._tail)
@@ -83,7 +83,7 @@ class StreamPairs:
         self._free: list[StreamPair] = []
 
     def prepare(self, count: int) -> None:
-        """Opens so many ahead."""
+        """Opens ``count`` pairs ahead."""
         pairs = [self.take() for _ in range(count)]
         for pair in pairs:
             pair.open()
@@ -106,7 +106,7 @@ class StreamPairs:
         return True
 
     def unused(self, pair: StreamPair) -> None:
-        """A pair that was taken and given to no command."""
+        """Takes a pair back that was taken and given to no command."""
         self._free.append(pair)
 
     def close(self, remove_reader: Callable[[int], object]) -> None:
@@ -120,7 +120,8 @@ class StreamPairs:
 
 
 def read_available(descriptor: int) -> bytes | None:
-    """What there is now, at most :data:`READ_SIZE`; ``None`` when there is nothing yet; ``b""`` at end-of-file."""
+    """Returns what there is now, at most :data:`READ_SIZE` bytes; ``None`` when there is nothing yet; ``b""`` at the
+    end."""
     try:
         return os.read(descriptor, READ_SIZE)
     except BlockingIOError:

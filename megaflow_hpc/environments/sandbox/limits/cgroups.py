@@ -29,7 +29,7 @@ REMOVE_S = 2.0
 
 
 def delegated(root: Path = ROOT, needed: str = "memory") -> Path | None:
-    """The group in which this process may make groups for sandboxes; ``None`` where the site delegates none."""
+    """Returns the group in which this process may make groups for sandboxes; ``None`` where the site delegates none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -98,7 +98,7 @@ class Group:
             pass  # it has ended, or came from outside of what was delegated
 
     def new_ooms(self) -> int:
-        """Processes that the kernel has killed for memory since the last question."""
+        """Returns how many processes the kernel has killed for memory since the last call."""
         try:
             lines = (self.path / "memory.events").read_text().splitlines()
         except OSError:

@@ -58,7 +58,8 @@ def look(init: int, written: bool = False) -> Look:
 
 
 def runtime_threads(init: int) -> int:
-    """Threads that the kernel counts with a container's without being in it: the runtime's, in its user namespace."""
+    """Returns how many threads the kernel counts with a container's without being in it: the runtime's, in its user
+    namespace."""
     try:
         runtime = parent(init)
         if os.readlink(f"/proc/{runtime}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
@@ -69,7 +70,7 @@ def runtime_threads(init: int) -> int:
 
 
 def written_by(pid: int) -> int:
-    """Bytes a process and its reaped children passed to ``write``."""
+    """Returns the bytes a process and its reaped children passed to ``write``."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             for line in file:
@@ -81,7 +82,8 @@ def written_by(pid: int) -> int:
 
 
 def proportional(pid: int) -> tuple[int, int]:
-    """Bytes of a process that cannot be dropped: (anonymous, swapped out included; shared memory), shares divided.
+    """Returns the bytes of a process that cannot be dropped, shares divided: (anonymous, swapped out included; shared
+    memory).
 
     Pages of mapped files are left out: the kernel takes them back when it needs them.
     """
@@ -104,7 +106,7 @@ def proportional(pid: int) -> tuple[int, int]:
 
 
 def memory_of(init: int, pids: Iterable[int]) -> int:
-    """Bytes a container occupies: its processes' share, and files in its memory file systems nobody has mapped."""
+    """Returns the bytes a container occupies: its processes' share, and files of its memory that nobody has mapped."""
     anonymous = shared = 0
     for pid in pids:
         own, common = proportional(pid)
@@ -114,7 +116,7 @@ def memory_of(init: int, pids: Iterable[int]) -> int:
 
 
 def memory_files(init: int) -> int:
-    """Bytes in the container's own memory file systems (``/dev/shm`` and ``/dev``)."""
+    """Returns the bytes in the container's own memory file systems (``/dev/shm`` and ``/dev``)."""
     total = 0
     root = f"/proc/{init}/root"
     try:
@@ -131,7 +133,8 @@ def memory_files(init: int) -> int:
 
 
 def command_of(pid: int) -> int | None:
-    """The number of the command a process belongs to; ``None`` for the runner and for who wiped its environment."""
+    """Returns the number of the command a process belongs to; ``None`` for the runner and for who wiped its
+    environment."""
     marker = MARKER.encode() + b"="
     for entry in environment(pid):
         if entry.startswith(marker) and entry[len(marker) :].isdigit():
@@ -163,7 +166,7 @@ def start_measuring(directory: str, init: int) -> subprocess.Popen[bytes] | None
 
 
 def measured(process: subprocess.Popen[bytes]) -> int | None:
-    """Bytes that a finished ``du`` found; ``None`` if it failed altogether."""
+    """Returns the bytes that a finished ``du`` found; ``None`` if it failed altogether."""
     assert process.stdout is not None
     with process.stdout as output:
         first = output.read(64).split(None, 1)[:1]
@@ -183,7 +186,7 @@ SWAP = _swap()
 
 
 def available_memory() -> int:
-    """Bytes of memory this node could give out now (``MemAvailable``)."""
+    """Returns the bytes of memory this node could give out now (``MemAvailable``)."""
     try:
         with open("/proc/meminfo", "rb") as file:
             for line in file:
@@ -195,7 +198,7 @@ def available_memory() -> int:
 
 
 def free_disk(path: str) -> int:
-    """Bytes free on the file system of ``path`` (blocks promised to delayed writes are not free)."""
+    """Returns the bytes free on the file system of ``path`` (blocks promised to delayed writes are not free)."""
     try:
         found = os.statvfs(path)
     except OSError:

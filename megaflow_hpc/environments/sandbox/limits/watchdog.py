@@ -106,16 +106,17 @@ class Watch:
         self._disk = 0
 
     def poke(self) -> None:
-        """A command starts: look soon. Cheap enough for every one."""
+        """Asks for a look soon, since a command starts. Cheap enough for every one."""
         self.due = 0.0
 
     def adopt(self, owner: Identity) -> None:
-        """The process that will start a container is there: what it starts is in its control group."""
+        """Puts the process that will start a container into the control group, and with it all that it starts."""
         if self.group is not None:
             self.group.add(owner.pid)
 
     def attach(self, init: Identity) -> None:
-        """A container has started. Sets what the kernel enforces by itself on its few first processes."""
+        """Begins with a container that has started, and sets what the kernel enforces by itself on its few first
+        processes."""
         spec = self.spec
         for pid in (init.pid, *descendants(init.pid)):
             try:
@@ -136,17 +137,18 @@ class Watch:
         self.init = init
 
     def detach(self) -> None:
-        """The container is about to be dropped; its times go on counting."""
+        """Ends with a container that is about to be dropped; its times go on counting."""
         self.init = None
         self._cpu_before += self._cpu_now
         self._cpu_now = 0.0
 
     def renew(self) -> None:
+        """Counts CPU and wall time from zero again."""
         self._cpu_before = self._cpu_now = 0.0
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """After the watch: a measurement under way is given up."""
+        """Gives up a measurement under way, after the watch."""
         du, self._du = self._du, None
         if du is not None:
             du.kill()
@@ -170,7 +172,7 @@ class Watch:
         return bool(spec.disk_mb and self._du is None and self._du_free - free > max(headroom / 2, MB))
 
     def check(self, now: float, available: int, free: int) -> None:
-        """One look; ends what goes over."""
+        """Looks once, and ends what goes over."""
         init = self.init
         if init is None or not init.alive():
             return
@@ -280,7 +282,7 @@ class Watch:
 
 
 def blame(pids: list[int], limit: str) -> int | None:
-    """The command whose processes use most of what ran out; ``None`` if most of it belongs to no command."""
+    """Returns the command whose processes use most of what ran out; ``None`` if most of it belongs to no command."""
     used: Counter[int | None] = Counter()
     for pid in pids:
         amount = 1
@@ -313,7 +315,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, watch: Watch) -> None:
-        """Chooses the sandbox's processors and begins."""
+        """Chooses the sandbox's processors and begins to watch it."""
         with self._lock:
             watch.cpus = self._choose_cpus(watch.spec.cpus)
             if self._group is not None:
@@ -341,7 +343,7 @@ class Watchdog:
             self._thread.join()
 
     def cpu_s(self) -> float:
-        """CPU seconds the watchdog has taken so far."""
+        """Returns the CPU seconds the watchdog has taken so far."""
         thread = self._thread
         if thread is None or thread.ident is None or not thread.is_alive():
             return 0.0

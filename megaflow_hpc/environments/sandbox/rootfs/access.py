@@ -59,7 +59,7 @@ def choose(
     can_mount: bool,
     can_direct: bool,
 ) -> tuple[Form, str]:
-    """The form to use an image in, and why, in words for a log.
+    """Returns the form to use an image in, and why, in words for a log.
 
     Args:
         size: of the image when unpacked.
@@ -106,8 +106,8 @@ class Access:
     def command_line(
         self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
     ) -> tuple[Sequence[str], list[str]]:
-        """The words of a container with a writable layer over the image: those that change what it runs as, and where;
-        then Apptainer's."""
+        """Returns an argv prefix that changes what a container runs as and where, and Apptainer's command line, with a
+        writable layer over the image."""
         binds = (f"{control}:{CONTROL_DIR}", *spec.binds)
         if self.copies:
             root = os.path.join(layer, "root")
@@ -230,19 +230,19 @@ class ImageAccess:
         return form
 
     def copied_form(self, image: str) -> cache.Form:
-        """What of an image is brought to this node before a sandbox uses it."""
+        """Returns what of an image is brought to this node before a sandbox uses it."""
         form = self.form(image)
         return ("sif" if self._kind == "disk" else "direct") if form == "mount" else form
 
     def ready(self, image: str) -> Access | None:
-        """An image that is unpacked here already; never waits."""
+        """Returns an image that is unpacked here already, else ``None``; never waits."""
         if self._forms.get(image, "tree" if os.path.isdir(image) else None) != "tree":
             return None
         lease = self.images.ready(image, "tree")
         return Access("tree", lease.path, lease.release, copies=self.writes == "copy") if lease else None
 
     def acquire(self, image: str) -> Access:
-        """The image in its form; blocks while it is staged or mounted."""
+        """Returns the image in its form; blocks while it is staged or mounted."""
         form = "tree" if os.path.isdir(image) else self.form(image)
         if form == "tree" or form == "direct":
             lease = self.images.acquire(image, form)

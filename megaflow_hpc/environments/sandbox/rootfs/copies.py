@@ -151,7 +151,7 @@ def _same_directory(one: str, other: str) -> bool:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two entries that are not both directories are alike: type, mode, time, contents."""
+    """Whether two entries that are not both directories agree in type, mode, time and contents."""
     first, second = os.lstat(one), os.lstat(other)
     if first.st_mode != second.st_mode:
         return False

@@ -63,7 +63,8 @@ class Mounted:
         return self.holder.alive()
 
     def argv_prefix(self, layer: str, merged: str, uid: int | None) -> list[str]:
-        """The words before a container's command line: into the namespaces, and there an overlay at ``merged``.
+        """Returns the argv prefix of a container's command line: into the namespaces, and there an overlay at
+        ``merged``.
 
         Args:
             layer: directory of the writable layer; ``upper`` and ``work`` are made in it.
@@ -85,7 +86,7 @@ class Mounted:
         return [*words, "unshare", "--user", *ids, "--"]
 
     def release(self) -> None:
-        """Idempotent."""
+        """Ends the use. Idempotent."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = ()
@@ -199,7 +200,7 @@ def _answers(holder: Identity, home: Path) -> bool:
 
 
 def sweep_mounts(scratch: str | os.PathLike[str]) -> int:
-    """Ends the mounts that no process uses and removes their directories; the number of them."""
+    """Ends the mounts that no process uses and removes their directories; returns how many."""
     ended = 0
     try:
         homes = [Path(entry.path) for entry in os.scandir(Path(scratch, "mounts")) if entry.is_dir()]

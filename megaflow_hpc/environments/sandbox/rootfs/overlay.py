@@ -22,7 +22,8 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 
 
 def argv_prefix(lower: str, layer: str, merged: str, uid: int | None) -> list[str] | None:
-    """The words before a container's command line: into namespaces of its own, and there an overlay at ``merged``.
+    """Returns the argv prefix of a container's command line: into namespaces of its own, and there an overlay at
+    ``merged``.
 
     Args:
         layer: directory of the writable layer; ``upper`` and ``work`` are made in it, and what a volatile mount leaves

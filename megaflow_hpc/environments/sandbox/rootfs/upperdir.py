@@ -99,7 +99,7 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
 
 
 def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
-    """What the layer has under the names of the image's basic tools in further directories of a ``PATH``."""
+    """Returns what the layer has under the names of the image's basic tools in further directories of a ``PATH``."""
     known = _names_in(rootfs, PROGRAM_DIRS)
     found: list[str] = []
     for directory in dict.fromkeys(

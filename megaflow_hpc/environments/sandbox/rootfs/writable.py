@@ -56,7 +56,8 @@ class WritableLayer:
         os.makedirs(self.path, mode=0o700, exist_ok=True)
 
     async def ready(self) -> None:
-        """Returns when a container may start on it. Raises :class:`SandboxError` if the image cannot be copied."""
+        """Returns when a container may start on the layer; raises :class:`SandboxError` if the image cannot be
+        copied."""
         if self._access.copies and not os.path.isdir(os.path.join(self.path, "root")):
             self.occupied = int(await self._take("lay_out") or 0)
 
@@ -67,14 +68,15 @@ class WritableLayer:
         await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), Path(self._access.rootfs)))
 
     async def empty(self) -> None:
-        """As new."""
+        """Empties the layer: it is as new."""
         old = f"{self.path}.old"
         os.rename(self.path, old)
         os.mkdir(self.path, 0o700)
         await asyncio.to_thread(remove_tree, old)
 
     def holds(self, binds: Collection[str], workdir: str) -> str:
-        """What a layer holds in which nothing has run, in words; empty if that is no more than places for mounts."""
+        """Returns what a layer holds in which nothing has run, in words; empty if it is no more than places for
+        mounts."""
         made = {*_MADE_BY_US, workdir.lstrip("/"), *(bind.split(":")[-1].lstrip("/") for bind in binds)}
         top = os.path.join(self.path, "root" if self._access.copies else "upper")
         for place, directories, files in os.walk(top):
