@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_images(arguments: argparse.Namespace) -> Images:
-    """Returns the store and registries that a command's arguments name, for use by planning and the ``images``
-    verbs."""
+    """Returns the store with the registries that a command's arguments name."""
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
@@ -36,6 +35,7 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
+    """Returns, for each image that a campaign's tasks name, its file; ``build``: what the store lacks is made."""
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.tasks.images import image_requests
@@ -54,6 +54,7 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
 
 
 def build(arguments: argparse.Namespace) -> int:
+    """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
     from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 
@@ -79,6 +80,7 @@ def build(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
+    """Runs ``images pull``: fetches images into the store; returns the exit status."""
     from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
     from megaflow_hpc.environments.images.registries import is_remote
     from megaflow_hpc.errors import ConfigError
@@ -110,6 +112,7 @@ def _show_files(arguments: argparse.Namespace, files: dict[str, str]) -> int:
 
 
 def manifest(arguments: argparse.Namespace) -> int:
+    """Runs ``images manifest``: lists what a campaign needs; returns the exit status, 1 if the store lacks an image."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
 
     images = open_images(arguments)
@@ -129,5 +132,5 @@ def manifest(arguments: argparse.Namespace) -> int:
 
 
 def megabytes(size: Any) -> str:
-    """Bytes as a table shows them."""
+    """Returns a size in bytes as a table shows it."""
     return "" if size is None else f"{size / 1e6:.1f}"
