@@ -57,8 +57,8 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
 
 def lead(run: RunDir) -> dict[str, Any]:
     """Rank 0: the real master over the real ledger and journal."""
-    from megaflow_hpc.pod.__main__ import tune
     from megaflow_hpc.pod.comm import MpiComm
+    from megaflow_hpc.pod.master.assembly import tune
     from megaflow_hpc.pod.master.loop import Master
 
     comm = MpiComm()

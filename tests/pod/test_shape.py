@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc import config
-from megaflow_hpc.pod.__main__ import expected_starts, room_per_rank
+from megaflow_hpc.pod.master.assembly import expected_starts, room_per_rank
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm.script import pod_job

@@ -1,4 +1,4 @@
-"""What the master of a pod works with; put together by ``__main__``."""
+"""What the master of a pod works with; :mod:`~megaflow_hpc.pod.master.assembly` puts it together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pod:
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     """That section of the campaign file."""
     learned: Sequence[Sequence[Any]] = ()
-    """What earlier campaigns tell of durations; see :meth:`Estimates.learn`."""
+    """Durations in earlier campaigns; see :meth:`Estimates.learn`."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """That section of the campaign file."""
     samples: Mapping[str, int] = field(default_factory=dict)
@@ -52,6 +52,7 @@ class Pod:
     walltime: Walltime = field(default_factory=Walltime)
 
     def group_rules(self) -> GroupRules:
+        """Returns what the campaign file says of groups."""
         said = self.scheduling
         return GroupRules(
             wanted=self.samples if said.get("spare") else {},
@@ -60,7 +61,7 @@ class Pod:
         )
 
     def planned(self, policy: str) -> int:
-        """Samples that a group of this policy was planned with, spare ones counted."""
+        """Returns the samples that a group of this policy was planned with, spare ones counted."""
         return self.samples.get(policy, 0) + int(self.scheduling.get("spare") or 0)
 
     def budget(self) -> CampaignBudget:
@@ -70,7 +71,7 @@ class Pod:
         return Pattern(self.limits.get("systematic"))
 
     def demand(self, task: str) -> Demand:
-        """What a task's rollouts need beside a slot, as far as the campaign packs by it."""
+        """Returns what a task's rollouts need beside a slot, as far as the campaign packs by it."""
         pack = self.scheduling.get("pack", ())
         if not pack:
             return NOTHING
@@ -81,7 +82,7 @@ class Pod:
         )
 
     def share(self, task: str, policy: str) -> str:
-        """Whom the slot time of a rollout is charged to under ``order: fair``."""
+        """Returns the share that the slot time of a rollout is charged to under ``order: fair``."""
         if self.scheduling.get("share") != "dataset":
             return policy
         path = Path(str(self.tasks[task].get("path", "")))

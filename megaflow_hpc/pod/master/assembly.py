@@ -1,0 +1,146 @@
+"""Rank 0 put together: what run.json and the environment say, the ledger, the journal and the loop.
+
+``MEGAFLOW_POD`` and ``MEGAFLOW_START`` name the pod and this start of it. ``MEGAFLOW_POD_DIR`` is a private directory
+shared with the supervisor: ``drain`` appears there when the pod shall drain, and the pod leaves its last word in
+``state``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.quotas import slots_of_rank
+from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.ledger import Ledger, PodIdentity
+from megaflow_hpc.pod.comm import Comm
+from megaflow_hpc.pod.master.loop import Master
+from megaflow_hpc.pod.master.settings import Pod
+from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.rundir.events import EventWriter
+from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.marks import DRAIN, STATE
+from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
+from megaflow_hpc.trajectories.journal.winners import index
+from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
+from megaflow_hpc.version import __version__
+
+SWITCH_S = 5e-4
+"""For how long rank 0's loop and its I/O thread may keep each other from running, in seconds."""
+GARBAGE = 50_000
+"""Objects made before Python looks for cycles: rank 0 makes none, and each look costs a pause."""
+
+
+def tune() -> None:
+    """Makes the interpreter of rank 0 answer quickly."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.freeze()
+    gc.set_threshold(GARBAGE, 20, 100)
+
+
+def identity() -> PodIdentity:
+    """Returns who this start of the pod is, by environment and process; a name of its own without a supervisor."""
+    me = Identity.of(os.getpid())
+    assert me is not None
+    pod = os.environ.get("MEGAFLOW_POD", "")
+    job_id = pod if "SLURM_JOB_ID" in os.environ else ""
+    start = os.environ.get("MEGAFLOW_START", "0")
+    name = pod or f"local-{me.pid}-{secrets.token_hex(4)}"
+    return PodIdentity(name, start, job_id, os.uname().nodename, me.pid, me.start)
+
+
+def check_version(planned: RunRecord, run: RunDir) -> None:
+    """Refuses a run planned by another minor version: its pods must not write into it.
+
+    Raises:
+        ConfigError: names both versions.
+    """
+    if planned.version.split(".")[:2] != __version__.split(".")[:2]:
+        raise ConfigError(
+            f"{run.run_json}: made by megaflow-hpc {planned.version}, this pod is {__version__}; install "
+            f"{planned.version} or plan again"
+        )
+
+
+def slots_per_rank(config: CampaignConfig) -> int:
+    """Returns the rollouts that a worker rank runs at once."""
+    pods = config.slurm.pods
+    given = pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
+    return slots_of_rank(given, config.quotas, pods)
+
+
+def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
+    """Returns the CPUs and the memory in MB of a rank, ``None`` where the campaign file does not say them."""
+    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
+
+
+def expected_starts(planned: RunRecord) -> dict[str, float]:
+    """Returns the sandboxes that one node will start, by image: what unpacking it there is weighed against."""
+    each = planned.total / max(len(planned.tasks), 1) / planned.config.slurm.pods.total_nodes
+    tasks = Counter(planned.images[task["image"]] for task in planned.tasks.values())
+    return {image: count * each for image, count in tasks.items()}
+
+
+def lead(run: RunDir, comm: Comm) -> str:
+    """Runs rank 0 from its lease to its last word, which is returned and left for the supervisor.
+
+    Raises:
+        MegaflowError: the pod cannot go on.
+    """
+    planned = read_run(run)
+    check_version(planned, run)
+    who = identity()
+    directory = os.environ.get("MEGAFLOW_POD_DIR")
+    shards = ShardMaker(run)
+    journal = JournalWriter(run.journal_file(who.pod, who.start), on_rotate=shards.add)
+    pod = _pod(run, planned, comm, who, journal)
+    pod.drain_file = Path(directory) / DRAIN if directory else None
+    tune()
+    state = Master(pod).run()
+    if state != "lost":  # then nothing more may be committed, and the disk may not answer
+        journal.close()
+        shards.close()
+    if directory:
+        write_atomic(Path(directory) / STATE, state)
+    return state
+
+
+def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:
+    config, ledger = planned.config, Ledger(run, who)
+    return Pod(
+        run=run,
+        comm=comm,
+        ledger=ledger,
+        journal=journal,
+        events=EventWriter(run.event_file(who.pod, who.start)),
+        init={
+            "op": "init",
+            "campaign": planned.campaign,
+            "policies": msgspec.to_builtins(planned.policies),
+            "images": planned.images,
+            "slots": slots_per_rank(config),
+            "starts": expected_starts(planned),
+            "partial": str(run.partial),
+        },
+        tasks=planned.tasks,
+        servers={**Counter(server.policy for server in planned.servers), **planned.pools},
+        journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
+        stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status != "failed"},
+        limits=config.limits.model_dump(),
+        samples={name: policy.samples for name, policy in planned.policies.items()},
+        job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
+        scheduling=config.scheduling.model_dump(),
+        learned=planned.learned,
+        room=room_per_rank(config.slurm.pods),
+        walltime=Walltime.of(),
+    )
