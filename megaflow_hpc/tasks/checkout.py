@@ -73,7 +73,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Patch:
-    """What was changed since. ``error``: why it cannot be said, or what is missing in it; else empty."""
+    """The changes since then. ``error``: why they cannot be found, or what is missing in them; else empty."""
 
     data: bytes
     error: str = ""
@@ -96,20 +96,20 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None) -> Start | No
     return start
 
 
-def note(sandbox: ApptainerSandbox) -> bytes:
-    """What :func:`remember` wrote down; empty if nothing."""
+def read_note(sandbox: ApptainerSandbox) -> bytes:
+    """The note that :func:`remember` wrote; empty if there is none."""
     path = Path(sandbox.directory, NOTE)
     return path.read_bytes() if path.exists() else b""
 
 
-def put_note(sandbox: ApptainerSandbox, content: bytes) -> None:
-    """Of a sandbox that goes on where another was."""
+def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
+    """Gives a sandbox that goes on where another was the note of that one."""
     if content:
         write_atomic(Path(sandbox.directory, NOTE), content)
 
 
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
-    """What was changed since :func:`remember`, committed or not, new files included, as one patch git can apply.
+    """Returns what was changed since :func:`remember`, committed or not, new files included, as one patch for git.
 
     ``None`` where there was no checkout. The checkout itself is left as it is. Call when the agent's processes have
     ended; end what is started by its programs afterwards.
@@ -144,7 +144,7 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """As a trajectory keeps it: ``patch`` where anything was changed, ``patch.error`` where that cannot be said."""
+    """A patch as artifacts: ``patch`` where anything was changed, ``patch.error`` where one is stated."""
     if patch is None:
         return []
     parts = {"patch": patch.data, "patch.error": patch.error.encode("utf-8", "surrogateescape")}

@@ -52,47 +52,47 @@ class TaskFormat(Protocol):
     submits_a_patch: bool
     """Whether :meth:`verify` judges a patch of the agent's, and so brings it along itself."""
 
-    def claims(self, source: str) -> bool:
+    def claims(self, source: str, /) -> bool:
         """Whether a source of a campaign file is of this format."""
 
-    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
+    def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, /) -> list[Task]:
         """The tasks of a source; relative paths are relative to ``base``.
 
         Raises:
             ConfigError: names file, line, value and remedy.
         """
 
-    def settle(self, tasks: Sequence[Task]) -> list[Task]:
+    def settle(self, tasks: Sequence[Task], /) -> list[Task]:
         """The tasks that a campaign has chosen of one source, ready to run.
 
         Raises:
             ConfigError: one of them cannot be run here.
         """
 
-    def images(self, task: Task) -> list[ImageRequest]:
+    def images(self, task: Task, /) -> list[ImageRequest]:
         """The images that a task wants: the agent's first, then those of separate verifiers."""
 
-    def steps(self, task: Task) -> list[Task]:
+    def steps(self, task: Task, /) -> list[Task]:
         """The steps of a task in their order, each a task of its own; a task without steps is its only one."""
 
-    def step_name(self, step: Task) -> str:
+    def step_name(self, step: Task, /) -> str:
         """Name of a step; empty for a task without steps."""
 
-    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> None:
         """Makes a fresh sandbox ready, its work directory and log directories being there.
 
         Raises:
             SandboxError: it cannot be done; the rollout fails.
         """
 
-    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
+    async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
         """Makes the sandbox ready for one step.
 
         Raises:
             SandboxError: it cannot be done; the rollout fails.
         """
 
-    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
+    async def solve(self, step: Task, sandbox: ApptainerSandbox, /) -> ExecResult:
         """Carries out the task's own solution.
 
         Raises:
@@ -100,7 +100,7 @@ class TaskFormat(Protocol):
         """
 
     async def verify(
-        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
+        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
     ) -> Verdict:
         """Judges what the agent left; its processes have ended.
 
@@ -112,15 +112,15 @@ class TaskFormat(Protocol):
             ConfigError: the task cannot be verified in this way.
         """
 
-    def may_continue(self, step: Task, verdict: Verdict) -> bool:
+    def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
         """Whether the next step may begin after this verdict."""
 
-    def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
+    def combine(self, task: Task, verdicts: Sequence[StepVerdict], /) -> Verdict:
         """The verdict of a task from those of the steps that were run, at least one."""
 
 
 class OneStep:
-    """What holds for formats whose tasks have one step and one image, which is named as it is."""
+    """Defaults of formats whose tasks have one step, and one image that is used as it is."""
 
     submits_a_patch = False
 

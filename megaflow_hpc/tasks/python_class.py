@@ -91,7 +91,7 @@ def looks_like_class(source: str) -> bool:
 
 
 def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
-    """The tasks of a class.
+    """Reads the tasks of a class.
 
     Args:
         base: looked in for the module first, before the interpreter's own path.
@@ -182,14 +182,23 @@ def _place(cls: Any) -> str:
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Runs ``setup``; raises :class:`UserCodeError` for what it raises."""
+    """Runs ``setup``.
+
+    Raises:
+        UserCodeError: for whatever it raises.
+    """
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
         await _call(task, instance.setup, sandbox, task.agent_timeout_s)
 
 
 async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
-    """Runs ``solve``, for the oracle agent."""
+    """Runs ``solve``, for the oracle agent.
+
+    Raises:
+        ConfigError: the class has none.
+        UserCodeError: for whatever it raises.
+    """
     instance = _instance(task, sandbox)
     if not hasattr(instance, "solve"):
         raise ConfigError(f"task {task.id}: {task.path} has no 'solve(self, sandbox)'; the oracle agent needs one")
@@ -314,17 +323,13 @@ def _code(method: Callable[..., Any]) -> str:
 class PythonClassFormat(OneStep):
     """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
 
-    def claims(self, source: str) -> bool:
-        return looks_like_class(source)
+    claims = staticmethod(looks_like_class)
 
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
         return read_python_tasks(source, base)
 
-    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
-        await prepare(task, sandbox)
-
-    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
-        return await solve(step, sandbox)
+    prepare = staticmethod(prepare)
+    solve = staticmethod(solve)
 
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool

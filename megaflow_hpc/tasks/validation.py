@@ -1,6 +1,6 @@
 """Proves that tasks can be told apart: reward 0 as they are handed out, reward 1 with their own solution.
 
-Each task runs twice in fresh sandboxes, along the path a rollout takes: prepared, left alone or solved, verified. Where
+Each task runs twice in fresh sandboxes, by the steps a rollout takes: prepared, left alone or solved, verified. Where
 the verifier writes ``results.json`` (named_tests.py does) single tests are judged too: those named as failing must
 *fail* without the solution, which a test that cannot be collected does not, and pass with it; the others pass always.
 """
@@ -24,7 +24,7 @@ from megaflow_hpc.types import Agent, Task
 
 @dataclass
 class Run:
-    """One verification. ``failing`` and ``passing`` give the outcome of each named test, where they are known."""
+    """One run of a task. ``failing`` and ``passing`` give the outcome of each named test, where they are known."""
 
     reward: float | None = None
     error: str = ""
@@ -46,6 +46,7 @@ class Validation:
 
     @property
     def valid(self) -> bool:
+        """Whether nothing speaks against the task."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ TIMES = ("setup_s", "agent_s", "verify_s")
 
 
 class Damaged(Exception):
-    """A partial rollout that is none, or not of this version."""
+    """A file is no partial rollout, or one of another version."""
 
 
 class CutShort(Exception):
@@ -74,7 +74,7 @@ class Partial:
     verdicts: list[StepVerdict]
     """Of the steps before it."""
     agent_s: float
-    """Seconds of the agent in this step."""
+    """Seconds that the agent has taken in this step."""
     agent: dict[str, Any]
     recorded: dict[str, Any]
     breaches: list[str] = field(default_factory=list)
@@ -120,7 +120,11 @@ class Partial:
 
     @classmethod
     def read(cls, path: Path) -> Partial:
-        """Raises :class:`Damaged` with the reason if there is none, or not one to go on with."""
+        """Reads a file that :meth:`write` published.
+
+        Raises:
+            Damaged: with the reason why there is none to go on with.
+        """
         try:
             with open(path, "rb") as file:
                 digest = file.read(_DIGEST)
@@ -152,11 +156,12 @@ class Partial:
 
     @property
     def turns(self) -> int:
+        """Model calls so far."""
         return len(self.trajectory.turns) + len(self.recorded["recording"]["turns"])
 
 
 def new_name(rollout_id: str) -> str:
-    """For a partial rollout: no other has it, whoever runs the same rollout at the same time."""
+    """A file name for a partial rollout that no other has, whoever runs the same rollout at the same time."""
     return f"{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.{secrets.token_hex(4)}"
 
 

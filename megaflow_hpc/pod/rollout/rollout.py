@@ -72,33 +72,35 @@ def blank(rollout: Rollout, attempt: int) -> Trajectory:
 
 
 class NoSandbox(SandboxError):
-    """None could be started, which may be the node's fault."""
+    """No sandbox could be started, which may be the node's fault."""
 
 
 @dataclass
-class Ended:
-    """One attempt."""
+class AttemptResult:
+    """What one attempt left."""
 
     trajectory: Trajectory
     cause: str = ""
-    """Of a failure, as :mod:`megaflow_hpc.pod.scheduling.failures` tells causes apart."""
+    """Cause of a failure, one of those of :mod:`megaflow_hpc.pod.scheduling.failures`."""
     partial: str = ""
-    """Of one that was cut short, the file with which it goes on."""
+    """File with which an attempt that was cut short goes on."""
 
 
 async def execute(services: Services, rollout: Rollout, task: Task, attempt: int) -> Trajectory:
     """Runs one attempt. Cancelling it yields a trajectory with status ``cancelled``."""
-    return (await attempt_once(services, rollout, task, attempt)).trajectory
+    return (await run_attempt(services, rollout, task, attempt)).trajectory
 
 
-async def attempt_once(services: Services, rollout: Rollout, task: Task, attempt: int, partial: str = "") -> Ended:
-    """As :func:`execute`.
+async def run_attempt(
+    services: Services, rollout: Rollout, task: Task, attempt: int, partial: str = ""
+) -> AttemptResult:
+    """Runs one attempt; what goes wrong is in its trajectory, as in :func:`execute`.
 
     Args:
         partial: file with which an attempt that was cut short goes on.
     """
     began = time.time()
-    ended = Ended(blank(rollout, attempt))
+    ended = AttemptResult(blank(rollout, attempt))
     trajectory = ended.trajectory
     try:
         await _run(services, rollout, task, trajectory, partial)
@@ -153,7 +155,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         sandbox, resumed = await _sandbox(services, task, policy, partial)
     try:
         with _timed(trajectory, "setup_s"):
-            await _hand_over(task, sandbox, resumed)
+            await _prepare(task, sandbox, resumed)
         if resumed:
             resumed.carry_over(trajectory)
         turn = _AgentTurn(services, rollout, policy, sandbox, trajectory, resumed)
@@ -220,11 +222,11 @@ class _AgentTurn:
         except CutShort as cut:
             spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
             if cut.agent is not None:
-                passed = _passed(sandbox, before, resumed)
+                passed = _breaches(sandbox, before, resumed)
                 kept = Partial(trajectory, number, self.verdicts, spent_s, cut.agent, cut.recorded, passed)
                 cut.kept, cut.why = await self._services.suspension.keep(self._rollout.id, kept, sandbox)
             raise
-        _say_limits(result, _passed(sandbox, before, resumed))
+        _report_breaches(result, _breaches(sandbox, before, resumed))
         _add(trajectory, result, recording)
         if result.exit_code in KILLED:
             await asyncio.sleep(SETTLE_S)
@@ -246,7 +248,7 @@ async def _sandbox(
             except SandboxError as error:
                 print(f"{error}; the rollout starts anew", file=sys.stderr)
             finally:
-                services.suspension.used(partial)
+                services.suspension.remove(partial)
         return await services.provider.start(spec), None
     except SandboxError as error:
         raise NoSandbox(str(error)) from error
@@ -254,16 +256,16 @@ async def _sandbox(
         raise NoSandbox(f"no sandbox could be made: {error}") from error
 
 
-async def _hand_over(task: Task, sandbox: ApptainerSandbox, resumed: Partial | None) -> None:
+async def _prepare(task: Task, sandbox: ApptainerSandbox, resumed: Partial | None) -> None:
     """Makes a sandbox ready for the agent."""
     if resumed is None:
         await prepare(task, sandbox)
     else:
-        checkout.put_note(sandbox, resumed.note)
+        checkout.write_note(sandbox, resumed.note)
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
-    """What an agent did, after what it did in earlier steps."""
+    """Adds what an agent did to what it did in earlier steps."""
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:
@@ -281,13 +283,13 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
         trajectory.artifacts.append(calls_artifact(recording))
 
 
-def _passed(sandbox: ApptainerSandbox, before: int, resumed: Partial | None) -> list[str]:
-    """The limits that an agent's commands have passed, after so many that were passed in earlier steps."""
+def _breaches(sandbox: ApptainerSandbox, before: int, resumed: Partial | None) -> list[str]:
+    """The limits that an agent's commands passed in this step, ``before`` of the sandbox having come earlier."""
     return [*(resumed.breaches if resumed else ()), *map(str, sandbox.breaches[before:])]
 
 
-def _say_limits(result: AgentResult, breaches: Sequence[str]) -> None:
-    """A limit that the agent's commands passed is the agent's doing, and is said so even if it went on well."""
+def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
+    """Makes a limit that the agent's commands passed the error of its result, even if it went on well."""
     if breaches and not result.error:
         more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
         result.error = f"{breaches[0]}{more}"

@@ -18,7 +18,7 @@ from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
 from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.pod.rollout.rollout import Ended, attempt_once, blank
+from megaflow_hpc.pod.rollout.rollout import AttemptResult, blank, run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.types import Attempt, Rollout, Task
 
@@ -32,6 +32,7 @@ class Runner:
         self._rollouts: dict[str, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
+        """Answers messages until the socket closes or ``STOP`` comes, then ends every rollout."""
         try:
             while (parcel := await read_parcel(self._reader)) is not None and parcel != STOP:
                 for message in unpack_all(parcel):
@@ -99,19 +100,19 @@ class Runner:
         attempts = [Attempt(**attempt) for attempt in start["attempts"]]
         try:
             task = Task.from_dict(start["task"])
-            ended = await attempt_once(self._services, rollout, task, start["attempt"], start["partial"])
+            ended = await run_attempt(self._services, rollout, task, start["attempt"], start["partial"])
             try:
                 outcome = self._outcome(ended, start, attempts)
             except (TypeError, ValueError, OverflowError) as error:
                 failed = blank(rollout, start["attempt"])
                 failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
-                outcome = self._outcome(Ended(failed), start, attempts)
+                outcome = self._outcome(AttemptResult(failed), start, attempts)
             await self._send(outcome.to_message())
         finally:
             self._rollouts.pop(rollout.id, None)
 
     @staticmethod
-    def _outcome(ended: Ended, start: Message, attempts: list[Attempt]) -> Outcome:
+    def _outcome(ended: AttemptResult, start: Message, attempts: list[Attempt]) -> Outcome:
         """With what only rank 0 knew when it started the rollout."""
         trajectory = ended.trajectory
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]

@@ -38,6 +38,12 @@ class Services:
     async def open(
         cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str], partials: Path
     ) -> Services:
+        """Starts the gateway, the process that agents are forked from, and the provider of sandboxes.
+
+        Args:
+            images: image name in the tasks → SIF or directory.
+            partials: directory where rollouts that are cut short are kept.
+        """
         gateway = ModelGateway(
             policies=[name for name, policy in policies.items() if policy.model],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
@@ -48,6 +54,7 @@ class Services:
         return cls(config, policies, images, ApptainerProvider(), gateway, agents, partials)
 
     async def close(self) -> None:
+        """Ends all of them, and with the provider every sandbox."""
         self.agents.close()
         await self.provider.close()
         await self.gateway.stop()

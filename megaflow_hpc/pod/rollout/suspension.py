@@ -23,7 +23,8 @@ from megaflow_hpc.tasks import checkout
 
 
 class Suspension:
-    """
+    """Keeps the rollouts of a runner when its allocation ends, and reads those that were kept.
+
     Args:
         folder: where partial rollouts are published; ``None``: none are.
         limit: bytes of one.
@@ -33,7 +34,7 @@ class Suspension:
         self._gateway, self._limit = gateway, limit
         self.folder = folder if limit else None
         self.preempted = False
-        """Slurm has signalled every process of the step: what ends from now on may have ended of that."""
+        """Whether Slurm has signalled every process of the step: what ends from now on may have ended of that."""
         self._suspending = self._now = False
         self._at_work: dict[str, ApptainerSandbox] = {}
         """Rollouts whose agents can be resumed and run."""
@@ -42,7 +43,7 @@ class Suspension:
 
     @property
     def kind(self) -> str:
-        """Of what ends an attempt now."""
+        """Error kind of an attempt that is ended now: ``preemption``, ``walltime``, or empty."""
         return "preemption" if self.preempted else "walltime" if self._suspending else ""
 
     def suspend(self, now: bool) -> None:
@@ -52,7 +53,7 @@ class Suspension:
             self._gateway.suspend(rollout, now)
 
     def preempt(self) -> None:
-        """The step was signalled."""
+        """Takes note that Slurm signalled the step: agents are kept at once, and commands that ran are interrupted."""
         self.preempted = self._suspending = self._now = True
         for rollout, sandbox in self._at_work.items():
             waiting = self._gateway.suspend(rollout, now=True)
@@ -61,7 +62,7 @@ class Suspension:
 
     @contextmanager
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
-        """While the agent of a rollout runs that can be resumed; it is open at the gateway."""
+        """The time in which the agent of a rollout runs that can be resumed; the rollout is open at the gateway."""
         if self.folder is None:
             yield  # it would be stopped for nothing
             return
@@ -74,7 +75,11 @@ class Suspension:
             del self._at_work[rollout]
 
     async def keep(self, rollout: str, partial: Partial, sandbox: ApptainerSandbox) -> tuple[str, str]:
-        """Publishes a partial rollout: its file's name, or nothing and why it starts anew."""
+        """Publishes a partial rollout.
+
+        Returns:
+            Name of its file and nothing, or nothing and why the rollout starts anew.
+        """
         assert self.folder is not None, "nothing else was suspended"
         if not partial.turns:
             return "", "it had not begun"
@@ -83,7 +88,7 @@ class Suspension:
         name = new_name(rollout)
         try:
             await asyncio.to_thread(self._check_size, sandbox)
-            partial.note = checkout.note(sandbox)
+            partial.note = checkout.read_note(sandbox)
             partial.layer = await sandbox.snapshot(Path(sandbox.directory, "kept"))
             await asyncio.to_thread(partial.write, self.folder / name, self._limit)
         except (SandboxError, OSError, ValueError, TypeError, OverflowError) as error:
@@ -101,7 +106,7 @@ class Suspension:
                 raise SandboxError(f"its files take more than {self._limit} bytes (scheduling.partial_mb)")
 
     async def read(self, name: str) -> Partial | None:
-        """A partial rollout to go on with; ``None`` where that is not to be had."""
+        """Reads a partial rollout to go on with; ``None`` where there is none, or it is damaged."""
         if not name or self.folder is None:
             return None
         try:
@@ -110,8 +115,8 @@ class Suspension:
             print(f"{error}; the rollout starts anew", file=sys.stderr)
             return None
 
-    def used(self, name: str) -> None:
-        """Removes a partial rollout that somebody has begun with."""
+    def remove(self, name: str) -> None:
+        """Removes a partial rollout that somebody goes on with: a state is used once."""
         if name and self.folder is not None:
             with suppress(OSError):
                 (self.folder / name).unlink()

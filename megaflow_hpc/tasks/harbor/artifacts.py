@@ -57,7 +57,7 @@ def entries_of(task: Task) -> list[DeclaredArtifact]:
 
 
 async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
-    """The task's ``[[verifier.collect]]`` commands, which write what is to be collected. Their failure is no error.
+    """Runs the task's ``[[verifier.collect]]`` commands, which write what is to be collected; failures are ignored.
 
     Each runs as its own user, if it names one, else as the agent did.
     """
@@ -118,7 +118,7 @@ async def carry(collected: Sequence[Collected], sandbox: Sandbox) -> None:
 
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
-    """As a trajectory keeps them, with ``artifacts/manifest.json`` that says what was left out and why."""
+    """A trajectory's artifacts, with ``artifacts/manifest.json`` that says what was left out and why."""
     found: list[Artifact] = []
     manifest: list[dict[str, Any]] = []
     left = MAX_BYTES

@@ -22,12 +22,13 @@ COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose
 
 
 def read_environment(table: Table, directory: Path, root: Path, dockerfiles: Dockerfiles) -> Task:
-    """A task of which only image, directory, user, variables, limits and network are filled in.
+    """Reads an environment into a task of which image, directory, user, variables, limits and network are filled in.
 
     Args:
         table: the environment's keys; may be empty.
         directory: where its Dockerfile would be, whose other files are the build's context.
         root: the task's directory.
+        dockerfiles: reads its Dockerfile.
 
     Raises:
         ConfigError: names file, line, value and remedy.
@@ -77,9 +78,9 @@ def read_environment(table: Table, directory: Path, root: Path, dockerfiles: Doc
 
 
 def read_network(table: Table) -> Network | None:
-    """``gateway`` where a task forbids or restricts the network: never more than it allows, and its model answers.
+    """The network of a task: ``gateway`` where it forbids or restricts the network, so that only its model answers.
 
-    A task that does not is left to the campaign: compute nodes often have no way out.
+    ``None`` leaves a task that does neither to the campaign: compute nodes often have no way out.
     """
     mode = table.choice("network_mode", "no-network", "public", "allowlist")
     if mode is None:
@@ -88,7 +89,11 @@ def read_network(table: Table) -> Network | None:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """``path``, which must not lead out of the task: what it leads to would be read, or copied into a sandbox."""
+    """Returns ``path``. What it leads to is read, or copied into a sandbox.
+
+    Raises:
+        ConfigError: it leads out of the task.
+    """
     if not path.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{path}: leads out of the task, to {path.resolve()}; copy the file into the task")
     return path

@@ -12,12 +12,13 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.resolve import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.tasks.formats import StepVerdict, TaskFormat, VerificationContext
-from megaflow_hpc.tasks.harbor import solution, steps, verifier
+from megaflow_hpc.tasks.formats import TaskFormat
+from megaflow_hpc.tasks.harbor import solution, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Judging
 from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.types import ExecResult, Task, Verdict
+from megaflow_hpc.tasks.harbor.steps import begin_step, combine, may_continue, step_name, steps_of
+from megaflow_hpc.types import Task
 
 
 class HarborFormat:
@@ -40,34 +41,19 @@ class HarborFormat:
         judges = [judge for ending in endings if (judge := ending.verifier_environment(task.id))]
         return [_image(each) for each in (task, *judges)]
 
-    def steps(self, task: Task) -> list[Task]:
-        return steps.steps_of(task)
-
-    def step_name(self, step: Task) -> str:
-        return steps.step_name(step)
-
     async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
         data = HarborData.of(task)
         if data.upload_environment:
             await sandbox.upload(os.path.join(task.path, "environment"), task.workdir or "/")
         await wait_healthy(task.id, sandbox, data.healthcheck)
 
-    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
-        await steps.begin_step(step, sandbox)
-
-    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
-        return await solution.solve(step, sandbox)
-
-    async def verify(
-        self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
-    ) -> Verdict:
-        return await verifier.verify(step, sandbox, context, stay=stay)
-
-    def may_continue(self, step: Task, verdict: Verdict) -> bool:
-        return steps.may_continue(step, verdict)
-
-    def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
-        return steps.combine(task, verdicts)
+    steps = staticmethod(steps_of)
+    step_name = staticmethod(step_name)
+    begin_step = staticmethod(begin_step)
+    may_continue = staticmethod(may_continue)
+    combine = staticmethod(combine)
+    solve = staticmethod(solution.solve)
+    verify = staticmethod(verifier.verify)
 
 
 FORMAT: TaskFormat = HarborFormat()

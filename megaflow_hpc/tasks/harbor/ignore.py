@@ -39,7 +39,11 @@ class TaskFiles:
         return self._left_out(path) or (real.is_relative_to(self.root.resolve()) and self._left_out(real))
 
     def require(self, path: Path) -> Path:
-        """``path``; raises :class:`ConfigError` if it is left out, which a task cannot do without."""
+        """Returns ``path``.
+
+        Raises:
+            ConfigError: it is left out, and the task cannot do without it.
+        """
         if self.excludes(path):
             raise ConfigError(f"{path}: needed, but left out by a {NAME}; add the line '!{path.name}' at its end")
         return path

@@ -38,7 +38,7 @@ _STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7
 
 
 def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | None = None) -> Task:
-    """One task directory.
+    """Reads one task directory.
 
     Args:
         dockerfiles: reads its Dockerfiles; those that were read with it are not read again.
@@ -89,7 +89,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
 
 
 def read_instruction(root: Path, home: Path) -> str:
-    """``instruction.md``, without the marker lines at its top by which benchmarks find themselves in training data."""
+    """Reads ``instruction.md``, less the lines at its top by which benchmarks find themselves in training data."""
     file = home / "instruction.md"
     if not file.is_file():
         raise ConfigError(f"{file}: missing; a Harbor task needs its instruction there")

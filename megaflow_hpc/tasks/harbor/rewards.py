@@ -26,7 +26,11 @@ MOST_LOGS = 64
 
 
 def read_rewards(logs: Path) -> dict[str, float]:
-    """Named rewards of ``/logs/verifier``; raises :class:`ValueError` that says what is wrong."""
+    """Reads the named rewards of ``/logs/verifier``.
+
+    Raises:
+        ValueError: there is none, or no finite number; says what is wrong.
+    """
     for name in REWARD_FILES:
         data = read_plain(logs, name, REWARD_LIMIT + 1)
         if data is None:
@@ -38,7 +42,11 @@ def read_rewards(logs: Path) -> dict[str, float]:
 
 
 def read_plain(directory: Path, name: str, limit: int) -> bytes | None:
-    """The first ``limit`` bytes of a regular file, ``None`` if there is none; a link, pipe or device is refused."""
+    """Reads the first ``limit`` bytes of a regular file; ``None`` if there is none.
+
+    Raises:
+        ValueError: it is a link, a pipe or a device, or cannot be read.
+    """
     try:
         # O_NONBLOCK: a pipe must not hold us.
         descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,7 +67,7 @@ def read_plain(directory: Path, name: str, limit: int) -> bytes | None:
 
 
 def read_logs(logs: Path) -> list[Artifact]:
-    """The other plain files that the tests left in ``/logs/verifier``, as far as they are small."""
+    """Reads the other plain files that the tests left in ``/logs/verifier``, as far as they are small."""
     found: list[Artifact] = []
     left = LOGS_LIMIT
     for name in sorted(os.listdir(logs)):

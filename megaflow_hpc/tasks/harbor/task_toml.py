@@ -24,7 +24,11 @@ _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 
 def read_text(path: Path) -> str:
-    """UTF-8 text of a file; raises :class:`ConfigError` with its name."""
+    """Reads a file as UTF-8.
+
+    Raises:
+        ConfigError: names the file.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -32,7 +36,11 @@ def read_text(path: Path) -> str:
 
 
 def read_toml(path: Path) -> Table:
-    """The root table. Raises :class:`ConfigError`: no such file, or not TOML."""
+    """Reads the root table of a file.
+
+    Raises:
+        ConfigError: no such file, or not TOML.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: missing; a Harbor task is a directory with task.toml, instruction.md and tests/")
     text = read_text(path)
@@ -61,6 +69,7 @@ class Table:
         return key in self.data
 
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
+        """An error that names the file, the line of ``key``, its value and what was expected."""
         line = self._line(self.name, key)
         place = f"{self.path}:{line}" if line else str(self.path)
         return ConfigError(f"{place}: {f'[{self.name}] ' if self.name else ''}{key} = {value!r}: expected {expected}")
@@ -110,6 +119,7 @@ class Table:
     # --- values -------------------------------------------------------------------------------------------------
 
     def text(self, key: str) -> str | None:
+        """A text that is not empty; ``None`` where the key is missing, as for every value below."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -118,13 +128,14 @@ class Table:
         return value
 
     def choice(self, key: str, *options: str) -> str | None:
+        """One of ``options``."""
         value = self.text(key)
         if value is not None and value not in options:
             raise self.error(key, value, f"{', '.join(options[:-1])} or {options[-1]}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Above 0, in the unit that the key names."""
+        """A number above 0, in the unit that the key names."""
         value = self.data.get(key)
         if value is None:
             return default
@@ -133,6 +144,7 @@ class Table:
         return float(value)
 
     def user(self, key: str = "user") -> str | None:
+        """A user's name or uid, as text."""
         value = self.data.get(key)
         if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
             return None if value is None else str(value)
@@ -146,7 +158,7 @@ class Table:
         return value
 
     def size_mb(self, key: str, old_key: str) -> int | None:
-        """``memory_mb = 2048``, or the older ``memory = "2G"``."""
+        """A size in MB: ``memory_mb = 2048``, or the older ``memory = "2G"``."""
         number = self.number(key)
         if number is not None:
             return int(number)

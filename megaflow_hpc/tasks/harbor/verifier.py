@@ -69,7 +69,11 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
 
 
 def check_fresh(task: Task) -> None:
-    """Raises :class:`ConfigError` for a task of which ``fresh`` would keep nothing, or all."""
+    """Checks that verification ``fresh`` keeps some of what the agent made, not none or all.
+
+    Raises:
+        ConfigError: the task has neither a work directory nor artifacts.
+    """
     if os.path.normpath(task.workdir or "/") == "/" and not HarborData.of(task).artifacts:
         raise ConfigError(
             f"task {task.id}: verification 'fresh' keeps the work directory, and the task has none; set [environment] "

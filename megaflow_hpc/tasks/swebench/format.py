@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
@@ -12,7 +11,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.swebench import plan, runs
 from megaflow_hpc.tasks.swebench.instances import read_tasks
-from megaflow_hpc.types import ExecResult, Task, Verdict
+from megaflow_hpc.types import Task, Verdict
 
 
 class SwebenchFormat(OneStep):
@@ -30,14 +29,9 @@ class SwebenchFormat(OneStep):
             raise ConfigError(f"tasks: {pattern}: no such file; correct the path")
         return [task for path in paths for task in read_tasks(path)]
 
-    def settle(self, tasks: Sequence[Task]) -> list[Task]:
-        return plan.settle(tasks)
-
-    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
-        await runs.prepare(task, sandbox)
-
-    async def solve(self, step: Task, sandbox: ApptainerSandbox) -> ExecResult:
-        return await runs.solve(step, sandbox)
+    settle = staticmethod(plan.settle)
+    prepare = staticmethod(runs.prepare)
+    solve = staticmethod(runs.solve)
 
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool

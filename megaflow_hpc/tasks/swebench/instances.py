@@ -75,10 +75,11 @@ class Instance:
 
     @property
     def task_id(self) -> str:
+        """The instance's id, other characters than a task id may have replaced by ``_``."""
         return re.sub(r"[^A-Za-z0-9._-]", "_", self.instance_id)
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
-        """With ``image`` (``{id}``, ``{id_1776}``, ``{id_s}``) and other fields where the line has none of its own."""
+        """Fills in ``image`` (``{id}``, ``{id_1776}``, ``{id_s}``) and other fields that the line does not state."""
         changes: dict[str, Any] = {
             key: value for key, value in defaults.items() if value and getattr(self, key) in ("", WORKDIR)
         }
@@ -86,7 +87,7 @@ class Instance:
 
 
 def image_name(pattern: str, instance_id: str) -> str:
-    """Docker does not take two underscores in a row; data sets write something else for them."""
+    """An image name for an instance: Docker takes no two underscores in a row, which data sets replace."""
     lower = instance_id.lower()
     return pattern.format(id=lower, id_1776=lower.replace("__", "_1776_"), id_s=lower.replace("__", "_s_"))
 
@@ -107,12 +108,13 @@ class Line:
         return f"{self.path}:{self.number}"
 
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
+        """An error that names file, line, key, value and what was expected."""
         shown = repr(value)
         return ConfigError(f"{self}: {key} {shown if len(shown) < 80 else shown[:80] + '…'}: expected {expected}")
 
 
 def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instance]]:
-    """Every instance of a file, in its order; blank lines are left out.
+    """Yields every instance of a file, in its order; blank lines are left out.
 
     Raises:
         ConfigError: names file, line, field, value and what was expected; also an id that is there twice.
@@ -145,7 +147,11 @@ def _lines(file: Path) -> Iterator[Line]:
 
 
 def parse(line: Line) -> Instance:
-    """One line in the one form."""
+    """Reads one line, of whichever data set, into the one form.
+
+    Raises:
+        ConfigError: names file, line, field, value and what was expected.
+    """
     try:
         raw = json.loads(line.data)
     except (ValueError, UnicodeDecodeError) as error:
@@ -270,6 +276,7 @@ class LineSource(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, task: Task) -> Self:
+        """The source that a task carries."""
         return msgspec.convert(task.metadata["swebench"], cls)
 
     def put(self, task: Task) -> Task:
@@ -308,7 +315,7 @@ def _instruction(instance: Instance) -> str:
 
 
 def load(task: Task) -> Instance:
-    """The instance of a task, from its line.
+    """Reads the instance of a task from its line.
 
     Raises:
         SandboxError: the file is gone, or the line is not what it was when the task was made.
@@ -326,5 +333,5 @@ def load(task: Task) -> Instance:
 
 
 def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
-    """A task for every line of a file; ``plan.settle`` makes those that are used ready to run."""
+    """Makes a task of every line of a file; ``plan.settle`` makes those that are used ready to run."""
     return [to_task(line, instance) for line, instance in read_instances(path)]

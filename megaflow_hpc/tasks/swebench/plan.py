@@ -28,7 +28,7 @@ GRADE_S = 120.0
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """One request to the ``swebench`` package, in a child process.
+    """Sends one request to the ``swebench`` package in a child process, and returns its answer.
 
     Raises:
         ConfigError: the package is not installed.
@@ -49,13 +49,13 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def named(instance: Instance) -> bool:
+def has_pytest_ids(instance: Instance) -> bool:
     """Whether pytest could run the instance's tests by their ids."""
     return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
 
 
 def settle(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks with the runner of each; makes sure that every one can be tested and graded here.
+    """Returns the tasks with the runner of each, having made sure that all can be tested and graded here.
 
     Raises:
         ConfigError: names the line, what is missing and the remedies.
@@ -69,7 +69,7 @@ def settle(tasks: Sequence[Task]) -> list[Task]:
             f"which is not installed; {INSTALL}, or run pytest by the ids (runner: named on the line, or "
             "megaflow-hpc tasks import --runner named)"
         )
-    request = {"op": "plan", "instances": [short(instance) for _, instance in asked]}
+    request = {"op": "plan", "instances": [request_fields(instance) for _, instance in asked]}
     plans = ask(request)["plans"] if asked else []
     runners = {
         task.id: _runner(_where(task), instance, plan) for (task, instance), plan in zip(asked, plans, strict=True)
@@ -83,8 +83,8 @@ def _where(task: Task) -> str:
     return f"{task.path}:{LineSource.of(task).line}"
 
 
-def short(instance: Instance) -> dict[str, Any]:
-    """What the package needs of an instance."""
+def request_fields(instance: Instance) -> dict[str, Any]:
+    """The fields of an instance that the package needs: without solutions and statement."""
     return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
 
 
@@ -94,7 +94,7 @@ def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
     script = bool(instance.eval_script or instance.test_cmd or plan["eval_script"])
     if script and (plan["log_parser"] or "pytest" in instance.test_cmd):
         return "script"
-    if not script and instance.runner != "script" and named(instance):
+    if not script and instance.runner != "script" and has_pytest_ids(instance):
         return "named"
     lacks = "log_parser (a parse_log_… function of the swebench package)" if script else "eval_script or test_cmd"
     raise ConfigError(

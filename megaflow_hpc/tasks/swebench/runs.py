@@ -25,7 +25,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
 from megaflow_hpc.tasks.swebench.instances import Instance, LineSource, load
-from megaflow_hpc.tasks.swebench.plan import ask, short
+from megaflow_hpc.tasks.swebench.plan import ask, request_fields
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
 LOG_LIMIT = 32 << 20
@@ -108,7 +108,7 @@ def _files_of(tests: Sequence[str]) -> list[str]:
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
-    """The agent's patch on a clean image, judged by the tests: reward 1 if resolved, else 0.
+    """Judges the agent's patch by the tests, on a clean image: reward 1 if resolved, else 0.
 
     ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests of either list that are as they should be.
 
@@ -158,7 +158,7 @@ async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) ->
 
 
 async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
-    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [short(instance)]}))["plans"]
+    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [request_fields(instance)]}))["plans"]
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
     script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
@@ -169,7 +169,7 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
         # The package reads its log as strict UTF-8.
         log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
         log.flush()
-        request = {"op": "grade", "instance": short(instance), "plan": plan, "log": log.name}
+        request = {"op": "grade", "instance": request_fields(instance), "plan": plan, "log": log.name}
         graded = await asyncio.to_thread(ask, request)
     problems = [
         f"{kind}: {test}" for kind in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _failures(graded["tests"], kind)
@@ -273,7 +273,7 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
 
 
 def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
-    """What stands between outcomes by test id and a reward, and the shares of either list that are as they should be.
+    """Judges outcomes by test id: what keeps them from a reward, and the share of either list that is as it should be.
 
     As SWE-bench: a test that must be mended has passed; one that must be kept has passed or was skipped.
     """

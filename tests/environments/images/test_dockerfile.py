@@ -192,7 +192,9 @@ def test_what_cannot_be_built_faithfully_is_refused_with_its_line(tmp_path: Path
         (["docs", "!docs/*.md", "docs/secret.md"], "docs/a.md", False),
         (["docs", "!docs/*.md", "docs/secret.md"], "docs/secret.md", True),
         (["# comment", "", "a?c", "[xy].txt"], "abc", True),
-        (["[!xy].txt"], "x.txt", False),
+        (["[^xy].txt"], "x.txt", False),
+        (["[^xy].txt"], "z.txt", True),
+        (["[!xy].txt"], "x.txt", True),  # Go's filepath.Match: only `^` negates
     ],
 )
 def test_dockerignore_lines_mean_what_they_mean_to_docker(lines: list[str], path: str, ignored: bool) -> None:

@@ -207,8 +207,7 @@ def _regex(pattern: str) -> str:
         elif pattern.startswith("**", position):
             found, position = found + ".*", position + 2
         elif character == "[" and (end := pattern.find("]", position + 2)) > 0:
-            inside = pattern[position + 1 : end]
-            found += f"[{'^' if inside[0] in '!^' else ''}{inside.lstrip('!^')}]"
+            found += pattern[position : end + 1]  # `^` negates, `!` does not, as in Go's filepath.Match
             position = end + 1
         elif character == "\\" and position + 1 < len(pattern):
             found, position = found + re.escape(pattern[position + 1]), position + 2

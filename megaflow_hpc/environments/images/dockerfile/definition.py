@@ -4,7 +4,7 @@
 
     WORK/                  on local disk, seen by the build as /.megaflow-build
       definition
-      steps/<n>/<i>/item   what the n-th copy puts in place, finished on the host (build_context.py)
+      steps/<n>/<i>/item   what the n-th copy puts in place, finished on the host (context.py)
       tmp/  vartmp/        what the build has as /tmp and /var/tmp
       build-temp-…/rootfs  where Apptainer assembles the image
 
@@ -158,7 +158,7 @@ def write_definition(dockerfile: Dockerfile, images: Mapping[str, str], work: Pa
 
 
 def build_options(work: Path) -> list[str]:
-    """What ``apptainer build`` needs beside the definition."""
+    """Options that ``apptainer build`` needs beside the definition, for the same ``work``."""
     binds = f"{work}:{BUILD_DIR},{work}/tmp:/tmp,{work}/vartmp:/var/tmp"
     return ["--bind", binds]
 

@@ -1,6 +1,6 @@
 """A Dockerfile as stages of steps, in the file's own order.
 
-:mod:`.dockerfile_reader` reads it and :mod:`.definition` writes the steps as an Apptainer definition. What cannot be
+:mod:`.reader` reads it and :mod:`.definition` writes the steps as an Apptainer definition. What cannot be
 expressed faithfully is refused with its line; what means nothing in a sandbox is in ``ignored``, with the reason.
 """
 
@@ -41,22 +41,27 @@ class Dockerfile:
 
     @classmethod
     def read(cls, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> Dockerfile:
+        """Reads the Dockerfile at ``path``; arguments and errors are the class's."""
         return cls(path, context, build_args)
 
     @property
     def last(self) -> Stage:
+        """The stage that becomes the image."""
         return self.stages[-1]
 
     @property
     def base(self) -> str:
+        """Image name that the last stage starts from."""
         return self.last.base
 
     @property
     def workdir(self) -> str | None:
+        """Absolute path of the last ``WORKDIR``."""
         return self.last.workdir
 
     @property
     def user(self) -> str | None:
+        """The last ``USER``."""
         return self.last.user
 
     @property

@@ -1,6 +1,6 @@
 """Reads a Dockerfile's instructions into stages of steps, each with what holds at its line.
 
-dockerfile-parse finds the instructions; words, variables and here-documents are :mod:`.dockerfile_words`'s.
+dockerfile-parse finds the instructions; words, variables and here-documents are read by :mod:`.words`.
 """
 
 from __future__ import annotations
@@ -49,32 +49,33 @@ _PLATFORM = {
 
 
 class Reader:
-    """Takes the instructions one by one.
+    """Reads a file's instructions one by one into ``stages``.
 
     Raises:
         ConfigError: names file and line of what is refused.
     """
 
     def __init__(self, path: Path, context: Context, build_args: Mapping[str, str]) -> None:
-        self.path = path
-        self.context = context
-        self.build_args = build_args
+        self._path = path
+        self._context = context
+        self._build_args = build_args
         self.stages: list[Stage] = []
         self.ignored: list[tuple[int, str, str]] = []
         """Line, instruction and reason of what has no meaning in a sandbox."""
-        self.global_args: dict[str, Text] = {}
-        self.args: dict[str, Text] = {}
-        self.stage: Stage | None = None
-        self.line = 1
-        self.heredocs: list[Heredoc] = []
+        self._global_args: dict[str, Text] = {}
+        self._args: dict[str, Text] = {}
+        self._stage: Stage | None = None
+        self._line = 1
+        self._heredocs: list[Heredoc] = []
 
     def read(self) -> None:
-        path = self.path
+        """Fills ``stages`` and ``ignored``."""
+        path = self._path
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
         try:
             for number, line in enumerate(lines, 1):
                 if re.match(r"\s*#\s*escape\s*=\s*`", line, re.IGNORECASE):
-                    self.line = number
+                    self._line = number
                     raise WordError("escape=` is not supported; write the file with backslashes")
                 if not re.match(r"\s*#\s*\w+\s*=", line):
                     break
@@ -82,39 +83,39 @@ class Reader:
             parser = _parser()(fileobj=io.BytesIO("".join(kept).encode("utf-8", "surrogateescape")), env_replace=False)
             for found in parser.structure:
                 if found["instruction"] != "COMMENT":
-                    self.line = found["startline"] + 1
-                    self.heredocs = heredocs.get(found["startline"], [])
-                    self.take(found["instruction"], found["value"] or "")
+                    self._line = found["startline"] + 1
+                    self._heredocs = heredocs.get(found["startline"], [])
+                    self._take(found["instruction"], found["value"] or "")
         except (WordError, ConfigError) as error:
-            raise ConfigError(f"{path}:{self.line}: {error}") from None
-        if self.stage is None:
+            raise ConfigError(f"{path}:{self._line}: {error}") from None
+        if self._stage is None:
             raise ConfigError(f"{path}: no FROM; a Dockerfile starts with one")
 
-    def take(self, name: str, value: str) -> None:
+    def _take(self, name: str, value: str) -> None:
         if name in _IGNORED:
-            self.ignored.append((self.line, name, _IGNORED[name]))
+            self.ignored.append((self._line, name, _IGNORED[name]))
             return
-        if self.stage is None and name not in ("ARG", "FROM"):
+        if self._stage is None and name not in ("ARG", "FROM"):
             raise WordError(f"{name} before FROM; a Dockerfile starts with FROM")
-        handler = getattr(self, f"take_{name.lower()}", None)
+        handler = getattr(self, f"_take_{name.lower()}", None)
         if handler is None:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
         handler(value.strip())
 
     # --- what holds from here on --------------------------------------------------------------------------------
 
-    def take_from(self, value: str) -> None:
+    def _take_from(self, value: str) -> None:
         _, rest = _options("FROM", value, ("platform",))
-        found = [literal(word) for word in words(rest, self.global_args)]
+        found = [literal(word) for word in words(rest, self._global_args)]
         if len(found) not in (1, 3) or (len(found) == 3 and found[1].upper() != "AS"):
             raise WordError(f"FROM {value!r}; write FROM IMAGE, or FROM IMAGE AS NAME")
         name = found[2].lower() if len(found) == 3 else str(len(self.stages))
         if found[0] == "scratch":
             raise WordError("FROM scratch: an image without a shell cannot be a sandbox; start from one that has one")
-        parent = self.stage_named(found[0])
-        self.stage = Stage(name, found[0])
+        parent = self._stage_named(found[0])
+        self._stage = Stage(name, found[0])
         if parent:
-            self.stage = Stage(
+            self._stage = Stage(
                 name,
                 parent.base,
                 list(parent.steps),
@@ -124,40 +125,40 @@ class Reader:
                 parent.user,
                 parent.shell,
             )
-        self.stages.append(self.stage)
-        self.args = {}
+        self.stages.append(self._stage)
+        self._args = {}
 
-    def stage_named(self, name: str) -> Stage | None:
+    def _stage_named(self, name: str) -> Stage | None:
         stages = self.stages
         if name.isdecimal() and int(name) < len(stages):
             return stages[int(name)]
         return next((stage for stage in reversed(stages) if stage.name == name.lower()), None)
 
-    def take_arg(self, value: str) -> None:
-        given = self.build_args
-        for word in words(value, self.scope()):
+    def _take_arg(self, value: str) -> None:
+        given = self._build_args
+        for word in words(value, self._scope()):
             name, equals, _ = _split(word)
             if name in given:
                 found: Text | None = [given[name]]
             elif equals:
                 found = _split(word)[2]
             else:
-                found = self.global_args.get(name) or ([_PLATFORM[name]] if name in _PLATFORM else None)
+                found = self._global_args.get(name) or ([_PLATFORM[name]] if name in _PLATFORM else None)
             if found is None:
                 continue
-            if self.stage is None:
-                self.global_args[name] = [literal(found)]
+            if self._stage is None:
+                self._global_args[name] = [literal(found)]
             else:
-                self.args[name] = found
+                self._args[name] = found
 
-    def take_env(self, value: str) -> None:
-        stage = self.now()
-        found = words(value, self.scope())
+    def _take_env(self, value: str) -> None:
+        stage = self._now()
+        found = words(value, self._scope())
         if not found:
             raise WordError("ENV without a variable; write ENV NAME=VALUE")
         if not _split(found[0])[1]:  # ENV NAME value with blanks
             name, _, rest = value.partition(" ")
-            pairs = [(name, expand(rest.strip(), self.scope()))]
+            pairs = [(name, expand(rest.strip(), self._scope()))]
         else:
             pairs = [(_split(word)[0], _split(word)[2]) for word in found]
             if not all(_split(word)[1] for word in found):
@@ -168,46 +169,46 @@ class Reader:
             stage.steps.append(Shell(line))
             stage.variables[name] = text
 
-    def take_workdir(self, value: str) -> None:
-        stage = self.now()
-        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self.text(value)))
+    def _take_workdir(self, value: str) -> None:
+        stage = self._now()
+        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self._text(value)))
         stage.steps.append(Shell(f"mkdir -p {shlex.quote(stage.workdir)}"))
 
-    def take_user(self, value: str) -> None:
-        self.now().user = self.text(value)
+    def _take_user(self, value: str) -> None:
+        self._now().user = self._text(value)
 
-    def take_shell(self, value: str) -> None:
+    def _take_shell(self, value: str) -> None:
         found = json_form(value)
         if found is None:
             raise WordError(f'SHELL {value}; write SHELL ["/bin/bash", "-c"]')
-        self.now().shell = tuple(found)
+        self._now().shell = tuple(found)
 
     # --- what changes the image ---------------------------------------------------------------------------------
 
-    def take_run(self, value: str) -> None:
-        stage = self.now()
+    def _take_run(self, value: str) -> None:
+        stage = self._now()
         options, rest = _options("RUN", value, ("mount", "network"))
         for network in options.get("network", []):
             if network not in ("default", "host"):
                 raise WordError(f"RUN --network={network} is not supported; a build has the network of its host")
         argv = json_form(rest)
         if argv is None:
-            if len(self.heredocs) == 1 and rest.strip() == self.heredocs[0].word:
-                body = self.heredocs[0].body
+            if len(self._heredocs) == 1 and rest.strip() == self._heredocs[0].word:
+                body = self._heredocs[0].body
                 script = re.match(r"#!\s*(.+)", body)
                 # A body that names its interpreter is a program of its own; any other is the shell's text.
                 argv = [*shlex.split(script[1]), "/dev/stdin"] if script else [*stage.shell, body]
                 if script:
                     argv = [*DEFAULT_SHELL, f"{shlex.join(argv)} <<'{_unused(body)}'\n{body}{_unused(body)}"]
             else:
-                ends = "".join(f"\n{each.body}{each.name}" for each in self.heredocs)
+                ends = "".join(f"\n{each.body}{each.name}" for each in self._heredocs)
                 argv = [*stage.shell, rest + ends]
-        known = {name: literal(text) for name, text in self.args.items() if name not in stage.variables}
-        mounts = [mount for text in options.get("mount", []) if (mount := self.mount(text))]
-        stage.steps.append(Run(argv, stage.workdir or "/", stage.user, known, self.line, mounts))
+        known = {name: literal(text) for name, text in self._args.items() if name not in stage.variables}
+        mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
+        stage.steps.append(Run(argv, stage.workdir or "/", stage.user, known, self._line, mounts))
 
-    def mount(self, text: str) -> Mount | None:
-        fields = dict(part.partition("=")[::2] for part in literal(expand(text, self.scope())).split(","))
+    def _mount(self, text: str) -> Mount | None:
+        fields = dict(part.partition("=")[::2] for part in literal(expand(text, self._scope())).split(","))
         kind = fields.get("type", "bind")
         if kind in ("secret", "ssh"):
             if fields.get("required", "false") not in ("", "true"):
@@ -216,24 +217,24 @@ class Reader:
         target = fields.get("target") or fields.get("dst") or fields.get("destination")
         if kind not in ("bind", "cache", "tmpfs") or not target:
             raise WordError(f"RUN --mount={text}: expected type=bind, cache or tmpfs, and target=PATH")
-        place = posixpath.normpath(posixpath.join(self.now().workdir or "/", target))
+        place = posixpath.normpath(posixpath.join(self._now().workdir or "/", target))
         if kind != "bind":
             owner = f"{fields.get('uid', '0')}:{fields.get('gid', '0')}"
             return Mount(place, None, "" if owner == "0:0" else owner)
         source = fields.get("source") or fields.get("src") or "."
-        copy = self.copy_of([source], place, into=False, origin=fields.get("from"))
+        copy = self._copy_of([source], place, into=False, origin=fields.get("from"))
         return Mount(place, copy)
 
-    def take_copy(self, value: str) -> None:
-        self.place("COPY", value, ("from", "chown", "chmod", "link", "parents", "exclude"))
+    def _take_copy(self, value: str) -> None:
+        self._place("COPY", value, ("from", "chown", "chmod", "link", "parents", "exclude"))
 
-    def take_add(self, value: str) -> None:
-        self.place("ADD", value, ("chown", "chmod", "link", "exclude"))
+    def _take_add(self, value: str) -> None:
+        self._place("ADD", value, ("chown", "chmod", "link", "exclude"))
 
-    def place(self, name: str, value: str, allowed: tuple[str, ...]) -> None:
+    def _place(self, name: str, value: str, allowed: tuple[str, ...]) -> None:
         options, rest = _options(name, value, allowed)
         form = json_form(rest)
-        found = [expand(word, self.scope(), quotes=False) for word in form] if form else words(rest, self.scope())
+        found = [expand(word, self._scope(), quotes=False) for word in form] if form else words(rest, self._scope())
         *sources, target = [literal(word) for word in found] or [""]
         if not sources:
             raise WordError(f"{name} {rest!r}; write {name} SOURCE… TARGET")
@@ -241,10 +242,10 @@ class Reader:
         if len(sources) > 1 and not into:
             raise WordError(f"{name} {rest!r}: several sources need a target that ends with /")
         texts = {}
-        by_name = {each.word.replace('"', "").replace("'", ""): each for each in self.heredocs}
+        by_name = {each.word.replace('"', "").replace("'", ""): each for each in self._heredocs}
         for source in [source for source in sources if source in by_name]:
             here = by_name[source]
-            body = literal(expand(here.body, self.scope(), quotes=False)) if here.expand else here.body
+            body = literal(expand(here.body, self._scope(), quotes=False)) if here.expand else here.body
             texts[here.name] = body
             sources.remove(source)
         for source in sources:
@@ -253,42 +254,42 @@ class Reader:
                     f"{name} {source}: addresses are not supported; download it into the context and COPY it"
                 )
         for each in ("chown", "chmod", "from"):
-            options[each] = [literal(expand(text, self.scope())) for text in options.get(each, [])]
-        full = posixpath.join(self.now().workdir or "/", target)
+            options[each] = [literal(expand(text, self._scope())) for text in options.get(each, [])]
+        full = posixpath.join(self._now().workdir or "/", target)
         exclude = tuple(options.get("exclude", []))
-        copy = self.copy_of(sources, full, into, next(iter(options["from"]), None), exclude)
+        copy = self._copy_of(sources, full, into, next(iter(options["from"]), None), exclude)
         copy.owner = (options["chown"] or [""])[0]
         copy.mode = (options["chmod"] or [""])[0]
         copy.extract, copy.parents, copy.texts = name == "ADD", "parents" in options, texts
-        self.now().steps.append(copy)
+        self._now().steps.append(copy)
 
-    def copy_of(
+    def _copy_of(
         self, sources: list[str], target: str, into: bool, origin: str | None, exclude: tuple[str, ...] = ()
     ) -> Copy:
         if origin is not None:
             if exclude or any(character in source for source in sources for character in "*?["):
                 raise WordError("patterns in a copy from another stage are not supported; copy the directory")
-            stage = self.stage_named(origin)
-            if stage is self.stage and stage is not None:
+            stage = self._stage_named(origin)
+            if stage is self._stage and stage is not None:
                 raise WordError(f"--from={origin}: a stage cannot copy from itself; name an earlier one")
             origin = stage.name if stage else origin
-            return Copy([posixpath.join("/", source) for source in sources], target, into, self.line, origin)
-        names = [name for source in sources for name in self.context.find(source, exclude)]
-        return Copy(names, target, into or len(names) > 1, self.line, exclude=exclude)
+            return Copy([posixpath.join("/", source) for source in sources], target, into, self._line, origin)
+        names = [name for source in sources for name in self._context.find(source, exclude)]
+        return Copy(names, target, into or len(names) > 1, self._line, exclude=exclude)
 
     # --- parts --------------------------------------------------------------------------------------------------
 
-    def now(self) -> Stage:
-        assert self.stage is not None
-        return self.stage
+    def _now(self) -> Stage:
+        assert self._stage is not None
+        return self._stage
 
-    def scope(self) -> dict[str, Text]:
-        if self.stage is None:
-            return self.global_args
-        return {**self.args, **self.stage.variables}
+    def _scope(self) -> dict[str, Text]:
+        if self._stage is None:
+            return self._global_args
+        return {**self._args, **self._stage.variables}
 
-    def text(self, value: str) -> str:
-        return literal(expand(value, self.scope()))
+    def _text(self, value: str) -> str:
+        return literal(expand(value, self._scope()))
 
 
 def _options(instruction: str, value: str, allowed: tuple[str, ...]) -> tuple[dict[str, list[str]], str]:

@@ -46,7 +46,11 @@ Text = Sequence[str | Reference]
 
 
 def literal(text: Text) -> str:
-    """The value, if all of it is known; raises :class:`WordError` naming the variable that is not."""
+    """The value as one text.
+
+    Raises:
+        WordError: names a variable in it that the file does not set.
+    """
     for part in text:
         if isinstance(part, Reference):
             raise WordError(
@@ -56,6 +60,7 @@ def literal(text: Text) -> str:
 
 
 def is_known(text: Text) -> bool:
+    """Whether the file alone tells the value."""
     return not any(isinstance(part, Reference) for part in text)
 
 
