@@ -193,13 +193,13 @@ def test_what_stands_by_is_proved_clean_and_what_was_planted_is_seen(
             async with await provider.start(spec) as sandbox:
                 await sandbox.exec("touch /stain")
                 assert await provider.standing_by(spec)
-                spare = provider._pool._ready[next(iter(provider._pool._ready))][0]
+                spare = provider._standby._ready[next(iter(provider._standby._ready))][0]
                 assert spare.used() == ""
                 await sandbox.reset()
                 assert sandbox.directory == spare.directory
                 assert (await sandbox.exec("ls /stain")).exit_code == 1
                 assert await provider.standing_by(spec)
-                spare = provider._pool._ready[next(iter(provider._pool._ready))][0]
+                spare = provider._standby._ready[next(iter(provider._standby._ready))][0]
                 root = Path(spare.directory, "layer", "root")
                 (root / "etc" / "profile").write_text("planted")
                 assert spare.used() == "its layer holds etc/profile"

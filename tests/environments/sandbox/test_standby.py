@@ -30,7 +30,7 @@ LOOK = (
 async def standing_by(provider: ApptainerProvider) -> ApptainerSandbox:
     """The one sandbox that stands by, once it does."""
     for _ in range(1000):
-        ready = [sandbox for sandboxes in provider._pool._ready.values() for sandbox in sandboxes]
+        ready = [sandbox for sandboxes in provider._standby._ready.values() for sandbox in sandboxes]
         if ready:
             return ready[0]
         await asyncio.sleep(0.02)
