@@ -113,12 +113,13 @@ def test_a_model_that_no_engine_serves_is_not_the_agents_failure(servers: Server
 
 @pytest.mark.slow
 def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
-    servers.script({"default": [block("echo on")]})
+    servers.script({"default": [block("echo on >> log")]})
     sandbox = LocalSandbox(tmp_path / "box")
 
     async def scenario() -> None:
         rolling = asyncio.create_task(roll(servers, sandbox))
-        await asyncio.sleep(3)
+        while not (sandbox.work / "log").exists():
+            await asyncio.sleep(0.02)
         await sandbox.stop()
         await rolling
 
@@ -137,7 +138,8 @@ def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
     """The answer to the second call is late: it is waited for, or given up with ``now`` and asked for once more."""
     slow = {"text": block("echo two >> log"), "delay_s": 2.0}
     submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo done")
-    servers.script({"default": [block("echo one >> log"), slow, block("echo three >> log"), submit]})
+    answers = [block("echo one >> log"), slow, block("echo three >> log"), submit]
+    servers.script({"default": answers}, "default", "--poll-s", "0.05", "--beat-s", "0.05")
     sandbox = LocalSandbox(tmp_path / "box")
 
     async def first() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,7 +149,7 @@ def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
             running = asyncio.create_task(agent.run(make_task(), sandbox, model))
             while not (sandbox.work / "log").exists():
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(0.5)
+            await asyncio.to_thread(servers.await_load, 0, 1)
             assert gateway.suspend("sum/default/0", now=now), "it waits for the slow answer"
             result = await running
             assert result.state is not None
@@ -177,16 +179,16 @@ def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
 
 
 def test_a_cancelled_rollout_leaves_no_thread(servers: Servers, tmp_path: Path) -> None:
-    servers.script({"default": [block("sleep 30")]})
+    servers.script({"default": [block("touch started; sleep 30")]})
+    sandbox = LocalSandbox(tmp_path / "box")
 
     async def scenario() -> float:
-        rolling = asyncio.create_task(roll(servers, LocalSandbox(tmp_path / "box")))
-        await asyncio.to_thread(servers.record, 0)
-        deadline = time.monotonic() + 20
-        while not any(t.name.startswith("mini-swe-agent") for t in threading.enumerate()):
+        rolling = asyncio.create_task(roll(servers, sandbox))
+        deadline = time.monotonic() + 60
+        while not (sandbox.work / "started").exists():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
-        await asyncio.sleep(1)
+        assert any(t.name.startswith("mini-swe-agent") for t in threading.enumerate())
         began = time.monotonic()
         rolling.cancel()
         with pytest.raises(asyncio.CancelledError):

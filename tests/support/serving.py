@@ -60,7 +60,8 @@ class Servers:
     def serve(self, number: int, *options: str, **env: str) -> None:
         """Starts the wrapper of an element that stands in run.json."""
         self.entries = self.entries or read_run(self.run).servers
-        command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *options]
+        quickly = ["--poll-s", "0.2", "--backoff-s", "0.2"]  # options that are given come later and win
+        command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *quickly, *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
         self.processes.append(subprocess.Popen(command, env=environment))
@@ -84,6 +85,14 @@ class Servers:
                 raise AssertionError(f"server {number} did not register: {self.processes[number].poll()}\n{tail}")
             time.sleep(0.02)
         return json.loads(self.file(number).read_text())
+
+    def await_load(self, number: int, in_flight: int, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The endpoint file once so many requests are in flight, two heartbeats from now at the earliest."""
+        since, deadline = self.record(number)["heartbeat"], time.monotonic() + timeout_s
+        while (found := self.record(number))["heartbeat"] < since + 2 or found["in_flight"] < in_flight:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
+        return found
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(f.read_text()) for f in self.run.endpoints.glob("*.json")]

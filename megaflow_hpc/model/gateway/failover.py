@@ -86,7 +86,7 @@ class Caller:
             try:
                 answer = await ask(call)
             except protocols.Unavailable as error:
-                server.failed(began)
+                server.failed(began, time.monotonic())
                 cause = str(error)
                 if time.monotonic() >= deadline:
                     raise ModelServiceError(f"policy {policy!r}: {cause}") from error

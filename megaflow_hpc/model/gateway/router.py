@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,12 @@ class Server:
         """Returns whether a call may be sent there: after a rest, one at a time until one succeeds."""
         return self.rests_until <= now and not (self.failures and self.outstanding)
 
-    def failed(self, began: float) -> None:
-        """Notes that a call which began at ``began`` (``time.monotonic``) failed by the server's fault."""
+    def failed(self, began: float, now: float) -> None:
+        """Notes that a call which began at ``began`` failed by the server's fault at ``now`` (``time.monotonic``)."""
         if began < self.failed_at:
             return  # one outage, seen by all that were under way
         self.failures += 1
-        self.failed_at = time.monotonic()
+        self.failed_at = now
         self.rests_until = self.failed_at + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
 
     def succeeded(self) -> None:
@@ -94,9 +94,14 @@ class Server:
 
 
 class Router:
-    """Knows the servers there are now and picks one per call. Lives in one event loop, :meth:`update` included."""
+    """Knows the servers there are now and picks one per call. Lives in one event loop, :meth:`update` included.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Returns seconds, as ``time.monotonic`` does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
         self._all_failed: dict[str, float] = {}
@@ -138,7 +143,7 @@ class Router:
 
     def pick(self, policy: str, previous: str = "", group: str = "") -> Server | None:
         """Returns the server to ask now, or ``None`` while all rest."""
-        now = time.monotonic()
+        now = self._clock()
         available = [s for s in self.servers(policy) if s.available(now)]
         if len(available) < 2:
             return available[0] if available else None
@@ -156,12 +161,12 @@ class Router:
         Raises:
             ModelServiceError: There was none, with what is known of the cause.
         """
-        began = time.monotonic()
+        began = self._clock()
         while True:
             server = self.pick(policy, previous, group)
             if server is not None:
                 return server
-            now = time.monotonic()
+            now = self._clock()
             if policy in self._all_failed:
                 deadline = min(deadline, began + self._all_failed[policy])
             if now >= deadline:

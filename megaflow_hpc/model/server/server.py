@@ -55,8 +55,8 @@ DRAIN_S = 25.0
 """Seconds for requests in flight when the server leaves; preemption gives 30 s before SIGKILL (Slurm's KillWait)."""
 STARTS = 3
 """Starts in a row that may fail before the server gives up."""
-BACKOFF_S = (1.0, 5.0)
-"""Seconds before the second start and the third."""
+BACKOFF_S = 1.0
+"""Seconds before the second start; five times as many before the third."""
 STEADY_S = 60.0
 """An engine that served for this many seconds resets the count of failed starts."""
 ANSWER_S = 900.0
@@ -78,6 +78,7 @@ class EngineServer:
         idle_s: Seconds without a request, after the first one, until it leaves.
         poll_s: Seconds between two looks at the run directory.
         beat_s: Seconds between two heartbeats.
+        backoff_s: Seconds before the second start in a row; five times as many before the third.
         caps: The ``pool`` section of a campaign that is a pool; else ``None``.
     """
 
@@ -89,9 +90,11 @@ class EngineServer:
         idle_s: float = IDLE_S,
         poll_s: float = POLL_S,
         beat_s: float = HEARTBEAT_S,
+        backoff_s: float = BACKOFF_S,
         caps: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.poll_s, self.beat_s = run, what, idle_s, poll_s, beat_s
+        self.backoff_s = backoff_s
         pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
@@ -166,7 +169,7 @@ class EngineServer:
                     failures = 0
                     continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leave.wait(), BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
+                await asyncio.wait_for(self._leave.wait(), self.backoff_s * (1 if failures == 1 else 5))
                 return 0
 
     async def _run_engine(self, private: Path, version: Version) -> None:
@@ -316,6 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
     parser.add_argument("--poll-s", type=float, default=POLL_S, help="seconds between two looks at the run directory")
     parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
+    parser.add_argument(
+        "--backoff-s", type=float, default=BACKOFF_S, help="seconds before a failed engine starts again"
+    )
     arguments = parser.parse_args(argv)
     index = arguments.index
     if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
@@ -329,8 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
 
         async def serve() -> int:
-            times = {"idle_s": idle_s, "poll_s": arguments.poll_s, "beat_s": arguments.beat_s}
-            return await EngineServer(run, what, **times, caps=pool).run()
+            times = {"poll_s": arguments.poll_s, "beat_s": arguments.beat_s, "backoff_s": arguments.backoff_s}
+            return await EngineServer(run, what, idle_s=idle_s, **times, caps=pool).run()
 
         return asyncio.run(serve())
     except MegaflowError as error:

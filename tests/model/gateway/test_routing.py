@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway import router
-from megaflow_hpc.model.gateway.router import AFFINITY, Router, Server
+from megaflow_hpc.model.gateway.router import AFFINITY, ALL_FAILED_S, Router, Server
+from tests.support.serving import in_loop
 
 
-def routed(*weights: float, **more: Any) -> Router:
-    found = Router()
+def routed(*weights: float, clock: Callable[[], float] = time.monotonic, **more: Any) -> Router:
+    found = Router(clock)
     found.update(
         [
             {"server": f"p.{n}", "policy": "p", "url": f"http://h:{n}", "weight": weight, **more}
@@ -59,13 +60,29 @@ def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-def test_nobody_waits_for_servers_that_would_fail_again(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "ALL_FAILED_S", 0.3)
-    found, began = Router(), time.monotonic()
-    found.update([{"server": "p.0", "policy": "p", "cause": "no such option", "all_failed": True, "lasting": lasting}])
+@in_loop
+async def test_nobody_waits_for_servers_that_would_fail_again(lasting: bool) -> None:
+    now = 1000.0
+    found = Router(lambda: now)
+    records = [{"server": "p.0", "policy": "p", "cause": "no such option", "all_failed": True, "lasting": lasting}]
+    found.update(records)
+    waiting = asyncio.create_task(found.acquire("p", now + 60))
+
+    async def wakened() -> None:
+        found.update(records)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    await wakened()
+    assert waiting.done() == lasting
+    now += ALL_FAILED_S - 0.01
+    await wakened()
+    assert waiting.done() == lasting
+    now += 0.02
+    await wakened()
+    assert waiting.done()
     with pytest.raises(ModelServiceError, match=r"p\.0: no such option"):
-        asyncio.run(found.acquire("p", began + 60))
-    assert (time.monotonic() - began >= 0.3) != lasting
+        await waiting
 
 
 def test_requests_in_flight_follow_the_weights() -> None:
@@ -76,17 +93,16 @@ def test_requests_in_flight_follow_the_weights() -> None:
     assert 2.8 < heavy.outstanding / light.outstanding < 3.2
 
 
-def test_a_failed_server_rests_longer_each_time_and_is_then_tried_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(router.time, "monotonic", lambda: now[0])
-    found = routed(1, 1)
+def test_a_failed_server_rests_longer_each_time_and_is_then_tried_by_one_call() -> None:
+    now = 1000.0
+    found = routed(1, 1, clock=lambda: now)
     first, second = found.all()
     rests = []
     for _ in range(9):
-        first.failed(began=now[0])
-        rests.append(first.rests_until - now[0])
+        first.failed(began=now, now=now)
+        rests.append(first.rests_until - now)
         assert pick(found, previous="p.0") is second
-        now[0] = first.rests_until + 0.01
+        now = first.rests_until + 0.01
     assert rests == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     second.outstanding = 50
     assert pick(found) is first
@@ -98,9 +114,8 @@ def test_a_failed_server_rests_longer_each_time_and_is_then_tried_by_one_call(mo
 
 def test_one_outage_seen_by_many_calls_is_one_failure() -> None:
     (server,) = routed(1).all()
-    began = time.monotonic() - 5
-    for _ in range(64):
-        server.failed(began)
+    for n in range(64):
+        server.failed(began=1000.0, now=1005.0 + n)
     assert server.failures == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import aiohttp
 import pytest
@@ -15,7 +14,7 @@ from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
 COUNT = ServerCount(min=0, max=4, queue=4, wait_s=10).model_dump()
-QUICKLY = ("--poll-s", "0.5", "--beat-s", "3")
+QUICKLY = ("--poll-s", "0.2", "--beat-s", "1")
 BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
 
 
@@ -50,7 +49,7 @@ def test_queues_are_read_from_the_engines_own_metrics() -> None:
 @pytest.mark.slow
 def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
     """One answer at a time: of six requests one is answered and five wait."""
-    servers.script({"default": [{"text": "slow", "delay_s": 1.5}]}, "default", *QUICKLY, slots=1)
+    servers.script({"default": [{"text": "slow", "delay_s": 0.5}]}, "default", *QUICKLY, slots=1)
     record = servers.record(0)
 
     async def ask(session: aiohttp.ClientSession) -> None:
@@ -68,8 +67,7 @@ def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
                     await ask(session)
 
             asking = [asyncio.create_task(keep_asking()) for _ in range(6)]
-            while (found := json.loads(servers.file(0).read_text())).get("heartbeat", 0) < 3:
-                await asyncio.sleep(0.2)
+            found = await asyncio.to_thread(servers.await_load, 0, 5)
             over.set()
             await asyncio.gather(*asking)
             return found

@@ -54,15 +54,16 @@ def test_it_registers_once_it_completes_and_unregisters_when_told(servers: Serve
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR2])
 def test_what_is_in_flight_is_answered_before_it_leaves(servers: Servers, which: signal.Signals) -> None:
-    servers.script(SLOW)
+    servers.script(SLOW, "default", "--poll-s", "0.05", "--beat-s", "0.05")
     record = servers.record(0)
 
     async def scenario() -> int:
         late = asyncio.create_task(chat(record, record["key"]))
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(servers.await_load, 0, 1)
         servers.signal(0, which)
-        await asyncio.sleep(0.3)
-        assert not servers.file(0).exists()
+        while servers.file(0).exists():
+            await asyncio.sleep(0.01)
+        assert not late.done()
         assert await chat(record, record["key"]) == 503
         return await late
 
@@ -155,10 +156,10 @@ def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
 
 @pytest.mark.slow
 def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers: Servers) -> None:
-    servers.script(ANSWER, "default", "--idle-s", "1")
+    servers.script(ANSWER, "default", "--idle-s", "0.2", "--poll-s", "0.05")
     record = servers.record(0)
     with pytest.raises(subprocess.TimeoutExpired):
-        servers.processes[0].wait(3)
+        servers.processes[0].wait(1)
     assert asyncio.run(chat(record, record["key"])) == 200
     assert servers.processes[0].wait(15) == 0
 
@@ -169,16 +170,16 @@ def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_b
     file = servers.run.path / "script.yaml"
     file.write_text("default: [fine]")
     section = {"engine": "scripted", "script": str(file)}
-    servers.start(section, "default", "--idle-s", "0.5", "--poll-s", "0.2", SLURM_ARRAY_JOB_ID="7")
+    servers.start(section, "default", "--idle-s", "0.2", "--poll-s", "0.05", SLURM_ARRAY_JOB_ID="7")
     record = servers.record(0)
     assert asyncio.run(chat(record, record["key"])) == 200
     with pytest.raises(subprocess.TimeoutExpired):
-        servers.processes[0].wait(3)
+        servers.processes[0].wait(1)
     scaler = LeaderLease(servers.run, SCALER, "somebody")
     deadline = time.monotonic() + 60
     while servers.processes[0].poll() is None and time.monotonic() < deadline:
         assert scaler.hold()
-        time.sleep(0.5)
+        time.sleep(0.1)
     assert servers.processes[0].wait(15) == 75
     assert not servers.file(0).exists()
 

@@ -221,7 +221,7 @@ def fleet(servers: Servers, count: int, **settings: str) -> None:
     file.write_text(yaml.safe_dump({"default": [{"text": "old", "delay_s": 0.05}]}))
     section = {"engine": "scripted", "script": str(file), "weights": settings}
     for _ in range(count):
-        servers.start(section, "default", "--poll-s", "0.1")
+        servers.start(section, "default", "--poll-s", "0.1", "--beat-s", "0.1")
     for number in range(count):
         servers.record(number)
 
@@ -303,7 +303,8 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
     until(
         lambda: megaflow("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal"
     )
-    time.sleep(1)  # several looks of the second server, which must not try
+    looked = servers.record(1)["heartbeat"]
+    until(lambda: servers.record(1)["heartbeat"] > looked + 5, "the second server, which must not try, looked again")
     assert servers.record(1)["started_at"] == started
     rows = {row["version"]: row for row in json.loads(megaflow("weights", "list", servers.run, "--json").stdout)}
     assert rows[1]["servers"] == 2
