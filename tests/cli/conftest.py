@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.cli import main
 from tests.support.harbor_tasks import write_solved_task
+
+Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +47,17 @@ def campaign(tmp_path: Path) -> Path:
 def planned(campaign: Path) -> Run:
     """A run of the campaign, planned and not started."""
     return Campaign.from_yaml(campaign).plan(launcher="local")
+
+
+@pytest.fixture
+def megaflow(capsys: pytest.CaptureFixture[str]) -> Megaflow:
+    """Runs one verb in this process, without the start of an interpreter; returns what it printed and its exit status."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        command = [*map(str, arguments)]
+        status = main(command)
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(command, status, printed.out, printed.err)
+
+    return run

@@ -1,4 +1,4 @@
-"""The verbs ``show`` and ``validate`` through the real command line."""
+"""The verbs ``show`` and ``validate``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,6 @@ from megaflow_hpc.types import TokenSequence
 from tests.support.samples import commit, run_dir, trajectory
 
 
-def megaflow(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", timeout=60, env=os.environ | environment
-    )
-
-
 @pytest.fixture
 def run(tmp_path):
     run = run_dir(tmp_path / "run")
@@ -40,7 +33,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_show_prints_a_trajectory_for_a_person(run, gathered):
+def test_show_prints_a_trajectory_for_a_person(megaflow, run, gathered):
     if gathered:
         gather(run)
     result = megaflow("show", run, "task/default/5")
@@ -64,7 +57,7 @@ def test_show_prints_a_trajectory_for_a_person(run, gathered):
     assert "node lost" in megaflow("show", run, "1").stdout
 
 
-def test_show_tokens_prints_every_id_with_its_logprob(run):
+def test_show_tokens_prints_every_id_with_its_logprob(megaflow, run):
     result = megaflow("show", run, "task/default/5", "--tokens")
     for sequence in trajectory(5).sequences:
         for token, logprob, mask in zip(sequence.tokens, sequence.logprobs, sequence.loss_mask, strict=True):
@@ -82,9 +75,8 @@ def tokenizer(path, byte_level=True):
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("byte_level", [True, False])
-def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(tmp_path, byte_level):
+def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(megaflow, tmp_path, byte_level):
     run = run_dir(tmp_path / "run")
     ids = [0, 1, *[0] * 200, 2, 3, 9, 77]
     mask = [0] * 202 + [1] * 4
@@ -130,7 +122,7 @@ def test_sampled_tokens_are_coloured_by_their_probability(tmp_path):
     ]
 
 
-def test_show_json_is_strict_and_whole(run):
+def test_show_json_is_strict_and_whole(megaflow, run):
     def refuse(constant):
         raise AssertionError(constant)
 
@@ -147,12 +139,14 @@ def test_show_json_is_strict_and_whole(run):
 
 
 def test_show_works_on_a_terminal_without_utf8(run):
-    result = megaflow("show", run, "task/default/5", PYTHONIOENCODING="ascii")
+    command = [sys.executable, "-m", "megaflow_hpc", "show", str(run), "task/default/5"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60, env=environment)
     assert result.returncode == 0
     assert "\\u2192 bash" in result.stdout
 
 
-def test_an_unknown_id_is_answered_with_those_there_are(run, tmp_path):
+def test_an_unknown_id_is_answered_with_those_there_are(megaflow, run, tmp_path):
     result = megaflow("show", run, "task/default/55")
     assert result.returncode == 2
     assert "no trajectory 'task/default/55' among 2; there are: task/default/5" in result.stderr
@@ -161,7 +155,7 @@ def test_an_unknown_id_is_answered_with_those_there_are(run, tmp_path):
     assert "cannot be read" in result.stderr
 
 
-def test_validate_says_what_is_wrong(run):
+def test_validate_says_what_is_wrong(megaflow, run):
     path = gather(run)
     good = megaflow("validate", path)
     assert (good.returncode, good.stdout) == (0, f"{path}: valid\n")
@@ -176,42 +170,3 @@ def test_validate_says_what_is_wrong(run):
     foreign = megaflow("validate", path)
     assert (foreign.returncode, foreign.stdout) == (2, "")
     assert "not an HDF5 file" in foreign.stderr
-
-
-@pytest.mark.slow
-def test_diff_says_where_two_rollouts_part(tmp_path):
-    run = run_dir(tmp_path / "run")
-    same = [{"role": "user", "content": "mend it"}]
-    one = trajectory(5, messages=[*same, {"role": "assistant", "content": "a\nb\nc"}])
-    other = trajectory(5, id="task/default/6", sample_index=6, reward=0.0, node="node-2")
-    other.messages = [*same, {"role": "assistant", "content": "a\nx \x1b[2J\nc"}, {"role": "user", "content": "go on"}]
-    other.sequences[0].tokens[3] += 1
-    commit(run, "a", (0, 0, one), (0, 0, other))
-    result = megaflow("diff", run, "task/default/5", "task/default/6")
-    assert (result.returncode, result.stderr) == (0, "")
-    for words in (
-        "- task/default/5",
-        "+ task/default/6",
-        "reward        1  →  0",
-        "node          node-1  →  node-2",
-        "messages      2  →  3",
-        "they part at  sequence 0, token 3: ",
-        "the first 1 messages are the same",
-        "[1] assistant",
-        "  -b",
-        "  +x \\x1b[2J",
-        "[2] - → user",
-        "  +go on",
-    ):
-        assert words in result.stdout
-    assert "\x1b" not in result.stdout
-    assert "task_id" not in result.stdout
-    shown = json.loads(megaflow("diff", run, "0", "1", "--json").stdout)
-    assert shown["fields"]["reward"] == [1.0, 0.0]
-    assert (shown["tokens"]["sequence"], shown["tokens"]["token"]) == (0, 3)
-    assert shown["tokens"]["ids"][1] == shown["tokens"]["ids"][0] + 1
-    assert [entry["message"] for entry in shown["messages"]["different"]] == [1, 2]
-    equal = megaflow("diff", run, "0", "0").stdout
-    assert "tokens        the same" in equal
-    assert "the same conversation" in equal
-    assert megaflow("diff", run, "0", "nobody").returncode == 2

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -359,35 +358,3 @@ def test_an_atif_directory_is_replaced_as_a_whole(run, tmp_path):
     (folder,) = export(run, tmp_path, "atif", where="sample == 0")["atif"]
     assert len(list(folder.rglob("*.json"))) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["atif"]
-
-
-def megaflow(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_the_command_line_exports_and_imports(run, tmp_path):
-    out = tmp_path / "out"
-    result = megaflow("export", run, "--format", "jsonl,preds", "--where", "reward > 0.5", "-o", out, "--json")
-    assert (result.returncode, result.stderr) == (0, "")
-    shown = json.loads(result.stdout)
-    assert shown["trajectories"] == 7
-    assert shown["files"]["jsonl"] == [str(out / "trajectories.jsonl")]
-    assert (out / "trajectories.jsonl").stat().st_mode & 0o777 == 0o600
-    back = tmp_path / "back.h5"
-    result = megaflow("import", out / "trajectories.jsonl", "-o", back, "--json")
-    assert json.loads(result.stdout) == {"file": str(back), "trajectories": 7}
-    again = megaflow("import", out / "trajectories.jsonl", "-o", back)
-    assert (again.returncode, "is there already" in again.stderr) == (2, True)
-    for arguments, message in {
-        ("--format", "csv"): "format 'csv': there are jsonl, parquet",
-        (
-            "--format",
-            "jsonl",
-            "--where",
-            "status == 'lost'",
-        ): "no trajectory for which \"status == 'lost'\" holds among 18",
-        ("--format", "jsonl", "--where", "stat == 1"): "no column 'stat'",
-    }.items():
-        result = megaflow("export", run, *arguments, "-o", out)
-        assert (result.returncode, message in result.stderr) == (2, True), result.stderr

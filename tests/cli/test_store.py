@@ -1,0 +1,162 @@
+"""The verbs ``verify``, ``compact``, ``anonymise`` and ``du``."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import shutil
+
+import h5py
+import pytest
+
+from megaflow_hpc.trajectories import gather, open_trajectories
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
+from megaflow_hpc.types import Artifact, Attempt
+from tests.support.samples import commit, run_dir, trajectory
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A gathered run of three rollouts: one with a superseded attempt, one with a log, one that names its user."""
+    run = run_dir(tmp_path / "run")
+    attempts = [Attempt(0, "failed", "node", "lost"), Attempt(1, "completed")]
+    messages = [{"role": "user", "content": "cat /home/jane/notes"}]
+    rollouts = [
+        trajectory(3, attempt=1, attempts=attempts),
+        trajectory(1, artifacts=[Artifact("agent.log", b"x" * 100), Artifact("patch.diff", b"y")]),
+        trajectory(2, messages=messages, node="gpu-17.example.org"),
+    ]
+    commit(run, "a", *((0, 0, t) for t in rollouts))
+    gather(run)
+    return run
+
+
+VERBS = [("verify",), ("compact",), ("anonymise",), ("du",), ("validate",)]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize("json_", [False, True])
+def test_a_file_that_is_none_of_ours_is_refused_by_name(megaflow, tmp_path, verb, json_):
+    foreign = tmp_path / "notes.h5"
+    foreign.write_text("no HDF5")
+    more = [tmp_path / "copy.h5"] if verb[0] == "anonymise" else []
+    for file, message in (
+        (foreign, f"{foreign}: not an HDF5 file; expected a trajectories.h5 (see: megaflow-hpc gather RUN)"),
+        (tmp_path / "no.h5", f"{tmp_path / 'no.h5'}: cannot be read (No such file or directory)"),
+    ):
+        result = megaflow(*verb, file, *more, *(["--json"] if json_ else []))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.h5"]
+
+
+def test_another_format_and_a_newer_version_are_refused_with_what_was_expected(megaflow, run, tmp_path):
+    file = tmp_path / "other.h5"
+    shutil.copy(run.trajectories, file)
+    with h5py.File(file, "r+") as content:
+        content.attrs["format_version"] = 99
+    result = megaflow("verify", file)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{file}: format_version" in result.stderr and "use a newer megaflow-hpc" in result.stderr
+    with h5py.File(file, "r+") as content:
+        content.attrs["format"] = "another"
+    result = megaflow("du", file)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{file}: format 'another', expected 'megaflow-hpc/trajectories'" in result.stderr
+
+
+def test_verify_lists_every_column_with_its_digest(megaflow, run):
+    result = megaflow("verify", run.trajectories)
+    assert (result.returncode, result.stderr) == (0, "")
+    head, _, *rows = result.stdout.splitlines()
+    assert head.split() == ["column", "entries", "sha256"]
+    assert {row.split()[0] for row in rows} == {*COLUMNS, "rewards/tests"}
+    assert all(row.split()[-1] == "ok" for row in rows)
+    shown = json.loads(megaflow("verify", run.trajectories, "--json").stdout)
+    assert shown["file"] == str(run.trajectories)
+    assert {column["path"] for column in shown["columns"]} == {*COLUMNS, "rewards/tests"}
+    assert all(len(column["sha256"]) == 64 for column in shown["columns"])
+
+
+def test_verify_says_which_column_was_changed(megaflow, run):
+    with h5py.File(run.trajectories, "r+") as file:
+        file["tokens/id"][0] += 1
+    result = megaflow("verify", run.trajectories, "--json")
+    assert (result.returncode, result.stderr) == (1, f"{run.trajectories}: /tokens/id differs from its checksum\n")
+    bad = [column for column in json.loads(result.stdout)["columns"] if column["state"] != "ok"]
+    assert [column["path"] for column in bad] == ["tokens/id"]
+
+
+def test_compact_counts_what_it_drops(megaflow, run, tmp_path):
+    output = tmp_path / "small.h5"
+    result = megaflow("compact", run.trajectories, "--output", output, "--drop-artifacts", "*.log", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = json.loads(result.stdout)
+    assert (shown["attempts_dropped"], shown["artifacts_dropped"]) == (1, 1)
+    assert (shown["bytes_before"], shown["bytes_after"]) == (
+        run.trajectories.stat().st_size,
+        output.stat().st_size,
+    )
+    with open_trajectories(output) as store:
+        assert [a.name for a in store["task/default/1"].artifacts] == ["patch.diff"]
+    printed = megaflow("compact", run)
+    assert (printed.returncode, printed.stderr) == (0, "")
+    assert ["attempts", "dropped", "1"] in [line.split() for line in printed.stdout.splitlines()]
+
+
+def test_journals_are_dropped_of_a_finished_run_only(megaflow, run):
+    result = megaflow("compact", run.trajectories, "--drop-journals")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{run.trajectories}: --drop-journals is for a run directory" in result.stderr
+    result = megaflow("compact", run, "--drop-journals", "--json")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{run}: the campaign is not finished; its journals are still needed" in result.stderr
+    assert list(run.journal.iterdir())
+
+
+def test_anonymise_writes_a_copy_without_names(megaflow, run, tmp_path):
+    copy = tmp_path / "copy.h5"
+    result = megaflow("anonymise", run.trajectories, copy, "--name", "patch", "--json")
+    assert result.returncode == 0
+    assert json.loads(result.stdout) == {"trajectories": 3, "changed": 1, "without_tokens": 1}
+    assert "read a few trajectories before sharing" in result.stderr
+    with open_trajectories(copy) as store:
+        row = store["task/default/2"]
+        assert row.messages[0]["content"] == "cat /home/user/notes"
+        assert (row.sequences, row.node) == ([], "node-1")
+        assert [a.name for a in store["task/default/1"].artifacts] == ["agent.log", "user.diff"]
+    kept = megaflow("anonymise", run.trajectories, copy, "--keep-tokens")
+    assert ["without", "tokens", "0"] in [line.split() for line in kept.stdout.splitlines()]
+    with open_trajectories(copy) as store:
+        assert store["task/default/2"].sequences
+    result = megaflow("anonymise", copy, copy)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{copy}: is the file itself; name another one" in result.stderr
+
+
+def test_an_anonymised_rollout_keeps_no_sampled_ids_in_an_artifact(megaflow, tmp_path):
+    """Older software kept them in ``engine.jsonl`` too; they spell the text that was changed."""
+    run = run_dir(tmp_path / "run")
+    user = getpass.getuser() if len(getpass.getuser()) > 2 and getpass.getuser() != "root" else "jane"
+    ids = Artifact("engine.jsonl", b'{"token_ids": [1, 2]}\n')
+    messages = [{"role": "user", "content": f"I am {user}"}]
+    commit(run, "a", (0, 0, trajectory(1, artifacts=[ids])), (0, 0, trajectory(2, artifacts=[ids], messages=messages)))
+    assert megaflow("anonymise", gather(run), tmp_path / "copy.h5", "--name", user).returncode == 0
+    with open_trajectories(tmp_path / "copy.h5") as store:
+        assert [[a.name for a in row.artifacts] for row in store] == [["engine.jsonl"], []]
+
+
+def test_du_prints_shares_that_add_up(megaflow, run):
+    for path, name in ((run.trajectories, "tokens/id"), (run, "journal/")):
+        result = megaflow("du", path)
+        assert (result.returncode, result.stderr) == (0, "")
+        rows = [line.split() for line in result.stdout.splitlines()]
+        assert rows[0] == ["files", "MB", "raw/stored", "%"]
+        assert name in [row[0] for row in rows]
+        assert rows[-1][0] == "total"
+        shown = json.loads(megaflow("du", path, "--json").stdout)
+        assert shown["path"] == str(path)
+        assert name in [share["name"] for share in shown["shares"]]
+    assert sum(
+        share["stored"] for share in json.loads(megaflow("du", run.trajectories, "--json").stdout)["shares"]
+    ) == (run.trajectories.stat().st_size)
