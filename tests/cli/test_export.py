@@ -56,7 +56,10 @@ def test_without_json_the_files_are_printed_and_the_count_is_said_on_stderr(mega
             "no trajectory for which \"status == 'lost'\" holds among 18",
         ),
         (("--format", "jsonl", "--where", "stat == 1"), "no column 'stat'"),
-        (("--format", "jsonl", "--where", "reward >"), "selection: 'reward >': column 9"),
+        (
+            ("--format", "jsonl", "--where", "reward >"),
+            "selection: 'reward >': column 1: invalid syntax; expected one such as: status ==",
+        ),
     ],
 )
 def test_a_bad_argument_is_named(megaflow, run, tmp_path, arguments, message):

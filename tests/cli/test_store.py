@@ -57,7 +57,8 @@ def test_another_format_and_a_newer_version_are_refused_with_what_was_expected(m
         content.attrs["format_version"] = 99
     result = megaflow("verify", file)
     assert (result.returncode, result.stdout) == (2, "")
-    assert f"{file}: format_version" in result.stderr and "use a newer megaflow-hpc" in result.stderr
+    assert f"{file}: format_version" in result.stderr
+    assert "use a newer megaflow-hpc" in result.stderr
     with h5py.File(file, "r+") as content:
         content.attrs["format"] = "another"
     result = megaflow("du", file)

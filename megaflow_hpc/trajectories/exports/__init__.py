@@ -1,7 +1,8 @@
-"""Trajectories in the formats that other programs read; one module per format.
+"""Trajectories in the formats of other programs, one module per format, and JSON lines back into a campaign file.
 
-Every module offers ``HELP`` (one line) and ``write(job) -> list[Path]``: it takes rows from ``job.rows()`` in order,
-keeps a bounded part of them in memory, and publishes what it wrote by rename, so nobody ever sees half of it.
+An open store comes in, files go out. Every format's module offers ``HELP`` (one line) and ``write(job) -> list[Path]``:
+it takes rows from ``job.rows()`` in order, keeps a bounded part of them in memory, and publishes its files by rename.
+The verbs ``export`` and ``import`` call it, and users do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 
 GROUP_TOKENS = 1 << 20
-"""Tokens per group of rows that is held in memory: some tens of MB."""
+"""Tokens of a group of rows held in memory at once: some tens of MB."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -31,23 +32,24 @@ COMPRESSIONS = ("none", "gz", "zst")
 
 @dataclass
 class Job:
-    """One export: which rows of which store go where."""
+    """One export: the chosen rows of a store, and the directory they go to."""
 
     store: TrajectoryStore
     numbers: NDArray[np.int64]
     directory: Path
     compress: str = "none"
-    """Of JSON lines; Parquet is always compressed."""
+    """Compression of JSON lines: one of :data:`COMPRESSIONS`; Parquet is always compressed."""
     progress: Callable[[int, int], None] = lambda done, total: None
-    """Is told how many of how many rows are done."""
+    """Called with the number of rows done and of all rows."""
 
     def rows(self) -> Iterator[Row]:
+        """Yields the chosen rows in order."""
         for done, row in enumerate(self.store.rows(self.numbers)):
             yield row
             self.progress(done + 1, len(self.numbers))
 
     def groups(self) -> Iterator[NDArray[np.int64]]:
-        """Row numbers in runs that fit in memory together."""
+        """Yields row numbers, each time as many as fit in memory together."""
         lengths = self.store.lengths()[self.numbers]
         start = tokens = 0
         for end, length in enumerate(lengths.tolist()):
@@ -61,6 +63,7 @@ class Job:
         self.progress(len(self.numbers), len(self.numbers))
 
     def flat(self, numbers: NDArray[np.int64]) -> Flat:
+        """Returns the token sequences of rows end to end."""
         return self.store.flat(numbers)
 
 
@@ -76,17 +79,17 @@ def export(
 
     Args:
         store: an open store.
-        formats: of :data:`FORMATS`.
-        directory: where to; made if it is not there. Files of the same name are replaced.
+        formats: names among :data:`FORMATS`.
+        directory: the directory to write to, created if missing; files of the same name are replaced.
         where: an expression that chooses rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
-        compress: ``none``, ``gz`` or ``zst``, of JSON lines.
-        progress: is told format, rows done and rows in all.
+        compress: compression of JSON lines: ``none``, ``gz`` or ``zst``.
+        progress: called with the format, the number of rows done and of all rows.
 
     Returns:
-        What was written, by format.
+        The paths written, by format.
 
     Raises:
-        ConfigError: an unknown format, a package that the format needs is missing, or nothing was chosen.
+        ConfigError: a format is unknown, a package that it needs is missing, or no row was chosen.
     """
     modules = {name: module_of(name) for name in formats}
     if compress not in COMPRESSIONS:
@@ -108,6 +111,11 @@ def export(
 
 
 def module_of(name: str) -> Any:
+    """Imports and returns the module of a format.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
     if name not in FORMATS:
         raise ConfigError(f"format {name!r}: there are {', '.join(FORMATS)}")
     return import_module(f"{__name__}.{name}")

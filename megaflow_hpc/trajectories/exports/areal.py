@@ -30,6 +30,7 @@ _FILL = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "atten
 
 
 def write(job: Job) -> list[Path]:
+    """Writes ``areal.parquet``."""
     pa = pyarrow()
     path = job.directory / "areal.parquet"
     schema = pa.schema(
@@ -61,7 +62,7 @@ def write(job: Job) -> list[Path]:
 
 
 def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
-    """Rows of this format, padded to the right: (B, longest), ``rewards`` (B)."""
+    """Returns rows of this format padded to the right: (rows, longest) by name, and ``rewards`` (rows)."""
     found: dict[str, NDArray[Any]] = {}
     for name, dtype in {**KEYS, "attention_mask": np.bool_}.items():
         found[name] = padded_lines([row[name] for row in rows], dtype, _FILL[name])

@@ -32,6 +32,7 @@ _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistan
 
 
 def write(job: Job) -> list[Path]:
+    """Writes the directory ``atif``, one document per trajectory."""
     directory = job.directory / "atif"
     with published_directory(directory) as temporary:
         for row in job.rows():
@@ -43,7 +44,7 @@ def write(job: Job) -> list[Path]:
 
 
 def document(row: Row, campaign: str) -> dict[str, Any]:
-    """One trajectory as an ATIF document."""
+    """Returns one trajectory as an ATIF document."""
     turns, views = row.turns, row.sequences
     metrics = [_metrics(turn, views) for turn in turns]
     steps = _steps(row, metrics)
@@ -106,7 +107,7 @@ def _steps(row: Row, metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """A tool's answer, to the latest step of the agent that called it."""
+    """Adds a tool's answer to the latest step of the agent that called it."""
     result: dict[str, Any] = {"content": _text(message.get("content"))}
     wanted = _text(message.get("tool_call_id"))
     owner = next(
@@ -157,7 +158,7 @@ def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """Any content as text that is valid Unicode."""
+    """Returns any content as text that is valid Unicode."""
     if isinstance(content, list):
         parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
         content = "\n".join(str(part) for part in parts)
@@ -165,7 +166,7 @@ def _text(content: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A parsed JSON value that strict JSON in UTF-8 can hold."""
+    """Returns a parsed JSON value as strict JSON in UTF-8 can hold it."""
     if isinstance(value, dict):
         return {_text(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and compressed streams of lines."""
+"""Directories published as a whole, compressed streams of lines, and names safe for paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaflow_hpc.trajectories.hdf5.publishing import fsync
 
 @contextlib.contextmanager
 def published_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory beside ``path`` that takes its place when the block ends well; mode 0700."""
+    """Yields a directory (mode 0700) beside ``path`` that replaces it if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     temporary.mkdir(mode=0o700)
     try:
@@ -40,6 +40,11 @@ def published_directory(path: Path) -> Iterator[Path]:
 
 
 def zstandard() -> Any:
+    """Imports and returns the package zstandard.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import zstandard as module
     except ImportError:
@@ -51,6 +56,7 @@ def zstandard() -> Any:
 
 @contextlib.contextmanager
 def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
+    """Opens a new file for writing bytes, compressed by ``none``, ``gz`` or ``zst``."""
     with open(path, "xb", buffering=1 << 20) as file:
         if compress == "gz":
             with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
@@ -64,7 +70,7 @@ def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[IO[bytes]]:
-    """By the first bytes of the file, not by its name."""
+    """Opens a file for reading bytes, decompressed as its first bytes (not its name) demand."""
     with open(path, "rb") as file:
         magic = file.read(4)
         file.seek(0)
@@ -79,6 +85,6 @@ def reading(path: Path) -> Iterator[IO[bytes]]:
 
 
 def safe_name(text: str) -> str:
-    """``text`` as one component of a path."""
+    """Returns ``text`` as one component of a path: other characters than letters, digits, ``._-`` become ``_``."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
     return plain if plain.strip(".") else f"_{plain}"

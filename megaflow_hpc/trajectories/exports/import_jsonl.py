@@ -1,4 +1,4 @@
-"""A campaign file from JSON lines: what ``export --format jsonl`` wrote comes back with equal columns."""
+"""Imports JSON lines: what ``export --format jsonl`` wrote becomes a campaign file with equal columns."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megaflow_hpc.trajectories.journal.records import checked
 def import_jsonl(
     source: Path, target: Path, campaign: str | None = None, progress: Callable[[int], None] | None = None
 ) -> int:
-    """Writes a ``trajectories.h5`` from lines of JSON, plain or packed by gzip or Zstandard.
+    """Writes a ``trajectories.h5`` from lines of JSON, plain or compressed by gzip or Zstandard.
 
     Args:
         source: the file of lines.
-        target: the new file; one of the same name is replaced when all is written.
-        campaign: its name; by default the source's.
-        progress: is told how many trajectories are done.
+        target: the file to write; one of the same name is replaced when all is written.
+        campaign: name of the campaign; by default that of ``source`` up to its first dot.
+        progress: called with the number of trajectories done.
 
     Returns:
         The number of trajectories.
 
     Raises:
-        ConfigError: a line is no trajectory, or its id was there before; names the line. Nothing is written then.
+        ConfigError: a line is not a trajectory or repeats an id, and is named; ``target`` stays as it was.
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")

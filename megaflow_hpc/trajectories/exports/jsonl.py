@@ -1,4 +1,4 @@
-"""JSON lines: everything that is kept of a rollout on one line, and nothing lost: ``import`` makes the same columns.
+"""JSON lines: everything kept of a rollout on one line; nothing is lost, and ``import`` makes the same columns.
 
 Token columns are lists per sequence. Log-probabilities are written with nine significant digits, which give the same
 float32 back; ``null`` stands where a token was not sampled, and for a reward that is not there. Artifacts are base64.
@@ -33,6 +33,7 @@ _RAGGED = ("rewards", "messages", "sequences", "turns", "attempts", "artifacts")
 
 
 def write(job: Job) -> list[Path]:
+    """Writes ``trajectories.jsonl``, with the suffix of its compression."""
     path = job.directory / f"trajectories{_SUFFIX[job.compress]}"
     with published(path) as temporary, writing(temporary, job.compress) as file:
         for row in job.rows():
@@ -41,7 +42,7 @@ def write(job: Job) -> list[Path]:
 
 
 def line(row: Row) -> bytes:
-    """One trajectory as a line of strict JSON in UTF-8."""
+    """Returns one trajectory as a line of strict JSON in UTF-8, newline included."""
     head: dict[str, Any] = {}
     for name in Trajectory.__dataclass_fields__:
         if name not in _RAGGED:
@@ -80,10 +81,10 @@ def _floats(values: Any) -> str:
 
 
 def parse(data: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a parsed line.
+    """Returns the trajectory of a parsed line.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the line is not a trajectory.
     """
     record = dict(data)
     record["sequences"] = [

@@ -29,6 +29,11 @@ SCALARS = tuple(c for c in COLUMNS.values() if c.group == "trajectories" and c.e
 
 
 def pyarrow() -> Any:
+    """Imports and returns pyarrow, with ``pyarrow.parquet``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -38,6 +43,7 @@ def pyarrow() -> Any:
 
 
 def write(job: Job) -> list[Path]:
+    """Writes ``trajectories.parquet``."""
     pa = pyarrow()
     path = job.directory / "trajectories.parquet"
     names = job.store.reward_names
@@ -71,7 +77,13 @@ def _records(row: Row, name: str) -> list[dict[str, Any]]:
 
 
 def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
-    """The token sequences of rows, as a list of structs each, over the flat columns without a copy."""
+    """Returns the token sequences of rows, per row a list of structs, over the flat columns without a copy.
+
+    Args:
+        pa: pyarrow.
+        flat: the sequences of the rows.
+        numbers: (n), row numbers in the order of ``flat``, each once.
+    """
     token_offsets = pa.array(flat.offsets, pa.int32())
 
     def tokens(values: Any) -> Any:

@@ -26,6 +26,7 @@ NAMES = ("model.patch", "patch.diff", "patch")
 
 
 def write(job: Job) -> list[Path]:
+    """Writes ``preds.json``, or one file per policy and sample."""
     policy, sample = (job.store.column(name)[job.numbers] for name in ("policy", "sample_index"))
     runs = sorted(set(zip(policy.tolist(), sample.tolist(), strict=True)))
     paths = []
@@ -49,6 +50,7 @@ def write(job: Job) -> list[Path]:
 
 
 def patch_of(row: Row) -> str:
+    """Returns the text of the patch among a rollout's artifacts; empty without one."""
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
     found = [name for name in NAMES if name in artifacts]
     found += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]

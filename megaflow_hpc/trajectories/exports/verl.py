@@ -32,6 +32,7 @@ HELP = "Parquet, one row per token sequence, with the columns of verl's rollouts
 
 
 def write(job: Job) -> list[Path]:
+    """Writes ``verl.parquet``."""
     pa = pyarrow()
     path = job.directory / "verl.parquet"
     schema = _schema(pa)
@@ -77,7 +78,7 @@ def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
 
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The conversation before the first answer, as text."""
+    """Returns the messages before the first answer, with their content as text."""
     found = []
     for message in messages:
         if message.get("role") == "assistant":
@@ -115,15 +116,15 @@ def _schema(pa: Any) -> Any:
 
 
 def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, NDArray[Any]]:
-    """Rows of this format, padded as verl's agent loop pads them: prompts to the left, responses to the right.
+    """Pads rows of this format as verl's agent loop does: prompts to the left, responses to the right.
 
     Args:
-        rows: as read from the Parquet file.
-        pad_token_id: of the tokenizer.
+        rows: B rows as read from the Parquet file.
+        pad_token_id: the tokenizer's padding token.
 
     Returns:
-        int64 ``prompts`` ``responses`` ``response_mask`` ``input_ids`` ``attention_mask`` ``position_ids``, float32
-        ``rollout_log_probs`` and ``rm_scores`` (the reward on the last token), all (B, length); ``uid`` and
+        By name, int64 ``prompts`` ``responses`` ``response_mask`` ``input_ids`` ``attention_mask`` ``position_ids``,
+        float32 ``rollout_log_probs`` and ``rm_scores`` (the reward on the last token), all (B, length); ``uid`` and
         ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its ``non_tensor_batch``.
     """
 

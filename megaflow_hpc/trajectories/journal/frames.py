@@ -1,4 +1,4 @@
-"""The bytes of a journal: frames, what makes one valid, and reading them past torn tails and damage.
+"""The bytes of a journal: frames, what makes one valid, and how they are read past torn tails and damage.
 
 All integers are little-endian::
 
@@ -12,7 +12,7 @@ for a record. The marker serves to find the next frame behind damage.
 
 Reading ends at the *torn tail*: the first byte behind which no whole valid frame follows. Anything invalid before a
 valid frame is *damage*: an error that names file and offset or, for tolerant readers, a gap, logged and skipped.
-A file may be read while it is written; the reader sees what was whole when it came by.
+A file may be read while it is written; the reader sees the frames that were whole at that time.
 
 Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and
 ``{"kind": "part", "number": int, "base": int}``. Readers skip the kinds they do not know.
@@ -47,12 +47,12 @@ HEADER_SIZE = _HEADER.size
 FRAME_SIZE = _FRAME.size
 
 MAX_RECORD = 1 << 30
-"""Bytes of one record: above this a length is damage, and a record is refused."""
+"""Largest size of a record, in bytes: a greater length in a frame is damage, and a larger record is refused."""
 _SEARCH_WINDOW = 1 << 20
 
 
 class Frame(NamedTuple):
-    """One record as it lies in the file: ``[start, end)`` in bytes, ``time_ns`` UTC when it was appended."""
+    """One record in its file: bytes ``[start, end)``, appended at ``time_ns`` (nanoseconds UTC)."""
 
     start: int
     end: int
@@ -69,13 +69,13 @@ def _plain(value: Any) -> Any:
 
 
 def pack_record(record: Mapping[str, Any]) -> bytes:
-    """msgpack of a record. Lone surrogates in strings pass unchanged; what msgpack has no type for becomes a string."""
+    """Packs a record by msgpack. Lone surrogates stay as they are; values msgpack has no type for become strings."""
     packed: bytes = msgpack.packb(record, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
     return packed
 
 
 def unpack_record(payload: bytes) -> dict[str, Any]:
-    """Inverse of :func:`pack_record`; also takes strings packed with ``surrogateescape``.
+    """Inverts :func:`pack_record`; strings packed with ``surrogateescape`` are accepted too.
 
     Raises:
         ValueError: the bytes are not the msgpack of a map.
@@ -92,18 +92,18 @@ def unpack_record(payload: bytes) -> dict[str, Any]:
 
 
 def seed_of(salt: bytes, offset: int) -> int:
-    """What the CRCs of the frame at ``offset`` start from."""
+    """Returns the value that both CRCs of the frame at ``offset`` start from."""
     return crc32(_SEED.pack(salt, offset))
 
 
 def header(salt: bytes) -> bytes:
-    """The first bytes of a journal."""
+    """Returns the header of a journal, its first :data:`HEADER_SIZE` bytes."""
     head = struct.pack("<8sI8s", MAGIC, VERSION, salt)
     return head + struct.pack("<I", crc32(head))
 
 
 def frame_head(payload: bytes, salt: bytes, offset: int, time_ns: int) -> bytes:
-    """What stands before ``payload`` at ``offset``."""
+    """Returns the :data:`FRAME_SIZE` bytes that precede ``payload`` in the frame at ``offset``."""
     seed = seed_of(salt, offset)
     head = struct.pack("<4sIQ", MARKER, len(payload), time_ns)
     return head + struct.pack("<II", crc32(head, seed), crc32(payload, seed))
@@ -116,11 +116,11 @@ def read_journal(
 
     Args:
         path: the journal; may be written meanwhile.
-        limit: bytes; records that end behind it are left out (a seal).
+        limit: number of bytes (a seal); records that end behind it are left out.
         tolerant: log and skip damage instead of raising.
 
     Raises:
-        ConfigError: not a journal, of a newer version, unreadable, or damaged in its middle.
+        ConfigError: the file is not a journal, of a newer version, unreadable, or damaged in its middle.
     """
     for frame in read_frames(path, limit, tolerant=tolerant):
         try:
@@ -136,7 +136,7 @@ def read_journal(
 def read_frames(
     path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, start: int = 0
 ) -> Iterator[Frame]:
-    """As :func:`read_journal`, without decoding the records; from ``start`` on, the end of a frame read before."""
+    """Yields undecoded frames as :func:`read_journal` does records, from ``start``, the end of an earlier frame, on."""
     with open_journal(path) as file:
         salt = read_header(file, path)
         if salt is None:
@@ -160,10 +160,10 @@ def read_frames(
 
 
 def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
-    """The frame that starts at byte ``start``, as :func:`read_frames` once gave it.
+    """Returns the frame that starts at byte ``start``, a place known from :func:`read_frames`.
 
     Raises:
-        ConfigError: there is none any more.
+        ConfigError: no whole frame is there any more.
     """
     with open_journal(path) as file:
         salt = read_header(file, path)
@@ -175,10 +175,11 @@ def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
 
 
 def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
-    """
+    """Opens a journal for reading.
+
     Raises:
         ConfigError: there is no such file, or it may not be read.
-        OSError: the run directory is away: it may be read later.
+        OSError: the run directory does not answer; it may later.
     """
     try:
         return open(path, "rb")
@@ -189,7 +190,11 @@ def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
-    """The file's salt; ``None`` when its creation never finished, so that it holds nothing."""
+    """Reads the header and returns its salt; ``None`` for a file whose creation never finished, and so holds nothing.
+
+    Raises:
+        ConfigError: the file is not a journal, its header is damaged, or it is of another version.
+    """
     raw = file.read(HEADER_SIZE)
     if len(raw) < HEADER_SIZE and MAGIC.startswith(raw[: len(MAGIC)]):
         return None
@@ -206,7 +211,7 @@ def read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
 
 
 def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
-    """The valid frame at ``position`` within the first ``size`` bytes; else whether the bytes surely just end early."""
+    """Returns the valid frame at ``position`` in the first ``size`` bytes, or else whether the bytes end too early."""
     file.seek(position)
     head = file.read(FRAME_SIZE)
     if position + FRAME_SIZE > size or len(head) < FRAME_SIZE:
@@ -225,7 +230,7 @@ def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Fr
 
 
 def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame | None:
-    """The first valid frame at or behind ``position``."""
+    """Returns the first valid frame at or behind ``position``."""
     while position + FRAME_SIZE <= size:
         file.seek(position)
         window = file.read(_SEARCH_WINDOW)

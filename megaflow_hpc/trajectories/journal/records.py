@@ -1,4 +1,4 @@
-"""The records of a journal: what of each decides over winners, whether a seal voids it, and its trajectory.
+"""The records of a journal: the fields that decide over winners, seals that void records, and the trajectories.
 
 A seal says for (block, epoch) whose journal counts and up to which byte; records of that epoch that end behind it, or
 lie in any other journal, are void. Without a seal all of them count. Nothing here needs HDF5.
@@ -39,7 +39,7 @@ class Heading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One valid record: what decides, and where it lies."""
+    """One valid record: the fields that decide over winners, and its place."""
 
     id: str
     status: str
@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def rank(self) -> tuple[bool, int, int, int, str, int]:
-        """The lowest wins."""
+        """A sort key: among the records of a rollout, the lowest wins."""
         return self.status not in _FINAL, self.epoch, self.attempt, self.time_ns, self.journal, self.start
 
 
@@ -103,13 +103,23 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
 
 
 def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool:
-    """Whether no seal voids a record of ``journal`` that ends at the logical offset ``end``."""
+    """Returns whether a record counts, because no seal voids it.
+
+    Args:
+        seals: the ledger's seals.
+        block, epoch: of the record.
+        journal: name of its file.
+        end: logical offset of its end.
+    """
     sealed = seals.get((block, epoch))
     return sealed is None or (owner_of(sealed[0]) == owner_of(journal) and end <= sealed[1])
 
 
 def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
-    """The trajectory of a record; without its tokens, and saying so, where these contradict one another."""
+    """Returns the trajectory of a record.
+
+    Where its token columns contradict one another it comes without them, its ``error`` says so, and it is logged.
+    """
     data: Mapping[str, Any] = {}
     try:
         data = _trajectory_data(unpack_record(frame.payload))
@@ -127,10 +137,10 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
 
 
 def checked(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory.
+    """Returns the trajectory itself, once its token columns are found to agree.
 
     Raises:
-        ValueError: its token columns differ in length, or a turn lies outside its sequence.
+        ValueError: token columns differ in length, or a turn lies outside its sequence.
     """
     for number, sequence in enumerate(trajectory.sequences):
         columns = (sequence.tokens, sequence.logprobs, sequence.loss_mask, sequence.weight_versions)
@@ -152,7 +162,7 @@ _HEAD_BYTES = 4096
 
 
 def _head(payload: bytes) -> dict[str, Any]:
-    """A record with only so much of its trajectory as decides; all of it where these do not come first."""
+    """Decodes a record with only the deciding fields of its trajectory; all of it where they do not come first."""
     unpacker = msgpack.Unpacker(raw=False, strict_map_key=False, unicode_errors="surrogatepass")
     unpacker.feed(payload[:_HEAD_BYTES])
     record: dict[str, Any] = {}
@@ -178,7 +188,7 @@ def _head(payload: bytes) -> dict[str, Any]:
 
 
 def _trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The trajectory of a record; a worker's packed bytes may have been put in unopened."""
+    """Returns the trajectory's map of a record, which may hold it as a worker's packed bytes."""
     data = record["trajectory"]
     if isinstance(data, bytes):
         data = unpack_record(data)

@@ -1,4 +1,4 @@
-"""Rank 0's part in making shards: it starts a child process per finished part of its journal, and never waits for one.
+"""Starts, for rank 0, a child process per finished part of its journal that makes the shard; rank 0 never waits.
 
 Nothing of HDF5 or numpy is loaded here; the work is done by ``python -m megaflow_hpc.trajectories.journal.shards RUN
 PART``.
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class ShardMaker:
     """Makes the shards of finished parts, one after another, in a child process of low priority.
 
-    For the loop of rank 0: :meth:`add` never waits. A child that has ended is followed by the next when another part is
-    finished. What is not made when the pod ends, ``gather`` does without.
+    For the loop of rank 0: :meth:`add` never waits. When a child has ended, the next is started as soon as another part
+    is finished. ``gather`` does without the shards that are not made when the pod ends.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -31,7 +31,7 @@ class ShardMaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def add(self, part: Path) -> None:
-        """Queues a journal part that is finished."""
+        """Queues a finished part of the journal."""
         self._waiting.append(part)
         self.poll()
 

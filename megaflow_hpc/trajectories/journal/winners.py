@@ -1,4 +1,4 @@
-"""Which record of which journal is the result of a rollout: one winner each, the same for every reader.
+"""Decides which record of which journal is the result of a rollout: one winner each, the same for every reader.
 
 A record is *valid* unless a seal voids it (:mod:`~megaflow_hpc.trajectories.journal.records`).
 
@@ -43,10 +43,14 @@ class Index:
     winners: list[Entry] = field(default_factory=list)
     """One per rollout, in commit order."""
     losers: dict[str, list[Entry]] = field(default_factory=dict)
-    """By rollout id, for the few that have any."""
+    """The other valid records by rollout id, for the few rollouts that have any."""
 
     def load(self, entry: Entry) -> Trajectory:
-        """The trajectory of a winner, with the attempts of the records it won over."""
+        """Reads the trajectory of a winner, with the attempts of the records it won over.
+
+        Raises:
+            ConfigError: the record is no longer where the index found it.
+        """
         trajectory = self._read(entry)
         others = self.losers.get(entry.id)
         if others:
@@ -63,19 +67,19 @@ class Index:
 
 
 def journals(run: RunDir) -> list[Path]:
-    """The journal files of a run, by name."""
+    """Returns the journal files of a run, sorted by name."""
     if not run.journal.is_dir():
         return []
     return sorted(path for path in run.journal.iterdir() if path.name.endswith(SUFFIX) and path.name[0] != ".")
 
 
 def seals_of(run: RunDir) -> Seals:
-    """The ledger's seals, waited for while the run directory is away; none where no ledger has been made yet."""
+    """Returns the ledger's seals; waits while the run directory does not answer. Without a ledger there are none."""
     return Ledger(run).seals()
 
 
 def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
-    """What a result depends on: journal sizes in bytes by name, and a checksum of the seals."""
+    """Returns what a result depends on: journal sizes in bytes by name, and a checksum of the seals."""
     sealed = json.dumps(sorted([*key, *value] for key, value in seals.items()))
     return {
         "journals": {path.name: path.stat().st_size for path in journals(run)},
@@ -84,7 +88,7 @@ def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
 
 
 def index(run: RunDir, seals: Seals, shards: bool = True) -> Index:
-    """Reads every journal once and decides. Damage is logged and skipped: the rest of the campaign stays readable.
+    """Reads every journal once and decides over winners. Damage is logged and skipped: the rest stays readable.
 
     Args:
         run: the run directory.
@@ -92,7 +96,7 @@ def index(run: RunDir, seals: Seals, shards: bool = True) -> Index:
         shards: whether shards are read in the place of their journals.
 
     Raises:
-        ConfigError: a file in ``RUN/journal`` is no journal, or of a newer version.
+        ConfigError: a file in ``RUN/journal`` is not a journal, or of a newer version.
     """
     from megaflow_hpc.trajectories.journal.shards import (
         shard_entries,  # reads HDF5, which following a journal does not need
@@ -109,7 +113,7 @@ def index(run: RunDir, seals: Seals, shards: bool = True) -> Index:
 
 
 def decide(valid: Iterable[Entry]) -> tuple[dict[str, Entry], dict[str, list[Entry]]]:
-    """The winner of each rollout, and those it won over where there are any."""
+    """Returns the winner of each rollout by id, and the entries it won over where there are any."""
     best: dict[str, Entry] = {}
     losers: dict[str, list[Entry]] = {}
     for entry in valid:

@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".journal"
 ROTATE_BYTES = 128 << 20
-"""A part this long is closed: small enough that its shard takes a second, large enough that files stay few."""
+"""Size of a part, in bytes: small enough that its shard takes a second, large enough that files stay few."""
 _WRITE_BUFFER = 4 << 20
-"""Appended bytes are kept in memory up to this size between commits, then given to the kernel."""
+"""Appended bytes kept in memory between commits before they are given to the kernel."""
 
 
 def owner_of(name: str) -> str:
-    """``<pod>.<start>`` of the name of a journal's part."""
+    """Returns ``<pod>.<start>`` from the name of a journal's part."""
     return name.removesuffix(SUFFIX).partition("+")[0]
 
 
 def part_path(path: Path, number: int) -> Path:
-    """The file of part ``number`` of the journal whose part 0 is ``path``."""
+    """Returns the path of part ``number`` of the journal whose part 0 is ``path``."""
     if number == 0:
         return path
     suffix = SUFFIX if path.name.endswith(SUFFIX) else ""
@@ -62,8 +62,8 @@ class JournalWriter:
 
     Args:
         path: a file that does not exist yet, in a directory that does.
-        rotate_bytes: size of a part, in bytes, behind which the next one is begun.
-        on_rotate: is told the path of each part that is finished.
+        rotate_bytes: size in bytes from which on the next part is begun.
+        on_rotate: called with the path of each finished part.
 
     Raises:
         ConfigError: the file exists (two pods with one name), or cannot be created.
@@ -89,17 +89,17 @@ class JournalWriter:
 
     @property
     def length(self) -> int:
-        """Logical offset behind the last appended record."""
+        """The logical offset behind the last appended record."""
         return self._base + self._written + self._pending_bytes
 
     @property
     def committed(self) -> int:
-        """Logical offset up to which everything is durable."""
+        """The logical offset up to which everything is durable."""
         return self._base + self._durable
 
     @property
     def part(self) -> Path:
-        """The file that is written now."""
+        """The path of the part being written."""
         return part_path(self.path, self._part)
 
     def append(self, record: bytes | Mapping[str, Any]) -> int:
@@ -207,7 +207,7 @@ class JournalWriter:
 
 
 def _create(path: Path, first: bytes) -> tuple[int, bytes, int]:
-    """A new durable journal file with its header and, if not empty, a first record: descriptor, salt, length."""
+    """Creates a durable journal file with a header and perhaps a first record; returns descriptor, salt, length."""
     salt = os.urandom(8)
     data = header(salt)
     if first:
@@ -249,7 +249,7 @@ def _fsync_directory(path: Path) -> None:
 
 
 def base_of(path: str | os.PathLike[str]) -> int:
-    """Bytes in the parts before this one: what its first record says or, should that be damaged, their sizes."""
+    """Returns the bytes in the parts before this one: from its first record or, if damaged, from their sizes."""
     path = Path(path)
     stem, _, number = path.name.removesuffix(SUFFIX).rpartition("+")
     if not stem:
@@ -264,8 +264,10 @@ def base_of(path: str | os.PathLike[str]) -> int:
 
 
 def parts(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of the journal whose part 0 is ``path``, in order. A directory entry is durable before its first
-    acknowledged record, so the first missing one ends the journal."""
+    """Returns the files of the journal whose part 0 is ``path``, in order.
+
+    A directory entry is durable before its first acknowledged record, so the first missing one ends the journal.
+    """
     found: list[Path] = []
     while (part := part_path(Path(path), len(found))).exists():
         found.append(part)
@@ -273,7 +275,7 @@ def parts(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def valid_length(path: str | os.PathLike[str]) -> int:
-    """Logical offset behind the last whole record: what a successor seals. 0 for a journal that is not there.
+    """Returns the logical offset behind the last whole record, at which a successor seals; 0 for a missing journal.
 
     Args:
         path: part 0 of the journal; the others are found beside it.
