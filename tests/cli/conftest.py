@@ -51,7 +51,7 @@ def planned(campaign: Path) -> Run:
 
 @pytest.fixture
 def megaflow(capsys: pytest.CaptureFixture[str]) -> Megaflow:
-    """Runs one verb in this process, without the start of an interpreter; returns what it printed and its exit status."""
+    """Runs one verb within the test, without a start of Python; returns what it printed and its exit status."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()
