@@ -6,5 +6,8 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 
 class NopAgent:
+    """Leaves the sandbox as it is."""
+
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Returns at once."""
         return AgentResult()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 
 def main() -> int:
+    """Runs the agent to its end and returns the exit status."""
     site.addsitedir(str(Path(__file__).parent / "site"))  # not PYTHONPATH: the task's own programs would see it
     from openhands.sdk import LLM, Conversation
     from openhands.tools.preset.default import get_default_agent

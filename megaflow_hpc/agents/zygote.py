@@ -137,6 +137,7 @@ async def _rollout(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    """Runs the zygote on the control socket whose descriptor is the first argument."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole step; the runner decides
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -111,7 +111,6 @@ def test_a_model_that_no_engine_serves_is_not_the_agents_failure(servers: Server
         asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), wait_s=1.0))
 
 
-@pytest.mark.slow
 def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
     servers.script({"default": [block("echo on >> log")]})
     sandbox = LocalSandbox(tmp_path / "box")

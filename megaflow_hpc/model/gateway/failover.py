@@ -45,6 +45,7 @@ class Caller:
         self._connections.close_idle(keep={(s.url, s.fingerprint) for s in self.router.all()})
 
     def close(self) -> None:
+        """Closes all idle connections."""
         self._connections.close()
 
     async def call(

@@ -62,7 +62,7 @@ class Unavailable(Exception):
 
 @dataclass
 class Answer:
-    """What goes back to the agent, and what is recorded."""
+    """An engine's answer, split into what goes back to the agent and what is recorded."""
 
     body: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
@@ -134,6 +134,7 @@ class Call(NamedTuple):
     policy: str
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """Posts one JSON request of the call; raises as :func:`post` does."""
         return await post(self.connections, self.server, path, body, self.timeout_s)
 
     def asked(self, **changes: Any) -> dict[str, Any]:

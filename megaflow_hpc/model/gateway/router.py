@@ -59,6 +59,7 @@ class Server:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Server:
+        """Makes a server of its decoded endpoint file."""
         return cls(
             name=str(record["server"]),
             policy=str(record["policy"]),
@@ -74,6 +75,7 @@ class Server:
 
     @property
     def busy(self) -> float:
+        """Requests in flight over the weight."""
         return self.outstanding / self.weight
 
     def available(self, now: float) -> bool:
@@ -89,6 +91,7 @@ class Server:
         self.rests_until = self.failed_at + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
 
     def succeeded(self) -> None:
+        """Notes that a call was answered: the server rests no more."""
         self.failures = 0
         self.rests_until = 0.0
 
@@ -136,9 +139,11 @@ class Router:
         self._changed = asyncio.Event()
 
     def all(self) -> list[Server]:
+        """Returns the servers of all policies."""
         return list(self._servers.values())
 
     def servers(self, policy: str) -> list[Server]:
+        """Returns the servers of one policy, those that rest included."""
         return [s for s in self._servers.values() if s.policy == policy]
 
     def pick(self, policy: str, previous: str = "", group: str = "") -> Server | None:

@@ -24,6 +24,7 @@ class Load:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Load:
+        """Returns the load in a decoded endpoint file; what is missing there counts as 0."""
         return cls(*(record.get(name) or 0 for name in ("in_flight", "waiting", "wait_s")))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import yaml
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Recording
-from tests.support.places import TINY_MODEL
 from tests.support.serving import Servers, conversation, listeners
 
 
@@ -39,10 +36,13 @@ def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_transformers_own_server_answers_behind_the_proxy(servers: Servers, tmp_path: Path) -> None:
-    venv = os.environ.get("MEGAFLOW_ENGINE_VENV") or pytest.fail("MEGAFLOW_ENGINE_VENV is not set; use launchers/test")
-    subprocess.run([Path(venv) / "bin" / "python", TINY_MODEL, tmp_path / "tiny"], check=True, timeout=300)
-    section = {"engine": "transformers", "path": str(tmp_path / "tiny"), "gpus": 0, "python": venv}
+def test_transformers_own_server_answers_behind_the_proxy(servers: Servers, interpreter: str, tiny_model: Path) -> None:
+    section = {
+        "engine": "transformers",
+        "path": str(tiny_model),
+        "gpus": 0,
+        "python": str(Path(interpreter).parents[1]),
+    }
     servers.start({**section, "args": {"device": "cpu"}})
     record = servers.record(0, timeout_s=600)
     assert record["protocol"] == "text"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
+import shutil
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +17,6 @@ import pytest
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.types import ModelEndpoint, Recording, TokenSequence
-from tests.support.places import TINY_MODEL
 from tests.support.reported import check_against_reported, reported
 from tests.support.serving import Servers, listeners
 
@@ -26,20 +25,9 @@ CONTEXT = 4096
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> str:
-    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
-    if not venv:
-        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
-    return str(Path(venv) / "bin" / "python")
-
-
-@pytest.fixture(scope="module")
-def vllm(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folder = tmp_path_factory.mktemp("vllm")
-    model = folder / "tiny"
-    subprocess.run([interpreter, TINY_MODEL, str(model)], check=True, timeout=120)
-    with Servers(folder) as servers:
-        section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
+def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with Servers(tmp_path_factory.mktemp("vllm")) as servers:
+        section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
         section |= {"args": {"max-model-len": CONTEXT, "dtype": "float32"}, "weights": {"running": "continue"}}
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
@@ -257,9 +245,19 @@ async def serves(vllm: Servers, version: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def other_weights(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with the numbers of every tensor in reverse order: other weights of the same distribution."""
     model = tmp_path_factory.mktemp("other") / "tiny"
-    subprocess.run([interpreter, TINY_MODEL, str(model), "--seed", "1"], check=True, timeout=120)
+    shutil.copytree(tiny_model, model)
+    for file in model.glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        start = 8 + int.from_bytes(content[:8], "little")
+        for name, tensor in json.loads(content[8:start]).items():
+            if name != "__metadata__":
+                assert tensor["dtype"] == "F32"
+                part = slice(*(start + offset for offset in tensor["data_offsets"]))
+                content[part] = array("f", bytes(content[part]))[::-1].tobytes()
+        file.write_bytes(content)
     return model
 
 

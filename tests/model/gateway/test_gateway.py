@@ -253,7 +253,7 @@ async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(s
     with impostor:
         impostor.script(ECHO)
         theirs = impostor.record(0)
-        async with ModelGateway(wait_s=1.5) as gateway:
+        async with ModelGateway(wait_s=0.5) as gateway:
             gateway.update_endpoints([{**record, "url": theirs["url"]}])  # its address, our fingerprint
             model = await gateway.open("t/default/0", "default")
             status, reply = await call(model, {"messages": conversation("hello")})
@@ -265,10 +265,10 @@ async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(s
 
 @in_loop
 async def test_a_client_that_leaves_is_not_recorded(servers: Servers) -> None:
-    servers.script({"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.0}]}]})
+    servers.script({"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 0.6}]}]})
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call(model, {"messages": conversation("hello")}), 0.3)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.6)  # the answer would be there
         assert not (await gateway.close("t/default/0")).turns

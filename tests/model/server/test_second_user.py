@@ -142,7 +142,7 @@ def test_who_takes_a_dead_engines_port_gets_not_one_byte_of_key_or_prompt(
     squatter = Squatter(int(record["url"].rpartition(":")[2]), tmp_path, tls)
 
     async def scenario() -> None:
-        async with servers.gateway(wait_s=4) as gateway:
+        async with servers.gateway(wait_s=1) as gateway:
             model = await gateway.open("t/default/0", "default")
             headers = {"Authorization": f"Bearer {model.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as session:

@@ -128,7 +128,6 @@ def test_an_engine_that_cannot_start_leaves_one_line_of_cause(servers: Servers, 
     assert "url" not in failed
 
 
-@pytest.mark.slow
 def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers, tmp_path: Path) -> None:
     """Three starts in a row, then the cause in one line of ``status``."""
     program = tmp_path / "venv" / "bin" / "python"
@@ -146,7 +145,6 @@ def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers
     assert shown["cause"] == failed["cause"]
 
 
-@pytest.mark.slow
 def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
     servers.script(ANSWER)
     servers.record(0)

@@ -1,4 +1,4 @@
-"""What a scripted engine answers: the file, and the choice of an answer for a conversation.
+"""Scripts of answers: their file format, and the choice of an answer for a conversation.
 
 A script is YAML or JSON::
 
@@ -35,12 +35,16 @@ _KEYS = {"text", "file", "reasoning", "delay_s", "status", "tool", "arguments", 
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A call of a tool that the conversation offers."""
+
     name: str
     arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
+    """One scripted answer: given after ``delay_s`` seconds; an HTTP error unless ``status`` is 200."""
+
     text: str = ""
     delay_s: float = 0.0
     status: int = 200
@@ -50,16 +54,21 @@ class Answer:
 
 @dataclass(frozen=True)
 class ScriptedTask:
+    """The answers to conversations in which ``pattern`` is found; the last one repeats."""
+
     pattern: re.Pattern[str]
     answers: tuple[Answer, ...]
 
     @property
     def tools(self) -> set[str]:
+        """Names of the tools that the answers call."""
         return {call.name for answer in self.answers for call in answer.calls}
 
 
 @dataclass(frozen=True)
 class Script:
+    """The answers of a scripted engine; ``default`` where no task matches."""
+
     tasks: tuple[ScriptedTask, ...] = ()
     default: tuple[Answer, ...] = (Answer(DEFAULT),)
 

@@ -22,7 +22,7 @@ __all__ = ["DIALECTS", "BadRequest", "Dialect", "Event", "dialect_of", "messages
 
 
 class Dialect(Protocol):
-    """The functions that a module of this package has."""
+    """The functions that each module of this package has, documented here."""
 
     def request(self, body: Mapping[str, Any], /) -> dict[str, Any]:
         """Returns the equivalent chat request.

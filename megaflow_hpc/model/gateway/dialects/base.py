@@ -20,10 +20,12 @@ def new_id(prefix: str) -> str:
 
 
 def text_part(text: str) -> dict[str, Any]:
+    """Returns a text part of a chat message."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str) -> dict[str, Any]:
+    """Returns an image part of a chat message; ``url`` may be a ``data:`` URL."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -35,6 +37,7 @@ def content_of(parts: Sequence[Mapping[str, Any]], glue: str = "\n") -> str | li
 
 
 def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """Returns a function as chat requests offer it; ``parameters`` is a JSON schema."""
     function = {"name": name, "parameters": parameters}
     if description:
         function["description"] = description
@@ -47,18 +50,21 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def expect_list(value: Any, field: str) -> list[Any]:
+    """Returns ``value``; raises :class:`BadRequest`, which names ``field``, if it is no list."""
     if not isinstance(value, list):
         raise BadRequest(f"{field}: expected a list, found {type(value).__name__}")
     return value
 
 
 def expect_object(value: Any, field: str) -> Mapping[str, Any]:
+    """Returns ``value``; raises :class:`BadRequest`, which names ``field``, if it is no object."""
     if not isinstance(value, Mapping):
         raise BadRequest(f"{field}: expected an object, found {type(value).__name__}")
     return value
 
 
 def expect_text(value: Any, field: str) -> str:
+    """Returns ``value``; raises :class:`BadRequest`, which names ``field``, if it is no text."""
     if not isinstance(value, str):
         raise BadRequest(f"{field}: expected a text, found {type(value).__name__}")
     return value
