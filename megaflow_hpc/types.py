@@ -10,6 +10,7 @@ token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float3
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -282,6 +283,12 @@ class Verdict:
     artifacts: list[Artifact] = field(default_factory=list)
     """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
 
+    @classmethod
+    def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
+        """A verdict with these named rewards, at least one; ``reward`` is the one of that name, else the first."""
+        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+        return cls(reward, dict(rewards), output, artifacts=list(artifacts))
+
 
 @dataclass
 class Trajectory:
@@ -330,6 +337,16 @@ class Trajectory:
         for name in ("turns", "attempts", "artifacts"):
             record[name] = [dict(vars(item)) for item in getattr(self, name)]  # flat: asdict's deep copies are slow
         return record
+
+    @classmethod
+    def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
+        """The trajectory of an attempt at ``rollout`` that begins and ends now, unless ``known`` says otherwise."""
+        now = time.time()
+        names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
+        fields_of_rollout = {name: getattr(rollout, name) for name in names}
+        return cls(
+            **fields_of_rollout, **{"started_at": now, "finished_at": now, **known}, attempt=attempt, status=status
+        )
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:

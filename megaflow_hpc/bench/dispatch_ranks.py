@@ -100,21 +100,8 @@ def follow(slots: int) -> dict[str, Any]:
             if answered:
                 waits.append(time.monotonic() - answered)
             rollout = Rollout(**message["rollout"])
-            now = time.time()
-            trajectory = Trajectory(
-                id=rollout.id,
-                task_id=rollout.task_id,
-                group_id=rollout.group_id,
-                policy=rollout.policy,
-                agent=rollout.agent,
-                sample_index=rollout.sample_index,
-                status="completed",
-                attempt=message["attempt"],
-                reward=0.0,
-                started_at=now,
-                finished_at=now,
-                messages=[{"role": "user", "content": "x" * 300}],
-            )
+            messages = [{"role": "user", "content": "x" * 300}]
+            trajectory = Trajectory.begin(rollout, message["attempt"], "completed", reward=0.0, messages=messages)
             comm.send(0, Outcome.of(trajectory).to_message())
             answered = time.monotonic()
 

@@ -84,7 +84,7 @@ def make(
         ConfigError: names file, line, value and remedy.
     """
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.resolve import ImageMapping, Images
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
@@ -119,10 +119,9 @@ def make(
     used = {rollout.task_id for rollout in rollouts}
     tasks = [task for task in tasks if task.id in used]
     require((environment.network_of(task) for task in tasks), private_directory(default_scratch()))
-    files = images.resolve_all(
-        image_requests(tasks), environment.images, base, build=build, where=where("environment.images")
-    )
-    tasks = in_image_directories(tasks, files, images, environment.images, base)
+    mapping = ImageMapping(environment.images, base, where("environment.images"))
+    files = images.resolve_all(image_requests(tasks), mapping, build=build)
+    tasks = in_image_directories(tasks, files, images, mapping)
     if environment.verification == "fresh":
         for task in tasks:
             check_fresh(task)

@@ -38,6 +38,7 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
     """Returns, for each image that a campaign's tasks name, its file; ``build``: what the store lacks is made."""
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import ImageMapping
     from megaflow_hpc.tasks.images import image_requests
     from megaflow_hpc.tasks.loading import load_tasks
 
@@ -50,16 +51,17 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
     base = Path(path).absolute().parent
     note(f"{path}: reading tasks")
     tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
-    return images.resolve_all(image_requests(tasks), environment.images, base, build=build)
+    return images.resolve_all(image_requests(tasks), ImageMapping(environment.images, base), build=build)
 
 
 def build(arguments: argparse.Namespace) -> int:
     """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
     from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+    from megaflow_hpc.environments.images.resolve import ImageMapping
 
     images = open_images(arguments)
-    mapping = _pairs(arguments.map, "--map")
+    mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
     files: dict[str, str] = {}
     for source in arguments.source:
         name = os.path.basename(source)
@@ -70,10 +72,10 @@ def build(arguments: argparse.Namespace) -> int:
             for line, instruction, reason in dockerfile.ignored:
                 note(f"{source}:{line}: {instruction} is left out: {reason}")
             note(f"{source}: building, if it is not there")
-            files[source] = str(images.resolve_dockerfile(dockerfile, mapping, Path.cwd(), where="--map"))
+            files[source] = str(images.resolve_dockerfile(dockerfile, mapping))
         else:
             note(f"{source}: building, if it is not there")
-            files[source] = str(images.resolve(source, {source: source}, Path.cwd(), where="images build"))
+            files[source] = str(images.resolve_source(source, "images build"))
     if arguments.manifest:
         write_manifest(Path(arguments.manifest), manifest(images))
     return _show_files(arguments, files)
@@ -95,7 +97,7 @@ def pull(arguments: argparse.Namespace) -> int:
     for source in arguments.source:
         if is_remote(source):
             note(f"{source}: pulling, if it is not there")
-            files[source] = str(images.resolve(source, {source: source}, Path.cwd(), where="images pull"))
+            files[source] = str(images.resolve_source(source, "images pull"))
         elif os.path.isfile(source):
             files[source] = images.store.add(Path(source), os.path.abspath(source)).path
         else:

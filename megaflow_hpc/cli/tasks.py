@@ -138,7 +138,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.resolve import ImageMapping, Images
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -161,13 +161,13 @@ def run_validate(arguments: argparse.Namespace) -> int:
     tasks = [read_harbor_task(path, images.dockerfiles) for path in chosen]
     requests = image_requests(tasks)
     if arguments.campaign and not arguments.image:
-        base, mapping, where = Path(arguments.campaign).absolute().parent, environment.images, arguments.campaign
+        mapping = ImageMapping(environment.images, Path(arguments.campaign).absolute().parent, arguments.campaign)
     else:
         names = {request.base or request.name: Path(request.path) for request in requests}
-        mapping = {name: arguments.image or str(_image_beside(path, name)) for name, path in names.items()}
-        base, where = Path.cwd(), "--image"
-    files = images.resolve_all(requests, mapping, base, where=where)
-    tasks = in_image_directories(tasks, files, images, mapping, base)
+        files_by_name = {name: arguments.image or str(_image_beside(path, name)) for name, path in names.items()}
+        mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
+    files = images.resolve_all(requests, mapping)
+    tasks = in_image_directories(tasks, files, images, mapping)
 
     async def go() -> list[Validation]:
         done = []

@@ -32,7 +32,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, last_workdir
-from megaflow_hpc.environments.images.resolve import Images, match_name
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images, match_name
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
@@ -134,11 +134,12 @@ class ApptainerEnvironment(BaseEnvironment):
         for base in bases:
             if match_name(base, self._images) is None:
                 mapping[base] = base if os.path.exists(base) else f"docker://{base}"
-        images, path, where = Images(ImageStore()), str(self.environment_dir.parent), "environment kwarg images"
+        images, path = Images(ImageStore()), str(self.environment_dir.parent)
+        names = ImageMapping(mapping, Path.cwd(), "environment kwarg images")
         if parsed is not None and parsed.needs_build:
-            file = images.resolve_dockerfile(parsed, mapping, Path.cwd(), where=where, task_path=path)
+            file = images.resolve_dockerfile(parsed, names, task_path=path)
         else:
-            file = images.resolve(name, mapping, Path.cwd(), where=where, task_path=path)
+            file = images.resolve(name, names, task_path=path)
         image = str(file)
         if parsed is not None:
             return image, parsed.workdir, dict(parsed.environment), parsed.user

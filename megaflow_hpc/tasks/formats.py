@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -17,6 +18,9 @@ from megaflow_hpc.environments.images.resolve import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
+
+TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
+"""A task's id: it names directories and columns."""
 
 MODULES: Mapping[str, str] = {
     "swebench": "megaflow_hpc.tasks.swebench.format",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.image_config import working_directory
-from megaflow_hpc.environments.images.resolve import ImageRequest, Images
+from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.types import Task
 
@@ -23,8 +22,7 @@ def in_image_directories(
     tasks: Sequence[Task],
     files: Mapping[str, str],
     images: Images,
-    mapping: Mapping[str, str],
-    base_dir: str | os.PathLike[str],
+    mapping: ImageMapping,
 ) -> list[Task]:
     """The tasks, those that name no work directory in the one of their image (of their ``FROM``, where it was built).
 
@@ -37,7 +35,7 @@ def in_image_directories(
             request = format_of(task).images(task)[0]
             image: str | Path = files[task.image]
             if request.base:
-                image = images.resolve(request.base, mapping, Path(base_dir), build=False)
+                image = images.resolve(request.base, mapping, build=False)
             task = replace(task, workdir=working_directory(image))
         placed.append(task)
     return placed

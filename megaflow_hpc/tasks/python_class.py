@@ -35,7 +35,6 @@ import importlib
 import inspect
 import math
 import os
-import re
 import sys
 import threading
 import traceback
@@ -50,10 +49,9 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
-from megaflow_hpc.tasks.formats import OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
-TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
 SETTINGS: Mapping[str, tuple[type, ...]] = {
     "image": (str,),
     "workdir": (str,),
@@ -231,8 +229,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
         rewards[name] = float(number)
     if not rewards:
         raise UserCodeError(f"{_code(instance.score)}: score of task {task.id} gave no reward; expected a number")
-    reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
-    return Verdict(reward=reward, rewards=rewards)
+    return Verdict.of(rewards)
 
 
 def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:

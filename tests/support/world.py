@@ -71,20 +71,14 @@ class Player:
         start: dict[str, Any], status: str, cause: str = "", reward: float | None = None, partial: str = ""
     ) -> dict[str, Any]:
         rollout = Rollout(**start["rollout"])
-        trajectory = Trajectory(
-            id=rollout.id,
-            task_id=rollout.task_id,
-            group_id=rollout.group_id,
-            policy=rollout.policy,
-            agent=rollout.agent,
-            sample_index=rollout.sample_index,
-            status=status,
+        trajectory = Trajectory.begin(
+            rollout,
+            start["attempt"],
+            status,
             error_kind="walltime" if partial else KINDS.get(cause, cause),
             error=cause,
-            attempt=start["attempt"],
             reward=reward,
             started_at=time.time() - 0.01,
-            finished_at=time.time(),
         )
         return Outcome.of(trajectory, [Attempt(**before) for before in start["attempts"]], cause, partial).to_message()
 

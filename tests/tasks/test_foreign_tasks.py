@@ -19,7 +19,7 @@ import pytest
 from megaflow_hpc.agents.oracle import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.images.image_config import LABEL
-from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.images import image_requests, in_image_directories
@@ -78,10 +78,11 @@ def stand_in(rootfs: str, scratch: Path) -> Path:
 def validated(path: Path, image: Path, scratch: Path, store: Path) -> Validation:
     task = read_harbor_task(path)
     requests = image_requests([task])
-    mapping = {request.base or request.name: str(image) for request in requests}
+    names = {request.base or request.name: str(image) for request in requests}
+    mapping = ImageMapping(names, store)
     resolver = Images(ImageStore(store))
-    images = resolver.resolve_all(requests, mapping, store)
-    tasks = in_image_directories([task], images, resolver, mapping, store)
+    images = resolver.resolve_all(requests, mapping)
+    tasks = in_image_directories([task], images, resolver, mapping)
 
     async def main() -> Validation:
         async with ApptainerProvider(scratch) as provider:

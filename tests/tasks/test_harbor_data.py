@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
@@ -221,10 +221,10 @@ def test_a_dockerfile_is_parsed_once_for_task_and_image(tmp_path: Path) -> None:
     """So a campaign is planned from one state of it; whoever plans anew reads it anew."""
     path = write_task(tmp_path, toml="", dockerfile="FROM org/base:1\nRUN true\n")
     (tmp_path / "base").mkdir()
-    mapping = {"org/base:1": "base"}
+    mapping = ImageMapping({"org/base:1": "base"}, tmp_path)
     images = Images(ImageStore(tmp_path / "store"))
     tasks = load_tasks([str(path)], tmp_path, images.dockerfiles)
     (path / "environment" / "Dockerfile").write_text("FROM org/base:1\nONBUILD RUN true\n")
-    assert list(images.resolve_all(image_requests(tasks), mapping, tmp_path, build=False)) == [tasks[0].image]
+    assert list(images.resolve_all(image_requests(tasks), mapping, build=False)) == [tasks[0].image]
     with pytest.raises(ConfigError, match="Dockerfile:2: ONBUILD is not supported"):
-        Images(images.store).resolve_all(image_requests(tasks), mapping, tmp_path, build=False)
+        Images(images.store).resolve_all(image_requests(tasks), mapping, build=False)

@@ -46,6 +46,17 @@ class ImageRequest:
     """The task's directory or file, for messages."""
 
 
+@dataclass(frozen=True)
+class ImageMapping:
+    """Image names of tasks → sources, as in ``environment.images`` of a campaign."""
+
+    names: Mapping[str, str]
+    base_dir: Path
+    """Directory that relative paths are relative to."""
+    where: str = "environment.images"
+    """The mapping as messages call it."""
+
+
 def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
     """What ``mapping`` gives for an image name: its own entry, else that of the longest pattern.
 
@@ -78,18 +89,14 @@ class Images:
     def resolve_all(
         self,
         requests: Iterable[ImageRequest],
-        mapping: Mapping[str, str],
-        base_dir: str | os.PathLike[str],
+        mapping: ImageMapping,
         *,
         build: bool = True,
-        where: str = "environment.images",
     ) -> dict[str, str]:
         """The image file of every image that is asked for, as name → absolute path.
 
         Args:
-            mapping: ``environment.images`` of the campaign; relative paths are relative to ``base_dir``.
             build: build what is not there yet; without it only the names and sources are checked.
-            where: how messages call the mapping.
 
         Raises:
             ConfigError: a name that is not mapped, or mapped to nothing that exists.
@@ -98,30 +105,24 @@ class Images:
         resolved: dict[str, str] = {}
         for request in requests:
             if request.name not in resolved:
-                resolved[request.name] = str(
-                    self.resolve_request(request, mapping, Path(base_dir), build=build, where=where)
-                )
+                resolved[request.name] = str(self.resolve_request(request, mapping, build=build))
         return resolved
 
     def resolve_request(
         self,
         request: ImageRequest,
-        mapping: Mapping[str, str],
-        base_dir: Path,
+        mapping: ImageMapping,
         *,
         build: bool = True,
-        where: str = "environment.images",
     ) -> Path:
         """The file of one image: the mapped one, or its Dockerfile built onto the mapped ``FROM``."""
         if request.dockerfile is None:
             name = request.base or request.name
-            return self.resolve(name, mapping, base_dir, build=build, where=where, task_path=request.path)
+            return self.resolve(name, mapping, build=build, task_path=request.path)
         return self.resolve_dockerfile(
             self.dockerfiles.read(request.dockerfile),
             mapping,
-            base_dir,
             build=build,
-            where=where,
             task_path=request.path,
             timeout_s=request.timeout_s,
         )
@@ -129,19 +130,14 @@ class Images:
     def resolve_dockerfile(
         self,
         dockerfile: Dockerfile,
-        mapping: Mapping[str, str],
-        base_dir: Path,
+        mapping: ImageMapping,
         *,
         build: bool = True,
-        where: str = "environment.images",
         task_path: str = "",
         timeout_s: float = BUILD_S,
     ) -> Path:
         """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
-        bases = {
-            name: self.resolve(name, mapping, base_dir, build=build, where=where, task_path=task_path)
-            for name in dockerfile.bases
-        }
+        bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
         key = context_digest(dockerfile, "\0".join(_identity(path) for path in bases.values()))
 
         def make(target: Path) -> None:
@@ -149,21 +145,28 @@ class Images:
 
         return self._made(key, str(dockerfile.path), make, build=build)
 
+    def resolve_source(self, source: str, where: str) -> Path:
+        """The image file of an address, or of a path relative to the working directory.
+
+        Args:
+            where: what messages call the place that names it.
+        """
+        return self.resolve(source, ImageMapping({source: source}, Path.cwd(), where))
+
     def resolve(
         self,
         name: str,
-        mapping: Mapping[str, str],
-        base_dir: Path,
+        mapping: ImageMapping,
         *,
         build: bool = True,
-        where: str = "environment.images",
         task_path: str = "",
     ) -> Path:
         """The image file that ``mapping`` gives for ``name``.
 
         A name that is itself the path of an image is taken without a mapping, if absolute.
         """
-        source = match_name(name, mapping)
+        where = mapping.where
+        source = match_name(name, mapping.names)
         if source is None and name.startswith("/") and os.path.exists(name):
             source = name
         if source is None:
@@ -179,7 +182,7 @@ class Images:
             return self._made(
                 source_key(source), source, lambda target: self.registries.pull(source, target), build=build
             )
-        path = Path(base_dir, os.path.expanduser(os.path.expandvars(source))).absolute()
+        path = Path(mapping.base_dir, os.path.expanduser(os.path.expandvars(source))).absolute()
         if path.is_dir():
             return path
         if not path.is_file():

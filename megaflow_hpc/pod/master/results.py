@@ -6,7 +6,6 @@ own, and this one carries them out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -153,23 +152,8 @@ class Results:
         Args:
             kind: ``error_kind`` of the trajectory.
         """
-        now = time.time()
-        trajectory = Trajectory(
-            id=work.rollout.id,
-            task_id=work.rollout.task_id,
-            group_id=work.rollout.group_id,
-            policy=work.rollout.policy,
-            agent=work.rollout.agent,
-            sample_index=work.rollout.sample_index,
-            status=status,
-            error_kind=kind,
-            error=error,
-            attempt=work.attempt,
-            job_id=self._pod.job_id,
-            started_at=now,
-            finished_at=now,
-            epoch=work.epoch,
-        )
+        known = {"error_kind": kind, "error": error, "job_id": self._pod.job_id, "epoch": work.epoch}
+        trajectory = Trajectory.begin(work.rollout, work.attempt, status, **known)
         return Outcome.of(trajectory, self.attempts(work.rollout.id))
 
     # --- what follows ---

@@ -56,19 +56,7 @@ preempted rollout is not to be judged."""
 
 def blank(rollout: Rollout, attempt: int) -> Trajectory:
     """A trajectory that has just begun, ``failed`` until it is known better."""
-    return Trajectory(
-        id=rollout.id,
-        task_id=rollout.task_id,
-        group_id=rollout.group_id,
-        policy=rollout.policy,
-        agent=rollout.agent,
-        sample_index=rollout.sample_index,
-        attempt=attempt,
-        status="failed",
-        node=node_name(),
-        started_at=time.time(),
-        finished_at=time.time(),
-    )
+    return Trajectory.begin(rollout, attempt, "failed", node=node_name())
 
 
 class NoSandbox(SandboxError):

@@ -21,13 +21,13 @@ import msgspec
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.formats import TASK_ID
 from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, Judging, Step, fields_of
 from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
 from megaflow_hpc.tasks.harbor.task_toml import Table, read_text, read_toml
 from megaflow_hpc.tasks.harbor.verifier_section import read_judging
 from megaflow_hpc.types import SandboxMode, Task
 
-TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
 SCHEMA = (1, 4)
 """Newest version of task.toml that is read here."""
 DEFAULT_AGENT_S = 900.0

@@ -92,4 +92,4 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     if HarborData.of(task).reward_strategy != "final":
         names = list(dict.fromkeys(name for step in verdicts for name in step.verdict.rewards))
         rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in verdicts) / len(verdicts) for n in names}
-    return Verdict(rewards.get("reward", next(iter(rewards.values()))), rewards, output, artifacts=artifacts)
+    return Verdict.of(rewards, output, artifacts)

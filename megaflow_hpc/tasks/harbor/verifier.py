@@ -148,8 +148,7 @@ async def _judge(
         except ValueError as wrong:
             error = f"{wrong} (tests/test.sh ended with {result.exit_code})"
             return Verdict(output=output, error=error, artifacts=artifacts)
-        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
-        return Verdict(reward=reward, rewards=rewards, output=output, artifacts=artifacts)
+        return Verdict.of(rewards, output, artifacts)
     finally:
         if stay:
             await sandbox.restart(before, leave)

@@ -24,7 +24,7 @@ from megaflow_hpc.environments.images.dockerfile.words import (
     take_heredocs,
     words,
 )
-from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
@@ -356,8 +356,8 @@ def built(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     images = Images(ImageStore(root / "store"))
     dockerfile = Dockerfile.read(context / "Dockerfile", build_args={"WHO": "me"})
     before = set(os.listdir("/tmp"))
-    path = images.resolve_dockerfile(dockerfile, {"base": str(base_sif)}, root)
-    assert images.resolve_dockerfile(dockerfile, {"base": str(base_sif)}, root) == path
+    path = images.resolve_dockerfile(dockerfile, ImageMapping({"base": str(base_sif)}, root))
+    assert images.resolve_dockerfile(dockerfile, ImageMapping({"base": str(base_sif)}, root)) == path
     assert not {"kept", "of-the-other-stage"} & (set(os.listdir("/tmp")) - before)
     tree = root / "tree"
     assert sif.unpack(path, tree, sif.system_partition(path))
@@ -410,5 +410,7 @@ def test_a_step_that_fails_names_its_line(small_rootfs: str, tmp_path: Path) -> 
     dockerfile = parse(tmp_path, "FROM base\nRUN true\n\nRUN echo trying && \\\n  exit 7\nRUN true\n")
     said = r"Dockerfile: .*apptainer build failed(.|\n)*trying(.|\n)*Dockerfile:4: exit status 7"
     with pytest.raises(SiteError, match=said):
-        Images(ImageStore(tmp_path / "store")).resolve_dockerfile(dockerfile, {"base": small_rootfs}, tmp_path)
+        Images(ImageStore(tmp_path / "store")).resolve_dockerfile(
+            dockerfile, ImageMapping({"base": small_rootfs}, tmp_path)
+        )
     assert list((tmp_path / "store" / "work").glob("*/")) == []

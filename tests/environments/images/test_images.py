@@ -18,7 +18,7 @@ from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.registries import Registries, split_name
-from megaflow_hpc.environments.images.resolve import Images, definition_digest
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images, definition_digest
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
@@ -172,7 +172,7 @@ def test_a_definitions_key_follows_what_it_copies(tmp_path: Path) -> None:
 
 def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -> None:
     images = Images(ImageStore(tmp_path / "store"), Registries({}))
-    path = images.resolve("a", {"a": "docker://debian:12"}, tmp_path, build=False)
+    path = images.resolve("a", ImageMapping({"a": "docker://debian:12"}, tmp_path), build=False)
     assert path.is_relative_to(images.store.root)
     assert not images.store.root.exists()
     assert list(images.store.images()) == []

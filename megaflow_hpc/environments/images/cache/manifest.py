@@ -85,7 +85,7 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
             store.name(key, source, str(digest))
         if known is None and directory is None and is_remote(source):
             say(f"{source}: pulling")
-            known = images.resolve(source, {source: source}, Path.cwd(), where="images pull")
+            known = images.resolve_source(source, "images pull")
             assert key == source_key(source)
         if known is None:
             lacking.append(f"  {source} {f'({digest}.sif)' if digest else '(not built when the manifest was written)'}")
