@@ -56,25 +56,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Runs failed tests once more and counts those that pass as passed, then says where the time went."""
+    """Says where the time went, then runs failed tests once more and counts those that pass as passed."""
     stats = terminalreporter.stats
-    if 0 < len(_failed(stats)) <= config.getoption("once_more"):
+    seconds = _seconds(report for reports in stats.values() for report in reports)
+    if seconds:
+        terminalreporter.section("where the time went")
+        limit = config.getoption("quick_limit")
+        slow = [f"should be marked slow ({s:.0f} s): {name}" for name, s in sorted(seconds.items()) if 0 < limit < s]
+        for line in [*_by_room(seconds), "", *_slowest(seconds), *slow]:
+            terminalreporter.write_line(line)
+    failed = _failed(stats)
+    if 0 < len(failed) <= config.getoption("once_more"):
         terminalreporter.section("failed tests, each once more by itself")
-        for name in _failed(stats):
+        for name in failed:
             if _passes_alone(name, config):
                 _count_as_passed(stats, name)
                 terminalreporter.write_line(f"passed only alone: {name}")
-        if not _failed(stats) and terminalreporter._session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-            terminalreporter._session.exitstatus = pytest.ExitCode.OK
-    seconds = _seconds(report for reports in stats.values() for report in reports)
-    if seconds and not config.option.collectonly:
-        terminalreporter.section("where the time went")
-        for line in [*_by_room(seconds), "", *_slowest(seconds)]:
-            terminalreporter.write_line(line)
-        limit = config.getoption("quick_limit")
-        for name, spent in sorted(seconds.items(), key=lambda entry: -entry[1]):
-            if 0 < limit < spent:
-                terminalreporter.write_line(f"too slow for a quick run ({spent:.0f} s), mark it slow: {name}")
+        session = terminalreporter._session
+        if not _failed(stats) and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = pytest.ExitCode.OK
 
 
 def _unit(nodeid: str) -> str:
@@ -87,10 +87,13 @@ def _failed(stats: dict[str, list[Any]]) -> list[str]:
 
 
 def _passes_alone(name: str, config: pytest.Config) -> bool:
+    """Whether a test passes in a pytest of its own; what that one printed is shown if not."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", name]
     done = subprocess.run(command, cwd=config.rootpath, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    print(done.stdout, flush=True)
-    return done.returncode == 0 and re.search(r"\b1 passed", done.stdout.rstrip().rpartition("\n")[2]) is not None
+    passed = done.returncode == 0 and re.search(r"\b1 passed", done.stdout.rstrip().rpartition("\n")[2]) is not None
+    if not passed:
+        print(done.stdout, flush=True)
+    return passed
 
 
 def _count_as_passed(stats: dict[str, list[Any]], name: str) -> None:

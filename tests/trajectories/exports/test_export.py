@@ -283,6 +283,7 @@ def test_atif_steps_hold_messages_tools_and_calls(run, rollouts, tmp_path):
     assert (lost["extra"]["reward"], lost["extra"]["status"]) == (None, "failed")
 
 
+@pytest.mark.slow  # where Harbor is not yet installed
 def test_harbors_own_models_take_every_atif_document(run, tmp_path):
     """In Harbor's virtual environment, which needs a newer Python; the launcher makes it where there is none."""
     launcher = LAUNCHERS / "harbor-env.sh"
