@@ -9,9 +9,9 @@
         for batch in DataLoader(data, batch_size=None, num_workers=4):
             batch["tokens"], batch["loss_mask"], batch["logprobs"], batch["advantage"], batch["offsets"]
 
-Every process opens the file for itself, when it first reads: nothing that HDF5 holds crosses a fork, and what crosses a
-spawn is a path and a few numbers. All workers of all ranks compute the same plan from the same seed and take their
-share of it, so each trajectory is read once per epoch, however many there are.
+Every process opens the file for itself when it first reads: nothing of HDF5 crosses a fork, and only a path and a few
+numbers cross a spawn. All workers of all ranks compute the same plan from the same seed and take their share of it, so
+each trajectory is read once per epoch, however many workers there are.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Opened:
         self.where = where
         self.advantage = advantage
         self._mine: tuple[int, TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None] | None = None
-        self.open()  # errors belong to the one who makes the dataset, not to a worker
+        self.open()  # so that errors are raised where the dataset is made, not in a worker
 
     def open(self) -> tuple[TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """The store, the rows chosen and the advantage of every row."""
+        """Returns the store, the chosen row numbers, and the advantage of every row if one was asked for."""
         if self._mine is None or self._mine[0] != os.getpid():
             store = open_trajectories(self.path)
             rows = np.arange(len(store)) if self.where is None else store.select(self.where)
@@ -52,6 +52,7 @@ class _Opened:
         return self._mine[1:]
 
     def batch(self, rows: np.ndarray[Any, Any], pad: int | None) -> Batch:
+        """Returns the batch of some rows."""
         store, _, advantages = self.open()
         found = make_batch(store.source, rows, pad)
         if advantages is not None:
@@ -66,16 +67,19 @@ class _Opened:
 
 
 class Trajectories(Dataset[Batch]):
-    """One trajectory per item; a list of them is read as one batch.
+    """A map-style dataset with one trajectory per item; the items of a batch are read together.
 
-    With ``DataLoader(data, batch_size=64, collate_fn=Trajectories.collate)`` the loader's batches come as one
-    dictionary, flat or padded, because the items of a batch are fetched together.
+    With ``DataLoader(data, batch_size=64, collate_fn=Trajectories.collate)`` each batch is one dictionary of flat or
+    padded columns.
 
     Args:
         path: a run directory or a ``trajectories.h5``.
         where: an expression that chooses rows; see :mod:`megaflow_hpc.trajectories.reading.selection`.
         pad: as in :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`.
-        advantage: adds the column ``advantage``, per sequence, over all rows of the file.
+        advantage: kind of the column ``advantage`` (S) to add, computed over all rows of the file.
+
+    Raises:
+        ConfigError: ``path`` cannot be read, or ``where`` is not a selection.
     """
 
     def __init__(
@@ -97,30 +101,36 @@ class Trajectories(Dataset[Batch]):
         return self._opened.batch(rows[[range(len(rows))[index]]], self._pad)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """What PyTorch's fetcher asks for instead of single items: one read for all of them."""
+        """Returns the items as one batch, read at once; PyTorch's fetcher calls it instead of ``__getitem__``."""
         rows = self._opened.open()[1]
         return [self._opened.batch(rows[np.asarray(indices, np.int64)], self._pad)]
 
     @staticmethod
     def collate(items: list[Batch]) -> Batch:
-        """The batch that :meth:`__getitems__` read."""
+        """Returns the one batch that :meth:`__getitems__` read; for the loader's ``collate_fn``."""
         (batch,) = items
         return batch
 
 
 class PackedTrajectories(IterableDataset[Batch]):
-    """Batches packed up to a number of tokens; for ``DataLoader(data, batch_size=None, num_workers=…)``.
+    """An iterable dataset of batches packed up to a number of tokens.
+
+    For ``DataLoader(data, batch_size=None, num_workers=…)``.
 
     Args:
         path: a run directory or a ``trajectories.h5``.
-        token_budget: entries of each token column per batch, padding included.
+        token_budget: largest number of entries of each token column per batch, padding included.
         where: an expression that chooses rows.
-        pad: pads to (sequences, longest) with it; ``None`` keeps the columns flat, with ``offsets``.
-        seed: shuffles, another way in every epoch; ``None`` keeps neighbours together.
-        advantage: adds the column ``advantage``, per sequence.
-        rank, ranks: this trainer's part; by default those of ``torch.distributed``, or of RANK and WORLD_SIZE.
-        even: leaves up to ``ranks - 1`` batches out, so that every rank makes as many steps.
-        oversize: what to do with a trajectory over the budget: ``error`` or ``skip``.
+        pad: number to pad token columns with to (S, longest); ``None`` keeps them flat (T), with ``offsets``.
+        seed: shuffles, differently in every epoch; ``None`` keeps neighbours together.
+        advantage: kind of the column ``advantage`` (S) to add.
+        rank, ranks: this trainer's share; by default those of ``torch.distributed``, or of RANK and WORLD_SIZE.
+        even: drops up to ``ranks - 1`` batches, so that every rank makes the same number of steps.
+        oversize: ``error`` or ``skip`` for a trajectory over the budget.
+
+    Raises:
+        ConfigError: ``path`` cannot be read, or ``where`` is not a selection.
+        ValueError: ``rank`` is not below ``ranks``.
     """
 
     def __init__(
@@ -151,11 +161,15 @@ class PackedTrajectories(IterableDataset[Batch]):
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # seen by workers that live through epochs
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles differently; the same on every rank."""
+        """Sets the epoch, which changes the shuffle; call it with the same number on every rank."""
         self._epoch[0] = epoch
 
     def plan(self) -> list[np.ndarray[Any, Any]]:
-        """The batches of this rank in this epoch, as row numbers."""
+        """Returns the batches of this rank in this epoch, as arrays of row numbers.
+
+        Raises:
+            ConfigError: a trajectory is over the budget, with ``oversize="error"``.
+        """
         store, rows, _ = self._opened.open()
         seed = None if self._seed is None else self._seed * 1_000_003 + int(self._epoch[0])
         batches = plan_batches(store.source, rows, self._budget, self._pad is not None, seed, self._oversize)
@@ -164,7 +178,7 @@ class PackedTrajectories(IterableDataset[Batch]):
         return batches[self._rank :: self._ranks]
 
     def __len__(self) -> int:
-        """Batches of this rank in this epoch."""
+        """Returns the number of batches of this rank in this epoch."""
         return len(self.plan())
 
     def __iter__(self) -> Iterator[Batch]:

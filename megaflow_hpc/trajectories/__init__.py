@@ -1,6 +1,8 @@
-"""What rollouts leave behind: journal, the HDF5 campaign file, its reader and its validator.
+"""The trajectories of a campaign, from durable journals to one HDF5 file, its reader, its upkeep and its exports.
 
-The names are imported on first use: h5py and numpy stay out of processes that only append to a journal.
+Pods append finished rollouts to journals; a gather makes ``trajectories.h5`` of them; readers take either. The rooms
+build on one another in the order ``hdf5``, ``journal``, ``reading``, ``maintenance`` and ``exports``. These names are
+imported on first use: h5py and numpy stay out of processes that only append to a journal.
 """
 
 from __future__ import annotations

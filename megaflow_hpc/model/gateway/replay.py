@@ -1,12 +1,12 @@
-"""A recorded campaign in the place of an engine: the same calls get the same answers, token by token.
+"""Answers model calls from a recorded campaign in the place of an engine, token by token.
 
-``model: {engine: replay, path: RUN}``. No server is started: the gateway answers by itself. A call is known by its
-rollout and by what it asks (a digest of its conversation, kept with every recorded call), so calls may come in any
-order and at once, as sub-agents make them. A call that was not recorded ends the rollout with the number of the call
-that differs; ``args: {diverged: answer}`` gives it the next recorded answer instead, for looking at what follows.
+``model: {engine: replay, path: RUN}``. No server is started: the gateway answers by itself. A call is identified by its
+rollout and a digest of its conversation, kept with every recorded call, so calls may come in any order and at once, as
+sub-agents make them. A call that was not recorded ends the rollout with the number of calls that were alike;
+``args: {diverged: answer}`` gives it the next recorded answer instead, to see what follows.
 
-What is recorded of a replayed rollout is what was recorded of the first: prompts, sampled ids, log-probabilities and
-weight versions. Times are those of the replay.
+The recording of a replayed rollout equals the first: prompts, sampled ids, log-probabilities and weight versions. Times
+are those of the replay.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _OLD_ARTIFACT = "engine.jsonl"
 
 
 class Recordings(Protocol):
-    """Where earlier rollouts are kept."""
+    """A store of earlier rollouts."""
 
-    def trajectory(self, rollout_id: str) -> Trajectory | None: ...
+    def trajectory(self, rollout_id: str) -> Trajectory | None:
+        """Returns a recorded rollout, if there is one of this id."""
 
 
 @dataclass
@@ -93,15 +94,26 @@ def _spans(versions: array[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class Replay:
-    """One policy's answers. ``policy`` is its name in the recorded campaign, where that was another."""
+    """The recorded answers of one policy.
+
+    Args:
+        recordings: where its rollouts are read.
+        policy: its name in the recorded campaign; empty if it is the same.
+        answer_diverged: whether a call that was not recorded gets the next recorded answer, instead of an error.
+    """
 
     recordings: Recordings
     policy: str = ""
     answer_diverged: bool = False
     _open: dict[str, list[_Call]] = field(default_factory=dict)
-    """By session: a rollout that is tried again starts anew."""
+    """Calls by session, so that a rollout that is tried again starts anew."""
 
     def begin(self, token: str, rollout_id: str) -> None:
+        """Reads the recorded calls of a rollout for a session.
+
+        Raises:
+            ModelServiceError: the rollout, or all of its calls, is not among the recorded.
+        """
         task, policy, sample = rollout_id.rsplit("/", 2)
         name = f"{task}/{self.policy or policy}/{sample}"
         trajectory = self.recordings.trajectory(name)
@@ -110,13 +122,19 @@ class Replay:
         self._open[token] = calls_of(trajectory)
 
     def end(self, token: str) -> None:
+        """Ends a session."""
         self._open.pop(token, None)
 
     def answer(self, token: str, rollout_id: str, messages: Sequence[Mapping[str, Any]]) -> Sample:
-        """What the engine said to this.
+        """Returns the recorded answer to a conversation, each call's once.
+
+        Args:
+            token: names the session.
+            rollout_id: ``<task>/<policy>/<sample>``.
+            messages: the conversation, in OpenAI form.
 
         Raises:
-            ModelServiceError: This was not asked in the recorded rollout.
+            ModelServiceError: the rollout is not recorded, or the conversation was not asked in it.
         """
         if token not in self._open:
             self.begin(token, rollout_id)
@@ -137,7 +155,7 @@ class Replay:
 
 
 def body_of(sample: Sample, chat: bool, model: str) -> dict[str, Any]:
-    """The engine's answer, as the dialects take it."""
+    """Returns a sample as the body of an engine's answer, a chat completion or a plain one."""
     counts = {"prompt_tokens": len(sample.prompt), "completion_tokens": len(sample.tokens)}
     choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
     choice |= {"message": dict(sample.message or {})} if chat else {"text": sample.text}

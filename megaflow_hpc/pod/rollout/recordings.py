@@ -1,4 +1,4 @@
-"""Recorded campaigns that policies with ``engine: replay`` are answered from."""
+"""Opens the recorded campaigns that answer policies with ``engine: replay``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from megaflow_hpc.types import Trajectory
 
 
 class StoredRecordings:
-    """A run directory or a trajectories file."""
+    """Recorded rollouts of a run directory or a trajectories file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
+        """Returns a recorded rollout, if there is one of this id.
+
+        Raises:
+            ConfigError: the recorded campaign cannot be read.
+        """
         from megaflow_hpc.trajectories import open_trajectories  # brings h5py and numpy, which no other runner needs
 
         with open_trajectories(self._path) as store:
@@ -23,7 +28,7 @@ class StoredRecordings:
 
 
 def replays_of(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """By policy, for those whose engine is ``replay``."""
+    """Returns the replay of each policy whose engine is ``replay``, by its name."""
     found = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":

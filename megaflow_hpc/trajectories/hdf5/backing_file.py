@@ -1,8 +1,8 @@
-"""A file under HDF5 that never fails while HDF5 is at work.
+"""The file that HDF5 writes through, which defers errors of writing.
 
 When a write is refused (no space, quota, a limit on file sizes), HDF5 can neither go on nor close its file, and crashes
-the process when it ends. So HDF5 writes through this object: it keeps the first error, and from then on what is written
-stays in memory, where it is read back from. The owner asks :meth:`check` as it goes and stops soon.
+the process when it ends. So HDF5 writes through this object: it keeps the first error and holds in memory, for reading
+back, whatever is written from then on. The owner calls :meth:`BackingFile.check` now and then, and stops soon.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from pathlib import Path
 
 
 class BackingFile(io.RawIOBase):
-    """A new file at ``path``, for ``h5py.File(guarded, "w")``. Errors of writing are kept, not raised."""
+    """A new file at ``path``, for ``h5py.File(backing, "w")``. Errors of writing are kept, not raised.
+
+    Raises:
+        OSError: the file exists, or cannot be created.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -24,7 +28,11 @@ class BackingFile(io.RawIOBase):
         self.error: OSError | None = None
 
     def check(self) -> None:
-        """Raises the error there was, if there was one."""
+        """Raises the first error of writing.
+
+        Raises:
+            OSError: something could not be written.
+        """
         if self.error is not None:
             raise OSError(self.error.errno, self.error.strerror)
 

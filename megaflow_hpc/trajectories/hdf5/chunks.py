@@ -1,9 +1,9 @@
-"""Many short slices of a chunked, compressed HDF5 column at once: what a random batch of trajectories is.
+"""Reads many short slices of chunked, compressed HDF5 columns at once, as a random batch of trajectories needs.
 
 h5py answers one slice per call under a global lock, and inflates a whole chunk for each. Here the slices of a request
 are sorted by chunk, so that each chunk is read and inflated once. Chunks are read with ``pread`` and inflated in
-threads, which lets go of the interpreter, and only the part of a chunk that is asked for is unshuffled, into the result
-itself. Inflated chunks stay in a cache bounded in bytes.
+threads, without the interpreter's lock; only the requested part of a chunk is unshuffled, right into the result.
+Inflated chunks stay in a cache bounded in bytes.
 
 This needs a file that does not change while it is open, which holds for all published files, and the filters that the
 schema allows: shuffle and deflate. Any other layout is read through h5py.
@@ -22,30 +22,27 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.hdf5.deflate import decompress
-
-THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
-"""Threads that inflate."""
+from megaflow_hpc.trajectories.hdf5.deflate import THREADS, decompress
 
 CACHE_BYTES = 128 << 20
-"""Inflated chunks kept per open file."""
+"""Bytes of inflated chunks kept per open file."""
 
 _TASK_BYTES = 1 << 19
-"""Inflated by a thread at a time: less costs more in hand-overs than it gains, more leaves threads idle at the end."""
+"""Bytes inflated per task of a thread: fewer cost more in hand-overs, more leave threads idle at the end."""
 
 
 Piece = tuple[int, int, int]
-"""Part of one chunk: entries ``[start, end)`` of the chunk go to the third of the result."""
+"""(start, end, target): entries ``[start, end)`` of a chunk go to position ``target`` of the result."""
 
 Place = tuple[int, int] | bytes
-"""A chunk as it is stored: its offset and size in the file, or its bytes."""
+"""A stored chunk: its offset and size in the file, or its bytes."""
 
 Found = tuple[int, bytes | None, Place, Sequence[Piece]]
-"""A chunk to be copied from: its number, its values where they are in the cache, else its place; and what of it."""
+"""(number, values or ``None``, place, pieces) of a chunk: cached values or else the place, and the pieces needed."""
 
 
 class ChunkCache:
-    """Inflated chunks by (column, chunk number), the longest unused dropped first. For one thread."""
+    """Inflated chunks by (column, chunk number), bounded in bytes; drops the least recently used. For one thread."""
 
     def __init__(self, capacity: int = CACHE_BYTES) -> None:
         self._capacity = capacity
@@ -53,12 +50,14 @@ class ChunkCache:
         self._bytes = 0
 
     def get(self, key: tuple[str, int]) -> bytes | None:
+        """Returns a chunk, inflated and still shuffled, if it is held."""
         found = self._held.get(key)
         if found is not None:
             self._held.move_to_end(key)
         return found
 
     def put(self, key: tuple[str, int], data: bytes) -> None:
+        """Keeps a chunk, unless it is a large part of the capacity by itself."""
         if key in self._held or len(data) > self._capacity // 4:
             return
         self._held[key] = data
@@ -75,9 +74,9 @@ class ChunkedColumn:
     """A one-dimensional numeric dataset, read by slices.
 
     Args:
-        dataset: of a file that is not written any more.
-        descriptor: of the same file, for ``pread``; not closed here.
-        cache: shared by the columns of a file.
+        dataset: a dataset of a file that does not change.
+        descriptor: file descriptor of the same file, for ``pread``; it is not closed here.
+        cache: the cache that all columns of the file share.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, cache: ChunkCache) -> None:
@@ -93,10 +92,10 @@ class ChunkedColumn:
         self._looked_up = 0
 
     def packed(self, numbers: Sequence[int]) -> list[Place | None]:
-        """Each chunk's offset and size in the file, or its bytes at once; ``None`` if it has to be read by h5py.
+        """Returns each chunk's offset and size in the file, or its bytes; ``None`` where only h5py can read it.
 
-        HDF5 finds one chunk in some ten microseconds, or lists all of them at two each: a file that is read at random
-        for a while is listed.
+        HDF5 finds one chunk in some ten microseconds, or lists all of them at two each; so after many look-ups the
+        whole column is listed.
         """
         total = -(-len(self.dataset) // self.chunk)
         self._looked_up += len(numbers)
@@ -126,7 +125,11 @@ class ChunkedColumn:
         return offsets, sizes
 
     def inflate(self, number: int, packed: Place) -> bytes:
-        """The chunk, inflated and still shuffled. Called in threads."""
+        """Returns a chunk inflated and still shuffled. Called in threads.
+
+        Raises:
+            OSError: the chunk is damaged.
+        """
         if not isinstance(packed, bytes):
             packed = os.pread(self._descriptor, packed[1], packed[0])
         expected = self.chunk * self._size
@@ -139,7 +142,7 @@ class ChunkedColumn:
         return data
 
     def copy(self, data: bytes, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
-        """Puts the pieces of one inflated chunk where they belong."""
+        """Copies pieces of one inflated chunk into ``out``."""
         if not self._shuffled:
             values = np.frombuffer(data, self.dtype)
             for start, end, target in pieces:
@@ -153,7 +156,11 @@ class ChunkedColumn:
 
 
 def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """The slices ``[starts[i], ends[i])`` of each column, end to end.
+    """Returns, per column, the slices ``[starts[i], ends[i])`` end to end, in native byte order.
+
+    Args:
+        columns: columns of one file, of equal length.
+        starts, ends: (S), bounds of the slices, in entries.
 
     Raises:
         OSError: a chunk is damaged.
@@ -181,7 +188,7 @@ def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: ND
 
 
 def _look_up(column: ChunkedColumn, pieces: dict[int, list[Piece]], out: NDArray[Any]) -> list[Found]:
-    """Where each chunk is to be had; what only h5py can read is copied at once."""
+    """Returns where each chunk is found; chunks that only h5py can read are copied into ``out`` at once."""
     held = [column.cache.get((column.name, number)) for number in pieces]
     cold = [number for number, data in zip(pieces, held, strict=True) if data is None]
     places = iter(column.packed(cold))
@@ -198,7 +205,7 @@ def _look_up(column: ChunkedColumn, pieces: dict[int, list[Piece]], out: NDArray
 
 
 def _carry_out(task: tuple[ChunkedColumn, NDArray[Any], list[Found]]) -> list[bytes | None]:
-    """Copies from chunks; returns those it had to inflate. Called in threads."""
+    """Copies from chunks, and returns the chunks it had to inflate. Called in threads."""
     column, out, found = task
     inflated: list[bytes | None] = []
     for number, held, place, parts in found:
@@ -219,7 +226,7 @@ def _keep(
 
 
 def _pieces(starts: NDArray[np.int64], ends: NDArray[np.int64], chunk: int) -> dict[int, list[Piece]]:
-    """By chunk, in their order in the column, the parts of it that the slices want."""
+    """Returns, by chunk number in ascending order, the pieces that the slices need."""
     full = ends > starts
     starts, lengths = starts[full], (ends - starts)[full]
     first = starts // chunk
@@ -248,7 +255,7 @@ def _through_h5py(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArra
 
 
 def _filters(dataset: h5py.Dataset) -> tuple[bool, bool]:
-    """(shuffled, whether chunks can be read here)."""
+    """Returns whether the chunks are shuffled, and whether they can be read without h5py."""
     if not dataset.chunks or dataset.dtype.kind not in "iuf" or not dataset.dtype.isnative:
         return False, False
     plist = dataset.id.get_create_plist()

@@ -1,17 +1,15 @@
-"""Columns of an HDF5 file that grow at their end: chunks are compressed here, in threads, and written as they are.
+"""Columns of an HDF5 file that grow at their end; chunks are compressed by threads and written as they are.
 
 HDF5's own filters run under one lock, and on zlib. A column here takes arrays, cuts them into the dataset's chunks,
 has a thread apply shuffle and deflate (:mod:`~megaflow_hpc.trajectories.hdf5.deflate`) and writes the result with
 ``write_direct_chunk``; what is in the file is what HDF5's filters would have made, and every HDF5 reads it.
 
-Chunks of another file that lie on the same grid are taken over as they are (:meth:`Column.extend`). Every column gets
-the attribute ``crc32``, the CRC-32 of its values as little-endian bytes; chunks taken over are inflated for it, in
-threads.
+Chunks of another file that lie on the same grid are copied as they are (:meth:`Column.extend`). Every column gets the
+attribute ``crc32``, the CRC-32 of its values as little-endian bytes, for which threads inflate the copied chunks.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -21,23 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5 import schema
-from megaflow_hpc.trajectories.hdf5.deflate import compress, crc32, decompress
+from megaflow_hpc.trajectories.hdf5.deflate import THREADS, compress, crc32, decompress
 
-THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
-"""Threads that compress."""
 _BATCH_BYTES = 1 << 20
-"""Given to a thread at a time: enough to make the hand-over cheap."""
+"""Bytes per task of a thread: enough to make the hand-over cheap."""
 _OUTSTANDING = 4 * THREADS
-"""Batches under way per column, which bounds memory."""
+"""Tasks under way per column, which bounds memory."""
 _MIN_WIDTH = 16
 
 Array = NDArray[Any]
 Packed = tuple[bytes, Array]
-"""A chunk as it is stored, and its values."""
+"""A chunk's stored bytes, and its values."""
 
 
 def encode(values: Array, shuffle: bool, level: int = 1) -> bytes:
-    """A chunk as HDF5's shuffle and deflate leave it."""
+    """Returns the bytes that HDF5's shuffle and deflate make of a chunk."""
     size = values.dtype.itemsize
     values = np.ascontiguousarray(values).view(np.uint8)
     if shuffle and size > 1:
@@ -46,7 +42,7 @@ def encode(values: Array, shuffle: bool, level: int = 1) -> bytes:
 
 
 def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
-    """Inverse of :func:`encode`."""
+    """Inverts :func:`encode`."""
     data = np.frombuffer(decompress(raw), np.uint8)
     size = np.dtype(dtype).itemsize
     if shuffle and size > 1:
@@ -61,6 +57,7 @@ def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
 
 
 def pool() -> ThreadPoolExecutor:
+    """Returns a pool of :data:`THREADS` threads for columns to share."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="deflate")
 
 
@@ -72,7 +69,7 @@ class Appendable(Protocol):
 
 
 def create(file: h5py.File, path: str, dtype: Any, chunk: int, shuffle: bool, **options: Any) -> h5py.Dataset:
-    """An empty dataset of the schema: one dimension, growing, shuffle and deflate."""
+    """Creates an empty dataset of one dimension that can grow, with deflate and perhaps shuffle."""
     return file.create_dataset(
         path,
         shape=(0,),
@@ -88,17 +85,17 @@ def create(file: h5py.File, path: str, dtype: Any, chunk: int, shuffle: bool, **
 
 
 class Column:
-    """A numeric column, or one of fixed-width strings, which is written anew when a string does not fit.
+    """A numeric column, or one of fixed-width strings, which is rewritten when a string does not fit.
 
     Args:
-        file: open for writing.
+        file: a file open for writing.
         path: name of the dataset, which must not exist.
-        dtype: of its entries; ``S`` for strings.
+        dtype: type of the entries; ``S`` for strings.
         chunk: entries per chunk.
         shuffle: whether bytes are shuffled before deflate.
-        threads: that compress.
-        fill: what pads the last chunk.
-        level: of :func:`~megaflow_hpc.trajectories.hdf5.deflate.compress`.
+        threads: the pool that compresses.
+        fill: the value that pads the last chunk.
+        level: compression level of :func:`~megaflow_hpc.trajectories.hdf5.deflate.compress`.
     """
 
     def __init__(
@@ -130,7 +127,7 @@ class Column:
         return self._cut + self._held_count
 
     def put(self, values: Array) -> None:
-        """Appends; the array must not be changed afterwards."""
+        """Appends an array (n), which must not be changed afterwards."""
         if not len(values):
             return
         if self._text:
@@ -141,7 +138,7 @@ class Column:
             self._flush()
 
     def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
-        """Appends entries ``[start, end)`` of a dataset; returns how many were taken over deflated."""
+        """Appends entries ``[start, end)`` of a dataset, and returns how many were copied in compressed form."""
         size = source.chunks[0] if source.chunks else 0
         readable = size and source.dtype == self.dtype and source.compression == "gzip"
         if not readable or source.fletcher32 or source.scaleoffset:
@@ -168,7 +165,7 @@ class Column:
         return 0
 
     def _take_over(self, source: h5py.Dataset, start: int, end: int) -> int:
-        """The same where both grids of chunks meet: whole chunks stay as they are."""
+        """Does the same where both grids of chunks meet: whole chunks are copied as they are."""
         taken, size = 0, self._chunk
         step = max(1, _BATCH_BYTES // (size * self.dtype.itemsize))
         whole: list[bytes] = []
@@ -194,7 +191,7 @@ class Column:
         return taken
 
     def finish(self) -> None:
-        """Writes what is held; nothing can be appended afterwards."""
+        """Writes what is held and the checksum; nothing can be appended afterwards."""
         self._flush()
         self._write(0)
         if self._held_count:
@@ -220,7 +217,7 @@ class Column:
         return create(self._file, self._path, dtype, self._chunk, self._shuffle, **self._options)
 
     def _flush(self) -> None:
-        """Hands whole chunks to the threads."""
+        """Hands the whole chunks among the held entries to the threads."""
         whole = self._held_count - self._held_count % self._chunk
         if not whole:
             return
@@ -241,7 +238,7 @@ class Column:
         self._write(_OUTSTANDING)
 
     def _write(self, leave: int) -> None:
-        """Writes finished chunks; waits until at most ``leave`` batches are under way."""
+        """Writes finished chunks, and waits until at most ``leave`` tasks are under way."""
         while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
             first, future = self._under_way.popleft()
             packed = future.result()
@@ -260,7 +257,7 @@ class Column:
         return values.astype(self.dtype)
 
     def _widen(self, width: int) -> None:
-        """Writes the column anew with wider strings: seldom, and strings are a small part of a file."""
+        """Rewrites the column with wider strings, which is rare; strings are a small part of a file."""
         self._write(0)
         done = self._dataset[: self._cut]
         held = [*([done] if len(done) else []), *self._held]
@@ -286,13 +283,13 @@ def _decode_each(raw: list[bytes], dtype: Any, shuffle: bool) -> list[Packed]:
 
 
 def text_crc(values: Array, crc: int) -> int:
-    """CRC-32 of texts of variable length, each followed by a NUL."""
+    """Returns the CRC-32, continued from ``crc``, of texts of variable length, each followed by NUL."""
     joined = b"".join((v if isinstance(v, bytes) else v.encode()) + b"\0" for v in values.tolist())
     return crc32(joined, crc)
 
 
 class TextColumn:
-    """Strings of variable length; through HDF5, as their bytes lie in its heap."""
+    """A column of strings of variable length, written through HDF5, whose heap holds their bytes."""
 
     def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
         self._dataset = create(file, path, h5py.string_dtype(), chunk, False)
@@ -315,7 +312,7 @@ class TextColumn:
 
 
 def column(file: h5py.File, spec: schema.Column, threads: ThreadPoolExecutor) -> Column | TextColumn:
-    """The column of the schema, empty."""
+    """Creates an empty column of the schema."""
     if spec.dtype == schema.TEXT:
         return TextColumn(file, spec.path, schema.chunk(spec))
     dtype = "S" if spec.dtype == schema.STRING else spec.dtype

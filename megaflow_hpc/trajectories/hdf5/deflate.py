@@ -1,4 +1,4 @@
-"""Deflate and CRC-32, several times as fast as zlib's and with the same streams and sums: ISA-L where it is installed.
+"""Deflate and CRC-32 by ISA-L where it is installed: several times as fast as zlib, with valid streams and equal sums.
 
 What ISA-L writes is standard deflate, which every HDF5 reads; what it computes is zlib's CRC-32. Both release the
 interpreter's lock, so chunks can be compressed by threads.
@@ -6,8 +6,12 @@ interpreter's lock, so chunks can be compressed by threads.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
+
+THREADS = max(1, min(8, len(os.sched_getaffinity(0))))
+"""Number of threads that compress or inflate chunks."""
 
 try:
     import isal
@@ -26,6 +30,6 @@ else:
     decompress = isal_zlib.decompress
 
     def compress(data: bytes | memoryview, level: int = 1) -> bytes:
-        """A zlib stream. ISA-L's level 1 is as small as zlib's, level 3 nearly as its level 4."""
+        """Returns a zlib stream. ISA-L's level 1 is as small as zlib's, its level 3 nearly as small as zlib's 4."""
         packed: bytes = isal_zlib.compress(data, level)
         return packed

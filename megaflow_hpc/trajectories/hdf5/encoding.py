@@ -1,4 +1,4 @@
-"""Text as a campaign file can hold it.
+"""Encodes text so that a campaign file can hold it.
 
 HDF5 strings hold neither NUL nor lone surrogates (bytes of a program that were not UTF-8). In string columns they are
 written as the escapes ``\\x00`` and ``\\udc80``. Messages lose nothing: there the same escapes are JSON's own, and
@@ -16,12 +16,12 @@ import orjson
 
 
 def escape(text: str) -> str:
-    """``text`` as an HDF5 string can hold it."""
+    """Returns the text as an HDF5 string can hold it."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def message_json(message: Mapping[str, Any]) -> bytes:
-    """A message as strict JSON in UTF-8. Numbers JSON does not have become null, objects it does not have strings."""
+    """Returns a message as strict JSON in UTF-8; numbers that JSON lacks become null, other objects strings."""
     try:
         return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
     except TypeError:
@@ -30,7 +30,7 @@ def message_json(message: Mapping[str, Any]) -> bytes:
 
 
 def reward_name(name: str) -> str:
-    """A verifier's name for a reward as the name of a dataset: no path, never empty."""
+    """Returns a verifier's name for a reward as the name of a dataset: never a path, never empty."""
     plain = escape(name).replace("/", "_")
     return plain if plain.strip(".") else f"_{plain}"
 

@@ -1,4 +1,4 @@
-"""Opening a campaign file: one of ours, whole, of a version we read; or an error that says which of these fails."""
+"""Opens campaign files, and refuses those that are foreign, incomplete or of a newer version."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSIO
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
-    """Opens for reading, without file locks: published files never change, and many file systems have none.
+    """Opens a campaign file for reading, without file locks: published files never change, and locks are often missing.
 
     Args:
         path: the file.
-        complete: also refuse a file that lacks a column.
+        complete: whether to refuse a file that lacks a column.
 
     Raises:
-        ConfigError: missing, unreadable, truncated, no HDF5, another format, or a newer version.
+        ConfigError: the file is missing, unreadable, truncated, not HDF5, of another format or of a newer version.
     """
     path = Path(path)
     try:
@@ -71,7 +71,7 @@ def _check(path: Path, file: h5py.File, complete: bool) -> None:
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
-    """What a campaign file says it was gathered from; ``None`` where there is no readable one."""
+    """Returns the journals and seals a campaign file was gathered from; ``None`` without a readable file."""
     if not path.exists():
         return None
     try:

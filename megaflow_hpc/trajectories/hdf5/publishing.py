@@ -1,4 +1,4 @@
-"""Publishing a large file: written beside its place under a temporary name, made durable, renamed.
+"""Publishes large files: written beside their place under a temporary name, made durable, renamed.
 
 The temporary name tells who writes it: ``.<name>.<host>~<boot>.<pid>-<start>.<4 hex>``. A file whose writer is known to
 be gone, a process of this host that is no more, is removed by :func:`clean_up`. What processes of other hosts left is
@@ -18,12 +18,16 @@ from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.layout import file_mode
 
 FOREIGN_AGE_S = 86400.0
-"""Seconds without a change behind which another host's leftover is taken for one."""
+"""Seconds without a change after which another host's temporary file is taken to be abandoned."""
 
 
 @contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """A temporary path to write to; renamed to ``target`` at the end, or removed after an error."""
+    """Yields a temporary path to write to, which is renamed to ``target`` at the end, or removed after an error.
+
+    Raises:
+        OSError: the file cannot be made durable or renamed.
+    """
     clean_up(target)
     identity = Identity.of(os.getpid())
     temporary = target.with_name(f".{target.name}.{_host()}.{identity}.{secrets.token_hex(2)}")
@@ -39,7 +43,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def clean_up(target: Path) -> list[Path]:
-    """Removes what killed writers of ``target`` left; returns it. What a living process writes stays."""
+    """Removes the temporary files that killed writers of ``target`` left, and returns their paths."""
     removed = []
     for path in target.parent.glob(f".{_escaped(target.name)}.*"):
         if _abandoned(path, target.name):
@@ -65,7 +69,7 @@ def _abandoned(path: Path, name: str) -> bool:
 
 
 def _host() -> str:
-    """This boot of this host: a pid and its start mean something within it only."""
+    """Returns the name of this boot of this host, within which a pid and its start identify a process."""
     boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"
 

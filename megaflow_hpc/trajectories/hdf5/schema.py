@@ -20,13 +20,13 @@ STRING = "string"
 """UTF-8 of fixed width, padded with NUL; a file's own width, a power of two. Older files have variable lengths."""
 
 TEXT = "text"
-"""UTF-8 of variable length: for what is mostly empty and now and then long."""
+"""UTF-8 of variable length, for values that are mostly empty and sometimes long."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
 
 class Column(NamedTuple):
-    """A dataset. ``extent`` names its length: an item count of the file, with ``+1`` for offsets."""
+    """A dataset. ``extent`` names its length: a number of items of the file, with ``+1`` for offsets."""
 
     group: str
     name: str
@@ -162,7 +162,9 @@ GROUPS = (
     Group(
         "artifacts",
         "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
-        "trajectories.",
+        "trajectories. `calls.jsonl` has a line of JSON per turn with what a replay needs beside the tokens: the "
+        "request's `id`, `asked` (a digest of the conversation), and the answer as `text` or, where there is more to it, as "
+        "`message`. (Older files have `engine.jsonl` instead, with the sampled ids a second time, up to 8 MiB.)",
         (
             ("name", STRING, "f", "file name"),
             ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
@@ -190,6 +192,7 @@ ROOT_ATTRIBUTES = (
 
 
 def columns() -> Iterator[Column]:
+    """Yields every column of the schema in order, rewards excepted."""
     for group in GROUPS:
         for name, dtype, extent, doc in group.columns:
             yield Column(group.name, name, dtype, extent, doc)
@@ -207,24 +210,24 @@ OPTIONAL: dict[str, Any] = {
     "sequences/weight_version_min": -1,
     "sequences/weight_version_max": -1,
 }
-"""Columns that files of older software lack, and what stands for them there."""
+"""Columns that files of older software lack, and the values read instead."""
 
 LOGPROB_CHUNK = 4096
-"""Of log-probabilities, which are noise: more gains nothing, and makes random reading slower."""
+"""Log-probabilities per chunk: they are noise, so larger chunks gain nothing and slow random reading."""
 RUN_CHUNK = 16384
-"""Of loss masks and weight versions, which are runs: inflating four times as much costs no more than four times as many
-chunks do, and writing them costs less."""
+"""Loss masks or weight versions per chunk: they are runs, so inflating chunks four times as large costs no more
+than four times as many chunks would, and writing them costs less."""
 ID_CHUNK = 8192
-"""Of token ids, where what was said before comes again: 4096 costs 7 %; 16384 gains 7 %, and random batches of rows of
-4096 tokens take half as long again."""
+"""Token ids per chunk. Texts repeat themselves: with 4096 files are 7 % larger; with 16384 they are 7 % smaller, but
+random batches of rows of 4096 tokens take half as long again."""
 _ROW_CHUNK = 4096
 _BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
-"""Of messages: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
+"""Bytes of messages per chunk: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
 
 
 def chunk(column: Column) -> int:
-    """Entries per chunk: some ten kB, small enough that one rollout's tokens touch few chunks."""
+    """Returns the entries per chunk of a column: some ten kB, so that a rollout's tokens lie in few chunks."""
     if column.path == "messages/json":
         return _TEXT_CHUNK
     if column.path == "artifacts/bytes":
@@ -235,18 +238,21 @@ def chunk(column: Column) -> int:
 
 
 def shuffled(column: Column) -> bool:
-    """Whether the shuffle filter pays. It does not for single bytes, nor for log-probabilities, which are noise but for
-    their highest byte and the runs of NaN, nor for weight versions, which are runs: deflate finds runs as they are."""
+    """Returns whether the shuffle filter is used for a column.
+
+    It does not pay for single bytes, nor for log-probabilities, which are noise but for their highest byte and the runs
+    of NaN, nor for weight versions: deflate finds runs as they are.
+    """
     return column.dtype not in ("uint8", TEXT) and column.path not in ("tokens/logprob", "tokens/weight_version")
 
 
 def level(column: Column) -> int:
-    """How hard to compress: 3 for text, where it saves 6 % of a file for half a millisecond a rollout, else 1."""
+    """Returns the compression level of a column: 3 for text, which saves 6 % for half a millisecond a rollout, or 1."""
     return 3 if column.path in ("messages/json", "artifacts/bytes") else 1
 
 
 def markdown() -> str:
-    """The tables of docs/trajectory-format.md."""
+    """Returns the tables of docs/trajectory-format.md."""
     lines = ["| root attribute | holds |", "| --- | --- |"]
     lines += [f"| `{name}` | {doc} |" for name, doc in ROOT_ATTRIBUTES]
     for group in GROUPS:

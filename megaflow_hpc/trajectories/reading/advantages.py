@@ -1,7 +1,7 @@
 """Group-relative advantages: how much better a rollout did than the other samples of its task.
 
-All take rewards and the group of each row, and leave NaN where the reward is NaN (not verified): such rows belong to no
-group. A group of one has nothing to be compared with, its advantage is 0.
+All kinds take the reward and the group of each row. Rows without a reward (NaN, not verified) belong to no group, and
+their advantage is NaN; the only row of a group has the advantage 0.
 
 =========  ==========================================  =============================================================
 ``grpo``   (r - mean) / (std + epsilon)                Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1
@@ -28,17 +28,21 @@ KINDS: tuple[str, ...] = get_args(Kind)
 def advantages(
     rewards: NDArray[Any], groups: NDArray[Any], kind: Kind = "grpo", *, epsilon: float = 1e-6, ddof: int = 1
 ) -> NDArray[np.float32]:
-    """The advantage of each row.
+    """Computes the advantage of each row.
 
     Args:
         rewards: (n), NaN where there is none.
-        groups: (n), the group of each row in any form that compares.
+        groups: (n), the group of each row, of any hashable type.
         kind: see the table above.
-        epsilon: of ``grpo``, added to the divisor.
-        ddof: of ``grpo``'s standard deviation: 1 as trainers have it (verl, TRL), 0 for the population's.
+        epsilon: what ``grpo`` adds to the divisor.
+        ddof: degrees of freedom subtracted in ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the
+            population's.
+
+    Returns:
+        (n), NaN where there is no reward.
 
     Raises:
-        ConfigError: no such kind.
+        ConfigError: there is no such kind.
     """
     if kind not in KINDS:
         raise ConfigError(f"advantage {kind!r}: there are {', '.join(KINDS)}")
@@ -66,13 +70,19 @@ def advantages(
 
 
 def codes(values: NDArray[Any]) -> NDArray[np.int64]:
-    """A number from 0 for each different value, in order of appearance; a sort of a million strings would be slower."""
+    """Numbers different values from 0 in order of appearance: (n) → (n); sorting a million strings would be slower."""
     seen: dict[Any, int] = {}
     return np.fromiter((seen.setdefault(value, len(seen)) for value in values.tolist()), np.int64, len(values))
 
 
 def medians(values: NDArray[np.float64], group: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The median of each group."""
+    """Returns the median of each of G groups.
+
+    Args:
+        values: (n).
+        group: (n), 0 to G - 1.
+        size: (G), number of values of each group.
+    """
     ordered = values[np.lexsort((values, group))]
     first = np.cumsum(size) - size
     middle: NDArray[np.float64] = (ordered[first + (size - 1) // 2] + ordered[first + size // 2]) / 2

@@ -1,4 +1,4 @@
-"""How long the rollouts of earlier campaigns took, read from their trajectories.h5: what plans and pods learn from."""
+"""Durations of the rollouts of earlier campaigns, read from their trajectories.h5, for plans and pods to learn from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megaflow_hpc.types import Rollout
 
 
 def durations(path: Path) -> list[tuple[str, str, float]]:
-    """(task, policy, seconds) of every rollout that was carried out.
+    """Returns (task, policy, seconds) of every rollout that was carried out.
 
     Args:
-        path: a run directory or a trajectories.h5.
+        path: a run directory that was gathered, or a trajectories.h5.
 
     Raises:
-        ConfigError: there is no such file, or it is none of ours.
+        ConfigError: there is no such file, or it is not a campaign file.
     """
     import h5py
 
@@ -41,10 +41,13 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
 
 
 class Durations:
-    """What earlier campaigns tell of durations.
+    """Durations of earlier campaigns, by task and policy.
+
+    Args:
+        paths: gathered run directories, or campaign files.
 
     Raises:
-        ConfigError: a file cannot be read, or none tells of a rollout that was carried out.
+        ConfigError: a file cannot be read, or no rollout was carried out in any of them.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -63,13 +66,15 @@ class Durations:
         return (task, policy), ("task", task, ""), ("policy", policy, ""), ()
 
     def expected_s(self, rollout: Rollout) -> float:
-        """Mean of a rollout's task under its policy; where that is unknown of the task, of the policy, or of all."""
+        """Returns the mean duration of the rollout's task under its policy or else of the task, the policy, or all."""
         return next(self._means[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
-        """What pods of these rollouts begin with: (task, policy, number, mean, variance) of the logarithm of seconds.
+        """Returns the durations known for these rollouts, from which pods start to estimate.
 
-        Of a task under its policy; where that is unknown, of the task under others. Others are left to be guessed.
+        Returns:
+            (task, policy, number, mean, variance) of the logarithm of seconds, per task and policy; where a task is
+            unknown under its policy, those of the task under others. Unknown tasks are left out.
         """
         found = []
         for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):

@@ -1,11 +1,11 @@
-"""Following a campaign: each rollout once, as it becomes durable, whatever pod wrote it.
+"""Follows a campaign: yields each rollout once, as it becomes durable, whichever pod wrote it.
 
-What is appended to the journals since the last look is read, and nothing twice: a look costs one listing of
-``RUN/journal``, one stat per journal and what is new. A rollout is yielded when its first record that counts is seen; a
-later one, of a failed rollout that was run again for example, is left to those who open the store afresh.
+Every look reads what was appended to the journals since the last, and nothing twice: it costs one listing of
+``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts; a later
+one, for example of a failed rollout that was run again, is seen by opening the store anew.
 
-Seals are asked after the sizes of the journals and before their bytes: of what was there when a seal was made and what
-a delayed writer appended behind it later, only the first is ever yielded.
+Seals are read after the sizes of the journals and before their bytes, so that records which a delayed writer appends
+behind a seal are never yielded.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megaflow_hpc.trajectories.reading.store import open_trajectories
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""Between two looks while nothing is new."""
+"""Seconds between two looks while nothing is new."""
 CACHED_S = 60.0
-"""A network file system may show a journal as it was for so long."""
+"""Seconds for which a network file system may show an earlier state of a journal."""
 
 
 class Follower:
-    """The rollouts of a run that became durable since the last :meth:`poll`.
+    """Finds the rollouts of a run that became durable since the last :meth:`poll`.
 
     Args:
         run: the run directory; its campaign may not have begun.
-        after: ids that were seen before, by an earlier process for example.
-        seals: where the seals are asked at every look; by default the ledger.
+        after: ids to leave out, for example those an earlier process has seen.
+        seals: called at every look for the seals; by default those of the ledger.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Follower:
         self._seen = set(after)
         self._seals = seals or (lambda: seals_of(self._run))
         self._read: dict[str, int] = {}
-        """By journal: bytes of it that were read."""
+        """Bytes read of each journal."""
 
     def poll(self) -> list[Row]:
-        """What is new, in the order of commit as far as it is known now. Rows are lazy and stay valid.
+        """Returns the new rows, in commit order as far as it is known now. Rows are lazy and stay valid.
 
         Raises:
-            OSError: the run directory cannot be read now; what is new is then still new at the next call.
+            OSError: the run directory cannot be read now; the next call then returns the same rows.
         """
         sizes = {path: path.stat().st_size for path in journals(self._run)}
         grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
@@ -79,7 +79,7 @@ class Follower:
         return [Row(source, row) for row in range(len(winners))]
 
     def lacking(self) -> bool:
-        """Whether the campaign is finished and not all of it was seen: a cache still hides the end of a journal."""
+        """Returns whether the campaign is finished but not all was seen, because a cache hides the end of a journal."""
         ledger = Ledger(self._run)
         if not ledger.finished:
             return False
@@ -92,15 +92,18 @@ def follow(
     after: Iterable[str] = (),
     poll_s: float = POLL_S,
 ) -> Iterator[Row]:
-    """Yields each rollout once, those that are there already first; ends when ``over`` said so before a last look.
+    """Yields each rollout once, present ones first, and ends with a last look after ``over`` returned true.
 
     While the run directory does not answer it waits, and says so in the log.
 
     Args:
         run: the run directory.
-        over: whether the campaign has ended; asked once per look.
+        over: returns whether the campaign has ended; called once per look.
         after: ids to leave out.
         poll_s: seconds between two looks while nothing is new.
+
+    Raises:
+        OSError: the run directory did not answer for too long.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     if not journals(run) and run.trajectories.exists():  # a result whose journals were removed since

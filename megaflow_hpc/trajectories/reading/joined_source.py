@@ -1,4 +1,4 @@
-"""Several sources of rows as one: the shards and journals of a running campaign."""
+"""Joins several sources of rows into one: the shards and journals of a running campaign."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Sequence
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
 MAX_SHARDS = 256
-"""Shards kept open at once, with two descriptors each; the journals of the others are read instead."""
+"""Number of shards kept open at once, with two descriptors each; beyond it journals are read instead."""
 
 
 def source_of(run: RunDir, found: Index) -> Source:
-    """The rows of a running campaign: from shards what lies in them, the rest from the journals."""
+    """Returns the rows of a running campaign as a source, from shards where possible, else from journals.
+
+    Args:
+        run: the run directory.
+        found: its winners, which become the rows in order.
+    """
     parts: list[Source] = []
     numbers: dict[str, int | None] = {}
     from_journals: list[Entry] = []
@@ -49,12 +54,12 @@ def source_of(run: RunDir, found: Index) -> Source:
 
 
 class JoinedSource:
-    """Rows of several sources in an order of their own: shards and journals as one campaign.
+    """Rows of several sources in any order.
 
     Args:
-        parts: the sources; closed with this one.
-        part: (n) which source row i comes from.
-        row: (n) its number there.
+        parts: the sources, which are closed with this one.
+        part: (n), the number of the source that each row comes from.
+        row: (n), its row number there.
     """
 
     def __init__(self, parts: Sequence[Source], part: NDArray[np.int64], row: NDArray[np.int64]) -> None:
@@ -82,7 +87,7 @@ class JoinedSource:
         return self.column(f"rewards/{name}")
 
     def flat(self, rows: NDArray[np.int64]) -> Flat:
-        """Each part is asked once; its sequences then go to their places."""
+        """Returns the sequences of rows; each part is read once."""
         asked = self._part[rows]
         if len(rows) and (asked == asked[0]).all():
             found = self._parts[asked[0]].flat(self._row[rows])
@@ -130,7 +135,7 @@ class JoinedSource:
         return self._parts[self._part[row]]
 
     def _counts(self, part: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sequences of each of these rows of a part."""
+        """Returns the number of sequences of each of these rows of a part."""
         offsets = self._parts[part].column("trajectories/sequence_offset")
         counts: NDArray[np.int64] = offsets[rows + 1] - offsets[rows]
         return counts
@@ -163,7 +168,7 @@ class JoinedSource:
         return found
 
     def _items(self, path: str, group: str) -> NDArray[Any]:
-        """A column of sequences or turns: the spans of the rows one behind another, references counted anew."""
+        """Joins a column of sequences or turns row by row, with references renumbered."""
         offset = "trajectories/sequence_offset" if group == "sequences" else "trajectories/turn_offset"
         found: list[NDArray[Any]] = []
         sequence_base, token_base = self.column("trajectories/sequence_offset"), None

@@ -1,4 +1,4 @@
-"""One trajectory of a store, read as it is looked at."""
+"""One trajectory of a store, read lazily."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectorie
 
 
 class Row:
-    """One trajectory; every attribute is read when it is used. Holds while its store is open."""
+    """One trajectory; every attribute is read when it is used. Valid while its store is open."""
 
     __slots__ = ("_source", "index")
 
@@ -50,33 +50,36 @@ class Row:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """By name, those that the rollout has."""
+        """The rewards that the rollout has, by name."""
         return self._source.rewards(self.index)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """OpenAI message form."""
+        """The conversation, in OpenAI message form."""
         return self._source.messages(self.index)
 
     @property
     def sequences(self) -> list[SequenceView]:
+        """The token sequences, as numpy arrays."""
         return self._source.sequences(self.index)
 
     @property
     def turns(self) -> list[Turn]:
-        """Sequence numbers and token spans count within this trajectory, unlike in the file."""
+        """The model calls; sequence numbers and token spans count within this trajectory, unlike in the file."""
         return self._source.turns(self.index)
 
     @property
     def attempts(self) -> list[Attempt]:
+        """Every attempt at the rollout, superseded ones included."""
         return self._source.attempts(self.index)
 
     @property
     def artifacts(self) -> list[Artifact]:
+        """The files kept of the rollout."""
         return self._source.artifacts(self.index)
 
     def trajectory(self) -> Trajectory:
-        """All of it, independent of the store."""
+        """Returns the whole trajectory, independent of the store."""
         scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
         for name in UNKNOWN_AS_NAN:
             scalars[name] = None if np.isnan(scalars[name]) else scalars[name]

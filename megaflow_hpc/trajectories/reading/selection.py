@@ -1,4 +1,4 @@
-"""Choosing trajectories by an expression over their columns.
+"""Selects trajectories by an expression over their columns.
 
     store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")
     store.select("rewards['tests'] > 0 and weight_version_min >= 3 and finished_at >= '2026-11-21T08:00'")
@@ -30,7 +30,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.reading.table import Table
 
 MAX_LENGTH = 10_000
-"""Characters of an expression."""
+"""Largest length of an expression, in characters."""
 
 TIMES = ("started_at", "finished_at")
 
@@ -59,7 +59,11 @@ _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.a
 
 
 def select(expression: str, table: Table) -> NDArray[np.int64]:
-    """Rows for which the expression is true, in order.
+    """Returns the row numbers for which an expression is true, in order.
+
+    Args:
+        expression: in the language above.
+        table: the columns it may name.
 
     Raises:
         ConfigError: it does not parse, names an unknown column, or holds a form that is not allowed; says where.
@@ -180,7 +184,7 @@ class _Evaluation:
         return _COMPARE[type(op)](a, b)
 
     def _times(self, node: ast.expr, value: Any, other: ast.expr, with_: Any) -> Any:
-        """A date that is compared with a time, as seconds UTC."""
+        """Returns a date that is compared with a time as seconds UTC, and any other value unchanged."""
         if not isinstance(value, str) or not (isinstance(other, ast.Name) and other.id in TIMES):
             return value
         try:
@@ -205,7 +209,7 @@ class _Evaluation:
 
 
 def _each(column: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
-    """``test`` of every entry; each different text is tested once."""
+    """Returns ``test`` of every entry, computed once per different text."""
     known: dict[Any, bool] = {}
     found = np.empty(len(column), np.bool_)
     for row, item in enumerate(column.tolist()):
@@ -220,7 +224,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two texts in one form: bytes where a column of fixed width is among them."""
+    """Returns two texts in one form: bytes if either is a column of fixed width."""
     fixed = any(isinstance(value, np.ndarray) and value.dtype.kind == "S" for value in (a, b))
     if not fixed:
         return a, b

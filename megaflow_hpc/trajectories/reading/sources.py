@@ -1,4 +1,4 @@
-"""Trajectories as columns: what every source of rows offers, and a ``trajectories.h5`` as one.
+"""Sources of rows and columns: the protocol of every source, and a ``trajectories.h5`` as one.
 
 A source knows rows by number only. Columns are read whole and kept, on first use; everything ragged is read row by
 row, or for many rows at once by :meth:`Source.flat`. Opening reads nothing, so a campaign of a million opens as fast as
@@ -30,12 +30,12 @@ UNKNOWN_AS_NAN = ("reward", "setup_s", "agent_s", "verify_s")
 """Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.types.Trajectory`."""
 
 _WHOLE = 1 << 16
-"""Columns up to this many entries are read whole for the sake of one of them; of longer ones a window of it."""
+"""Columns up to this many entries are read whole when one entry is needed; of longer ones a window is read."""
 
 
 @dataclass(frozen=True)
 class SequenceView:
-    """A token sequence as numpy; one entry per token."""
+    """A token sequence as numpy arrays (T), one entry per token."""
 
     policy: str
     tokens: NDArray[np.int32]
@@ -47,23 +47,23 @@ class SequenceView:
 
 
 class Flat(NamedTuple):
-    """The token sequences of several rows, end to end, in the order asked for. S sequences, T tokens."""
+    """The token sequences of several rows, end to end, in the order of the request. S sequences, T tokens."""
 
     row: NDArray[np.int64]
-    """(S)"""
+    """(S), row number of each sequence"""
     policy: NDArray[Any]
-    """(S), text"""
+    """(S), objects of ``str``"""
     offsets: NDArray[np.int64]
     """(S+1), into the token columns"""
     tokens: NDArray[np.int32]
-    """(T), as the three that follow"""
+    """(T), as the three columns that follow"""
     logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
 
     @classmethod
     def of(cls, views: Sequence[tuple[int, SequenceView]]) -> Flat:
-        """Joins sequences, each with its row number."""
+        """Joins sequences, each given with its row number."""
 
         def joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
             return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
@@ -84,7 +84,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
     def column(self, path: str) -> NDArray[Any]:
-        """A column of rows, sequences, turns, … by its path in the schema; text as ``S`` bytes or objects."""
+        """Returns a column by its path in the schema; text as ``S`` bytes or objects. Not to be changed."""
 
     def reward_names(self) -> list[str]: ...
     def reward_column(self, name: str) -> NDArray[np.float32]: ...
@@ -106,7 +106,7 @@ def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
 
 
 def text(values: NDArray[Any]) -> NDArray[Any]:
-    """A column of text as an object array of ``str``."""
+    """Returns a column of text as an object array of ``str``."""
     if values.dtype.kind != "S":
         return values.astype(object, copy=False)
     known: dict[bytes, str] = {}  # equal texts share one object
@@ -119,7 +119,15 @@ def text(values: NDArray[Any]) -> NDArray[Any]:
 
 
 class Hdf5Source:
-    """A ``trajectories.h5``, or a file of its schema that is open. It must not change, as published files never do."""
+    """A ``trajectories.h5``, or an open file of its schema, that does not change, as published files never do.
+
+    Args:
+        path: path of the file.
+        file: the file, where it is open already; it is closed with the source.
+
+    Raises:
+        ConfigError: ``path`` is not a campaign file.
+    """
 
     def __init__(self, path: Path, file: h5py.File | None = None) -> None:
         self.file = open_file(path) if file is None else file
@@ -177,13 +185,13 @@ class Hdf5Source:
         return values
 
     def _length_of(self, path: str) -> int:
-        """Entries that a column would have which the file lacks."""
+        """Returns the number of entries that a column missing from the file would have."""
         extent = COLUMNS[path].extent
         like = next(c.path for c in COLUMNS.values() if c.extent == extent and c.path in self.file)
         return len(self.file[like])
 
     def _one(self, path: str, index: int) -> Any:
-        """One entry of a column, without reading a million others."""
+        """Returns one entry of a column, without reading a million others."""
         if path in self._columns or len(self) <= _WHOLE:
             value = self.column(path)[index]
         else:
@@ -193,7 +201,7 @@ class Hdf5Source:
         return value if isinstance(value, str) else value.item()
 
     def _slice(self, path: str, start: int, end: int) -> NDArray[Any]:
-        """Some entries, by way of a window that is kept: rows are mostly read in order, and chunks inflated whole."""
+        """Returns some entries from a window that is kept: rows are mostly read in order, and chunks inflated whole."""
         if path in self._columns:
             return self._columns[path][start:end]
         first, window = self._windows.get(path, (0, np.empty(0)))
@@ -276,7 +284,7 @@ class Hdf5Source:
         return [Artifact(name, data[a:b].tobytes()) for name, (a, b) in zip(names, pairwise(offsets), strict=True)]
 
     def _records(self, group: str, made: Any, start: int, end: int) -> list[dict[str, Any]]:
-        """Rows ``[start, end)`` of a group as dicts of Python values, of the fields that ``made`` has."""
+        """Returns items ``[start, end)`` of a group as dicts of Python values, with the fields that ``made`` has."""
         if start == end:
             return []
         known = made.__dataclass_fields__

@@ -1,4 +1,4 @@
-"""Reading trajectories: from a run directory, finished or not, or from one ``trajectories.h5``.
+"""Reads trajectories from a run directory, finished or not, or from one ``trajectories.h5``.
 
     with open_trajectories(run.path) as store:
         good = store.select("status == 'completed' and reward >= 0.5")
@@ -7,8 +7,8 @@
         batch = store.batch(good[:64], pad=0)
         advantage = store.advantages("grpo")
 
-A store is a snapshot: what it shows does not change while it is open, whatever the campaign does. Rows are lazy, and
-columns are read when they are first used: opening costs the same for ten trajectories and for a million.
+A store is a snapshot: it does not change while it is open, whatever the campaign does. Rows are lazy, and columns are
+read when they are first used: opening costs the same for ten trajectories and for a million.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source, 
 from megaflow_hpc.trajectories.reading.table import Table
 
 LOOK_UPS = 16
-"""Ids that are looked for one by one before all are put into a dictionary."""
+"""Number of ids looked up one by one before all are put into a dictionary."""
 
 
 class TrajectoryStore:
-    """The trajectories of one campaign, in commit order. Made by :func:`open_trajectories`; a context manager."""
+    """The trajectories of one campaign, in commit order; a context manager. :func:`open_trajectories` makes it."""
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
         self._looked_up = 0
         self.path = path
-        """The file or run directory it reads."""
+        """The file or run directory being read."""
 
     def __enter__(self) -> TrajectoryStore:
         return self
@@ -57,11 +57,12 @@ class TrajectoryStore:
         self.close()
 
     def close(self) -> None:
+        """Closes its files; rows and columns cannot be read afterwards."""
         self._source.close()
 
     @property
     def source(self) -> Source:
-        """Where its rows come from."""
+        """The source of its rows."""
         return self._source
 
     @cached_property
@@ -74,7 +75,7 @@ class TrajectoryStore:
         return {rollout: row for row, rollout in enumerate(self.ids)}
 
     def _number(self, rollout: str) -> int | None:
-        """The row of an id. The first few are looked for in the column: a dictionary of a million takes seconds."""
+        """Returns the row of an id. The first few are searched in the column: a dictionary of a million is slow."""
         if isinstance(self._source, Hdf5Source) and "_row_of" not in self.__dict__ and self._looked_up < LOOK_UPS:
             self._looked_up += 1
             column = self._source.column("trajectories/id")
@@ -94,20 +95,27 @@ class TrajectoryStore:
         return (Row(self._source, row) for row in range(len(self)))
 
     def __getitem__(self, key: int | str) -> Row:
-        """By row number, negative from the end, or by rollout id.
+        """Returns a row by its number, negative from the end, or by its rollout id.
 
         Raises:
-            IndexError: no such row.
-            KeyError: no such id.
+            IndexError: there is no such row.
+            KeyError: there is no such id.
         """
         return Row(self._source, self._row(key))
 
     def rows(self, numbers: Iterable[int | str]) -> Iterator[Row]:
-        """Some rows, by number or id."""
+        """Yields rows by number or id."""
         return (Row(self._source, self._row(key)) for key in numbers)
 
     def column(self, name: str) -> NDArray[Any]:
-        """A column by row: any that :meth:`select` knows, or ``rewards/<name>``. Text as objects. Not to be changed."""
+        """Returns a column (n) with one entry per row, which must not be changed; text as objects of ``str``.
+
+        Args:
+            name: a column that :meth:`select` knows, or ``rewards/<name>``.
+
+        Raises:
+            KeyError: there is no such column.
+        """
         table = self._table
         reward = name.removeprefix("rewards/")
         if name in table.names:
@@ -120,23 +128,27 @@ class TrajectoryStore:
         return text(values) if values.dtype.kind in "SO" else values
 
     def select(self, expression: str) -> NDArray[np.int64]:
-        """The rows for which an expression over the columns is true, in order.
+        """Returns the numbers of the rows for which an expression over the columns is true, in order.
 
         >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
 
         Raises:
-            ConfigError: it does not parse, or names what is not there; says where.
+            ConfigError: it does not parse, or names an unknown column; the message says where.
         """
         return select(expression, self._table)
 
     def advantages(self, kind: Kind = "grpo", reward: str | None = None, **options: Any) -> NDArray[np.float32]:
-        """How much better each row did than the others of its group; NaN where it has no reward. A column of rows.
+        """Returns how much better each row (n) did than the others of its group; NaN where it has no reward.
 
         Args:
             kind: ``grpo``, ``drgrpo``, ``rloo`` or ``median``; see
-            :mod:`~megaflow_hpc.trajectories.reading.advantages`. reward: one of several rewards by its name, instead of
-            the reward. options: ``epsilon`` and ``ddof`` of
-            :func:`~megaflow_hpc.trajectories.reading.advantages.advantages`.
+                :mod:`~megaflow_hpc.trajectories.reading.advantages`.
+            reward: name of one of several rewards, to be used instead of the reward.
+            options: ``epsilon`` and ``ddof`` of :func:`~megaflow_hpc.trajectories.reading.advantages.advantages`.
+
+        Raises:
+            ConfigError: there is no such kind.
+            KeyError: there is no such reward.
         """
         values = self.column("reward" if reward is None else f"rewards/{reward}")
         return advantages(values, self._source.column("trajectories/group_id"), kind, **options)
@@ -155,7 +167,7 @@ class TrajectoryStore:
 
     @cached_property
     def versions(self) -> dict[str, Any]:
-        """Of the software and models that it came from, as the file's attribute says; empty where it has none."""
+        """Versions of the software and models it was made by, from the file's attribute; empty without one."""
         if isinstance(self._source, Hdf5Source):
             found = json.loads(self._source.file.attrs.get("versions", "{}"))
         else:
@@ -163,21 +175,21 @@ class TrajectoryStore:
         return found if isinstance(found, dict) else {}
 
     def flat(self, ids: Iterable[int | str]) -> Flat:
-        """The token sequences of some trajectories end to end, as they lie in the file."""
+        """Returns the token sequences of some trajectories end to end, by row number or id."""
         return self._source.flat(self._rows(ids))
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row, of all its sequences."""
+        """Returns the number of tokens of each row (n), over all its sequences."""
         found: NDArray[np.int64] = self._table.column("tokens")
         return found
 
     def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, NDArray[Any]]:
-        """The token sequences of some trajectories, ready for a trainer.
+        """Returns the token sequences of some trajectories, ready for a trainer.
 
         Args:
-            ids: rollout ids or row numbers; sequences come in this order. A rollout without tokens adds none.
-            pad: with ``None`` the token columns are flat, of all tokens T; with a number they are (S, longest),
-                filled with it in ``tokens`` and, elsewhere, with what stands for not sampled.
+            ids: rollout ids or row numbers, in the order of the result; a rollout without tokens adds no sequence.
+            pad: ``None`` for flat token columns of all T tokens; a number for columns (S, longest), padded with it in
+                ``tokens`` and elsewhere with the value of tokens that were not sampled.
 
         Returns:
             ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (NaN where not sampled), ``weight_version``
@@ -200,16 +212,16 @@ class TrajectoryStore:
         shard: tuple[int, int] = (0, 1),
         oversize: Oversize = "error",
     ) -> Iterator[dict[str, NDArray[Any]]]:
-        """Batches of whole trajectories, each packed up to a number of tokens; every row once.
+        """Yields batches of whole trajectories, each packed up to a number of tokens; every row once.
 
         Args:
-            token_budget: at most so many entries in each token column, padding included.
-            rows: which ones: ids, row numbers or an expression; all by default. Rows without tokens are left out.
+            token_budget: largest number of entries of each token column, padding included.
+            rows: ids, row numbers or an expression; all rows by default. Rows without tokens are left out.
             pad: as in :meth:`batch`.
-            seed: shuffle with it; ``None`` keeps neighbours together, which reads fastest.
-            shard: (rank, ranks) of a parallel trainer: every rank takes other batches, as many as every other, up to
+            seed: shuffles the rows; ``None`` keeps neighbours together, which reads fastest.
+            shard: (rank, ranks) of a parallel trainer; ranks take different batches, in numbers that differ by at most
                 one.
-            oversize: what to do with a trajectory that alone is over the budget.
+            oversize: ``error`` or ``skip`` for a trajectory that alone is over the budget.
 
         Raises:
             ConfigError: a trajectory is over the budget, with ``oversize="error"``.
@@ -252,12 +264,12 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     """Opens a campaign's trajectories for reading.
 
     Args:
-        path: a run directory, also while its campaign runs, or one ``trajectories.h5``. In a run directory the file is
-            used if it holds all that the journals do; else the journals are read, and show the same.
-        seals: for a run directory, instead of what its ledger says.
+        path: a run directory, also of a running campaign, or one ``trajectories.h5``. Of a run directory the file is
+            read if it holds all that the journals do, else the journals, which show the same.
+        seals: the seals of a run directory, instead of those of its ledger.
 
     Raises:
-        ConfigError: nothing there, not a run directory, or a file that is foreign, damaged or of a newer version.
+        ConfigError: ``path`` is missing, not a run directory, or a foreign, damaged or newer file.
     """
     path = Path(path)
     if not path.is_dir():
@@ -274,7 +286,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Whether a file holds all there is now. Journals may have been removed since; without any, the file is all."""
+    """Returns whether a file holds all the journals of now; journals may have been removed since it was made."""
     if not now["journals"]:
         return True
     if recorded is None:

@@ -1,12 +1,12 @@
-"""What a token id says: the pieces of a vocabulary, read from a model's ``tokenizer.json``.
+"""The pieces of text that token ids stand for, read from a model's ``tokenizer.json``.
 
 Enough to show single tokens, which a tokenizer's own ``decode`` is not made for: it joins tokens, drops blanks at their
 beginning and cannot show half a character. Two ways of writing bytes as pieces are known, and between them cover the
 models of today: byte-level (GPT-2's alphabet of 256 printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece's
 (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2, Gemma, Mistral).
 
-A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory; for a file that was taken
-elsewhere the model's directory is looked at, if it is still where the campaign had it.
+A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory; for a file that was moved
+elsewhere, the model's directory is used if it is still at the campaign's path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Vocabulary:
         tokenizer: the content of a ``tokenizer.json``.
 
     Raises:
-        ValueError: it has no vocabulary of a known form.
+        ValueError: it holds no vocabulary of a known form.
     """
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Vocabulary:
         self._pieces = by_id
 
     def piece(self, token: int) -> str:
-        """The text of a token; bytes that are no whole character as ``surrogateescape``. Empty for an unknown id."""
+        """Returns the text of a token id, incomplete characters by ``surrogateescape``; empty for an unknown id."""
         if token in self._special:
             return self._special[token]
         piece = self._pieces.get(token, "")
@@ -63,10 +63,10 @@ class Vocabulary:
 
 
 def load(path: Path) -> Vocabulary:
-    """From a ``tokenizer.json``, also a gzipped one, or the directory of a model.
+    """Reads a vocabulary from a ``tokenizer.json``, plain or gzipped, or from the directory of a model.
 
     Raises:
-        ConfigError: missing, or of no known form.
+        ConfigError: it is missing, or of no known form.
     """
     path = path / FILE if path.is_dir() else path
     try:
@@ -77,17 +77,17 @@ def load(path: Path) -> Vocabulary:
 
 
 def kept(run: RunDir, policy: str) -> Path:
-    """Where a run directory keeps the tokenizer of a policy."""
+    """Returns the path at which a run directory keeps the tokenizer of a policy."""
     return run.path / "tokenizers" / f"{policy}.json.gz"
 
 
 def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
-    """The tokenizer of a policy, where there is one at hand.
+    """Returns the path of a policy's tokenizer, if one is at hand.
 
     Args:
-        source: the run directory or file that is read.
-        models: of the file's attribute ``versions``: what each policy's model was, its directory as ``path``.
-        policy: a key of it.
+        source: the run directory or campaign file that is read.
+        models: ``models`` of the file's attribute ``versions``: by policy a map with the model's ``path``.
+        policy: a key of ``models``.
     """
     run = RunDir(source if source.is_dir() else source.parent)
     model = models.get(policy)
@@ -97,7 +97,7 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
 
 
 def _alphabet() -> dict[str, bytes]:
-    """Characters of byte-level pieces → bytes: printable ones stand for themselves, the others from 256 on."""
+    """Returns the byte of each character of byte-level pieces: printable ones are themselves, others follow at 256."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     found = {chr(byte): bytes([byte]) for byte in plain}
