@@ -163,8 +163,8 @@ GROUPS = (
         "artifacts",
         "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
         "trajectories. `calls.jsonl` has a line of JSON per turn with what a replay needs beside the tokens: the "
-        "request's `id`, `asked` (a digest of the conversation), and the answer as `text` or, where there is more to it, as "
-        "`message`. (Older files have `engine.jsonl` instead, with the sampled ids a second time, up to 8 MiB.)",
+        "request's `id`, `asked` (a digest of the conversation), and the answer as `text` or, where there is more to "
+        "it, as `message`. (Older files have `engine.jsonl` instead, with the sampled ids a second time, up to 8 MiB.)",
         (
             ("name", STRING, "f", "file name"),
             ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
