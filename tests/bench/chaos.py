@@ -33,6 +33,7 @@ from megaflow_hpc.ledger import read_blocks
 from tests.bench.faults import KINDS, Faults, current_lab
 from tests.support.harbor_tasks import write_solved_task
 from tests.support.processes import environment, processes
+from tests.support.waiting import eventually
 
 PODS, SLOTS = 2, 3
 INSIDE = 0.8
@@ -222,49 +223,50 @@ def trial(
 
 
 def _await_moment(run: Run, mark: str, draw: random.Random) -> None:
-    """Until rollouts work in their sandboxes and a moment longer; now and then, just a while."""
+    """Until rollouts work in their sandboxes, and a moment longer; now and then only for the moment."""
     inside, pause = draw.random() < INSIDE, draw.uniform(0, 4)
-    end = time.monotonic() + 90
-    while inside and not at_work(mark) and time.monotonic() < end and not run.ledger.finished:
-        if not run.pods_live():
-            return
-        time.sleep(0.1)
-    time.sleep(pause)
+    if inside:
+        eventually(lambda: at_work(mark) or run.ledger.finished or not run.pods_live(), 90)
+    if not inside or at_work(mark) or run.ledger.finished:
+        time.sleep(pause)
 
 
 def _finish(run: Run, began: float) -> int:
     """Waits for the end; continues a campaign whose pods have all gone. Returns how often."""
     resumed = 0
-    while not run.ledger.finished:
-        if time.monotonic() - began > DEADLINE_S:
-            break
-        if run.slurm_jobs.live_pods(5.0) == []:
+
+    def finished() -> bool:
+        nonlocal resumed
+        if not run.ledger.finished and run.slurm_jobs.live_pods(5.0) == []:
             run.resume(launcher="slurm")
             resumed += 1
-        time.sleep(0.5)
+        return run.ledger.finished
+
+    eventually(finished, began + DEADLINE_S - time.monotonic(), every_s=0.5)
     return resumed
 
 
 def _clear(run: Run) -> None:
     """Everything that Slurm has of the run leaves: by itself if it is finished, else cancelled."""
-    end = time.monotonic() + LEAVE_S
     if not run.ledger.finished:
         run.cancel()
-    while run.slurm_jobs.live(1.0) and time.monotonic() < end:
-        time.sleep(0.5)
+    eventually(lambda: not run.slurm_jobs.live(1.0), LEAVE_S, every_s=0.5)
 
 
 def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
-    """What remains after the janitor has passed once, as it does before each pod."""
+    """What remains after the janitor has passed, as it does before each pod."""
     from megaflow_hpc.environments.sandbox.janitor import sweep
 
-    end = time.monotonic() + 90
-    while remains(run, scratch, mark, since) and time.monotonic() < end:
+    def clean() -> bool:
+        if not remains(run, scratch, mark, since):
+            return True
         for place in scratch.glob("megaflow-[0-9]*"):
             sweep(place)
         sweep_pod_directories(scratch)
         sweep_shared_memory()
-        time.sleep(1.0)
+        return False
+
+    eventually(clean, 90, every_s=1.0)
     return remains(run, scratch, mark, since)
 
 

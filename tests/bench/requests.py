@@ -41,7 +41,7 @@ def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: a
     before, began = requests(), time.monotonic()
     run = Campaign.from_yaml(campaign).submit()
     submitted = requests() - before
-    result = run.wait()
+    result = run.wait(timeout_s=3600)
     minutes = (time.monotonic() - began) / 60
     asked = requests() - before
     note(

@@ -24,6 +24,7 @@ from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.files import remove_tree
+from tests.support.waiting import eventually, until
 
 WORKERS = 4
 COMMANDS = (
@@ -179,18 +180,24 @@ def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: 
     for worker in workers:
         assert worker.stdin
         worker.stdin.close()
+
+    def ended() -> bool:
+        listen()
+        return all(worker.poll() is not None for worker in workers)
+
+    until(ended, "every worker ends when its input does")
     for worker in workers:
-        while worker.poll() is None:
-            listen()
-            time.sleep(0.05)
         assert worker.stdout
         worker.stdout.close()
-    after = count(scratch)
-    deadline = time.monotonic() + 20
-    while after != before and time.monotonic() < deadline:
+
+    def clean() -> bool:
+        if count(scratch) == before:
+            return True
         sweep(scratch)
-        time.sleep(0.2)
-        after = count(scratch)
+        return False
+
+    eventually(clean, 20, every_s=0.2)
+    after = count(scratch)
     verdict = {
         "sandboxes": done,
         "workers_killed": kills,
