@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,8 @@ def parquet(drawn: list[Any], target: Path) -> None:
     """Columns straight from the arrays, a row group per 16 rollouts."""
     import numpy as np
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    writer = None
-    for first in range(0, len(drawn), GROUP):
-        group = drawn[first : first + GROUP]
+    def columns_of(group: list[Any]) -> dict[str, Any]:
         lengths = np.cumsum([0, *(len(t.sequences[0].tokens) for t in group)])
         columns: dict[str, Any] = {
             name: [getattr(t, name) for t in group] for name in ("id", "task_id", "status", "reward")
@@ -42,7 +39,19 @@ def parquet(drawn: list[Any], target: Path) -> None:
         for name, dtype in (("tokens", "i4"), ("logprobs", "f4"), ("loss_mask", "u1"), ("weight_versions", "i4")):
             flat = np.concatenate([np.frombuffer(getattr(t.sequences[0], name), dtype) for t in group])
             columns[name] = pa.LargeListArray.from_arrays(pa.array(lengths), pa.array(flat))
-        table = pa.table(columns)
+        return columns
+
+    _write_parquet(target, (columns_of(drawn[first : first + GROUP]) for first in range(0, len(drawn), GROUP)))
+
+
+def _write_parquet(target: Path, groups: Iterable[dict[str, Any]]) -> None:
+    """One row group for each group of columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    writer = None
+    for group in groups:
+        table = pa.table(group)
         writer = writer or pq.ParquetWriter(target, table.schema, compression="zstd")
         writer.write_table(table)
     if writer is not None:
@@ -89,17 +98,13 @@ _COLUMNS = (("tokens", "i4"), ("logprobs", "f4"), ("loss_mask", "u1"), ("weight_
 def rows_as_parquet(store: Any, rows: int, target: Path) -> None:
     """The token columns of the first rows, a list per row."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    writer = None
-    for first in range(0, rows, GROUP):
-        batch = store.batch(range(first, min(first + GROUP, rows)))
+    def columns_of(batch: Any) -> dict[str, Any]:
         offsets = pa.array(batch["offsets"])
-        table = pa.table({n: pa.LargeListArray.from_arrays(offsets, pa.array(batch[n])) for n, _ in _COLUMNS})
-        writer = writer or pq.ParquetWriter(target, table.schema, compression="zstd")
-        writer.write_table(table)
-    if writer is not None:
-        writer.close()
+        return {name: pa.LargeListArray.from_arrays(offsets, pa.array(batch[name])) for name, _ in _COLUMNS}
+
+    ranges = (range(first, min(first + GROUP, rows)) for first in range(0, rows, GROUP))
+    _write_parquet(target, (columns_of(store.batch(chosen)) for chosen in ranges))
 
 
 def rows_as_jsonl(store: Any, rows: int, target: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import CALL, cli, rows, run_local, running, small_rows, stored
+from tests.support.campaigns import CALL, Make, cli, rows, run_local, running, small_rows, stored
 from tests.support.waiting import until
-
-Make = Callable[..., Path]
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])

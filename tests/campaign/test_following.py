@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +13,9 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
 from megaflow_hpc.monitor.usage import Held, totals
-from tests.support.campaigns import cli, running
+from tests.support.campaigns import Make, cli, running
 from tests.support.processes import processes
 from tests.support.waiting import until
-
-Make = Callable[..., Path]
 
 
 def event(run: Run, name: str, age_s: float, **fields: object) -> None:

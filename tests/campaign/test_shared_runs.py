@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,8 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_json
+from tests.support.campaigns import Make
 from tests.support.second_user import as_second_user
-
-Make = Callable[..., Path]
 
 VISITOR = """
 import json, os, sys
@@ -37,15 +33,6 @@ print(json.dumps({
     "change": {f: attempt(lambda p: open(p, "r+b").close(), f) for f in told["files"]},
 }))
 """
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that others may pass through: pytest's own are closed to them."""
-    folder = Path(tempfile.mkdtemp(prefix="megaflow-shared."))
-    folder.chmod(0o711)
-    yield folder
-    shutil.rmtree(folder)
 
 
 def visit(run: RunDir, member: bool) -> dict[str, dict[str, str]]:

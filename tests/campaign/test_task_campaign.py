@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import open_trajectories
+from tests.support.campaigns import Make
 from tests.support.harbor_tasks import SEPARATE, write_files, write_steps
-
-Make = Callable[..., Path]
 
 
 @pytest.mark.slow

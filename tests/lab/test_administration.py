@@ -7,18 +7,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
-from tests.support.campaigns import cli
+from tests.support.campaigns import Make, cli
 from tests.support.labs import pods
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-Make = Callable[..., Path]
 
 
 def show(job: str) -> dict[str, str]:

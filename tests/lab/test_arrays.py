@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,12 +12,11 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import limits
-from tests.support.campaigns import cli, rows, small_rows
+from tests.support.campaigns import Make, cli, rows, small_rows
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-Make = Callable[..., Path]
 
 
 @pytest.fixture

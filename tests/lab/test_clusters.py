@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import accounting, ids
-from tests.support.campaigns import rows, stored
+from tests.support.campaigns import Make, rows, stored
 from tests.support.labs import cluster_beside
 from tests.support.waiting import until
 
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("slurm"),
     pytest.mark.skipif(os.environ.get("MEGAFLOW_SITE") == "1", reason="the site's own Slurm is used, no lab"),
 ]
-Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,11 @@ import yaml
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
+from tests.support.scripted import SOLVE
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
 
-ANSWERS = [
-    f"```mswea_bash_command\n{command}\n```"
-    for command in ("echo 42 > answer", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-]
 CAMPAIGN = """\
 name: elastic
 tasks: tasks/*
@@ -39,7 +36,7 @@ def test_no_server_runs_before_pods_have_work_and_none_after(
     tmp_path: Path, base_sif: Path, write_task: Callable[..., Path]
 ) -> None:
     write_task(tmp_path / "tasks", "alpha")
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN + f"environment: {{images: {{base: {base_sif}}}}}\n")
     run = Campaign.from_yaml(tmp_path / "campaign.yaml").plan()
     run.start("slurm")

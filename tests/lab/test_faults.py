@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,11 @@ from megaflow_hpc.slurm import limits
 from megaflow_hpc.trajectories.journal.frames import read_frames
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.bench.chaos import check, trial
-from tests.support.campaigns import rows, stored
+from tests.support.campaigns import Make, rows, stored
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,11 @@ from megaflow_hpc.slurm import accounting
 from tests.support.places import TINY_MODEL
 from tests.support.processes import processes_of
 from tests.support.requirements import required
+from tests.support.scripted import SOLVE
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.engine, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(900)]
 
-ANSWERS = [
-    "THOUGHT: I write the file.\n\n```mswea_bash_command\necho 42 > answer\n```",
-    "THOUGHT: Done.\n\n```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```",
-]
 CAMPAIGN = """\
 name: model
 tasks: tasks/*
@@ -86,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [engine_python(), "-c", MAKE, TINY_MODEL.parent, folder / "models", *MODELS], check=True, timeout=300
     )
-    (folder / "answers.yaml").write_text(yaml.safe_dump({"default": ANSWERS}))
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
     return folder
 
 

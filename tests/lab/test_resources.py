@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import accounting
+from tests.support.campaigns import Make
 from tests.support.labs import pods
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-Make = Callable[..., Path]
 
 
 def slurm(*words: str) -> str:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.slurm import accounting
-from tests.support.campaigns import cli, rows, small_rows, stored
+from tests.support.campaigns import Make, cli, rows, small_rows, stored
 from tests.support.labs import pods
 from tests.support.places import ROOT
 from tests.support.processes import processes, processes_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-Make = Callable[..., Path]
 
 
 def test_a_campaign_runs_from_one_command_is_accounted_for_and_leaves_nothing(make_campaign: Make) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
-from tests.support.campaigns import CALL, cli, rows
+from tests.support.campaigns import CALL, Make, cli, rows
 from tests.support.labs import pods
 from tests.support.places import ROOT
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-Make = Callable[..., Path]
 MODEL = "model: {engine: scripted, script: answers.yaml, gpus: 0, servers: {min: 2, max: 2}}\n"
 
 

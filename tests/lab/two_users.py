@@ -31,12 +31,9 @@ from megaflow_hpc.trajectories import open_trajectories
 from tests.support.accounts import GROUP, Account, intrude, tell
 from tests.support.harbor_tasks import write_solved_task
 from tests.support.places import ROOT
+from tests.support.scripted import SOLVE
 
 ALICE, BOB, STRANGER = "mfa", "mfb", "mfc"
-ANSWERS = [
-    "THOUGHT: I write the file.\n\n```mswea_bash_command\necho 42 > answer\n```",
-    "THOUGHT: Done.\n\n```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```",
-]
 PODS = {
     "partition": "cpu", "nodes": 2, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": 2, "mem_gb": 1,
     "time": 10, "extra": {"nodelist": "cpu[1-2]"},
@@ -178,7 +175,7 @@ def as_a_member(say: Findings, run: Path, bob: Account, alice: Account, stranger
 
 def pooled(say: Findings, shared: Path, alice: Account, bob: Account, stranger: Account) -> None:
     """An engine pool of one, asked by the other's campaign."""
-    alice.write("pool/answers.yaml", yaml.safe_dump({"default": ANSWERS}))
+    alice.write("pool/answers.yaml", yaml.safe_dump({"default": SOLVE}))
     model = {"engine": "scripted", "script": "answers.yaml", "gpus": 0}
     content = {
         "name": "pool",

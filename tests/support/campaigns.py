@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -12,11 +14,15 @@ import h5py
 from megaflow_hpc.campaign.facade import Run
 from tests.support.waiting import until
 
+Make = Callable[..., Path]
+"""The fixtures ``make_campaign`` and ``make_task``."""
 
-def cli(*arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Runs ``megaflow-hpc`` with these arguments to its end, whatever its exit status."""
+
+def cli(*arguments: object, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``megaflow-hpc`` with arguments, and variables on top of ours, to its end, whatever its exit status."""
     command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=timeout, env=env, check=False)
 
 
 def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.CompletedProcess[str]]:

@@ -9,3 +9,7 @@ ENGINE = "engine: scripted, script: answers.yaml"
 def block(command: str) -> str:
     """An answer that carries out one shell command."""
     return f"THOUGHT: so.\n\n```mswea_bash_command\n{command}\n```"
+
+
+SOLVE = [block("echo 42 > answer"), block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+"""Answers that solve a task of :func:`tests.support.harbor_tasks.write_solved_task`."""

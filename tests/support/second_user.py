@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,3 +32,12 @@ def as_second_user(program: str, told: Any, member: bool = False) -> Any:
     done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{done.stderr}\n(needs newuidmap and a range in /etc/subuid)"
     return json.loads(done.stdout)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that others may pass through: pytest's own are closed to them."""
+    folder = Path(tempfile.mkdtemp(prefix="megaflow-shared."))
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +210,6 @@ else:
     said = {"status": [connection.getresponse().status for connection in asked]}
 print(json.dumps({"uid": os.stat("/proc/self").st_uid, **said}))
 """
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that others may pass through: pytest's own are closed to them."""
-    folder = Path(tempfile.mkdtemp(prefix="megaflow-pool."))
-    folder.chmod(0o711)
-    yield folder
-    shutil.rmtree(folder)
 
 
 def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(servers: Servers, place: Path) -> None:

@@ -24,6 +24,7 @@ from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_run
+from tests.support.campaigns import cli
 from tests.support.serving import Servers, conversation, in_loop
 from tests.support.waiting import until
 
@@ -47,11 +48,6 @@ def trained(folder: Path, content: bytes = b"new") -> Path:
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(content)
     return folder
-
-
-def megaflow(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_version_is_a_whole_model_directory(run: RunDir, tmp_path: Path) -> None:
@@ -86,7 +82,7 @@ def test_a_directory_without_weights_is_refused_and_nothing_stays(run: RunDir, t
     empty = tmp_path / "empty"
     empty.mkdir()
     for source in (empty, tmp_path / "none"):
-        done = megaflow("weights", "publish", run, source, "--policy", "a")
+        done = cli("weights", "publish", run, source, "--policy", "a")
         assert done.returncode == 2
         assert str(source) in done.stderr
     assert not list(run.weights.iterdir())
@@ -300,13 +296,11 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
     assert first["refused"]["version"] == 2
     assert "script.yaml" in first["refused"]["cause"]
     started = servers.record(1)["started_at"]
-    until(
-        lambda: megaflow("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal"
-    )
+    until(lambda: cli("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal")
     looked = servers.record(1)["heartbeat"]
     until(lambda: servers.record(1)["heartbeat"] > looked + 5, "the second server, which must not try, looked again")
     assert servers.record(1)["started_at"] == started
-    rows = {row["version"]: row for row in json.loads(megaflow("weights", "list", servers.run, "--json").stdout)}
+    rows = {row["version"]: row for row in json.loads(cli("weights", "list", servers.run, "--json").stdout)}
     assert rows[1]["servers"] == 2
     assert rows[2]["current"] is True
     weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again

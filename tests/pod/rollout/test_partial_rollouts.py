@@ -17,9 +17,8 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.environments.sandbox.provider import default_scratch
 from megaflow_hpc.pod.rollout.partial import new_name
 from megaflow_hpc.types import Rollout
+from tests.support.campaigns import Make
 from tests.support.scripted import ENGINE, block
-
-Make = Callable[..., Path]
 
 LATE_S = 4.0
 """The second answers come so late that a pod which is asked to drain meanwhile has heard of it."""
