@@ -20,7 +20,7 @@ PIECE = 32 << 20
 
 
 def bare_h5py(path: Path, target: Path) -> tuple[float, float]:
-    """Seconds, and CPU seconds, in which h5py writes the numbers of a campaign file anew and makes them durable."""
+    """The seconds and CPU seconds in which h5py writes the numbers of a campaign file anew and makes them durable."""
     import h5py
 
     seconds = cpu = 0.0
@@ -103,6 +103,6 @@ def plain(trajectory: Any) -> dict[str, Any]:
 
 
 def jsonl_gz(drawn: list[Any]) -> int:
-    """Bytes of these rollouts as JSONL under gzip's default level, log-probabilities unrounded."""
+    """The bytes of these rollouts as JSONL under gzip's default level, log-probabilities unrounded."""
     lines = (json.dumps(plain(trajectory), ensure_ascii=False) for trajectory in drawn)
     return len(gzip.compress("\n".join(lines).encode(), 6))

@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
 
 
 def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+    """Makespans, busy slots and memory of campaigns in virtual time."""
     from megaflow_hpc.pod.scheduling.simulation import LEARNED, pareto
 
     policies = from_checkout("policies", "--policies") if arguments.policies else None
@@ -146,7 +147,15 @@ def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[flo
 
 
 def real(count: int, ranks: int, note: Callable[[str], None]) -> list[Figure]:
-    """One pod under mpiexec: claims, dispatches, journals with fsync, marks done; its workers answer at once."""
+    """Rate, processor time, journal bytes and round trips of one pod under mpiexec whose workers answer at once.
+
+    Args:
+        count: empty rollouts.
+        ranks: worker ranks, beside rank 0.
+
+    Raises:
+        SiteError: there is no mpiexec, or the pod failed.
+    """
     note(f"one pod, rank 0 and {ranks} workers of 256 slots, {count} empty rollouts")
     seconds, size, _, cpu = _pod(count, ranks, slots=256)
     name = f"empty rollouts dispatched and journalled, one pod of {ranks} workers"

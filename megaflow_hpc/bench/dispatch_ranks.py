@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan(path: Path, count: int) -> None:
-    """A run directory with ``count`` rollouts and nothing else to it."""
+    """Makes a run directory with ``count`` empty rollouts."""
     from megaflow_hpc.ledger import Ledger, write_blocks
 
     run = RunDir(path)
@@ -56,7 +56,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
 
 
 def lead(run: RunDir) -> dict[str, Any]:
-    """Rank 0: the real master over the real ledger and journal."""
+    """Runs rank 0, the real master over the real ledger and journal; returns its seconds and bytes."""
     from megaflow_hpc.pod.comm import MpiComm
     from megaflow_hpc.pod.master.assembly import tune
     from megaflow_hpc.pod.master.loop import Master
@@ -75,7 +75,7 @@ def lead(run: RunDir) -> dict[str, Any]:
 
 
 def follow(slots: int) -> dict[str, Any]:
-    """A worker rank: what a runner does, without doing it."""
+    """Runs a worker rank that answers every start at once; returns the milliseconds it waited for each next start."""
     from megaflow_hpc.pod.comm import Backoff, MpiComm
     from megaflow_hpc.pod.outcome import Outcome
     from megaflow_hpc.types import Trajectory

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    """Measures latency and rate of commands in sandboxes."""
     return asyncio.run(_run(arguments, note))
 
 

@@ -15,7 +15,7 @@ Better = Literal["lower", "higher"]
 
 @dataclass(frozen=True)
 class Peer:
-    """The same thing done by somebody else's program. ``ratio``: how many times better ours is (above 1: better)."""
+    """The same thing done by another program; ``ratio`` is how many times better this package is."""
 
     name: str
     version: str
@@ -58,6 +58,7 @@ class Figure:
         return Figure(**{**self.__dict__, "peers": (*self.peers, peer)})
 
     def as_json(self) -> dict[str, Any]:
+        """The fields by name, and ``pass``."""
         return {**asdict(self), "pass": self.passed}
 
 
@@ -70,7 +71,7 @@ def quantile(samples: Sequence[float], q: float) -> float:
 def median(
     name: str, unit: str, samples: Sequence[float], goal: float | None = None, better: Better = "lower"
 ) -> Figure:
-    """The figure of repeated measurements of one thing."""
+    """The figure of repeated measurements; its spread is from the 10th to the 90th percentile of ``samples``."""
     spread = (quantile(samples, 0.1), quantile(samples, 0.9))
     return Figure(name, unit, statistics.median(samples), len(samples), spread, goal, better)
 

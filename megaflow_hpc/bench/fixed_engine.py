@@ -28,7 +28,7 @@ def sampled(number: int, count: int) -> list[int]:
 
 
 def prompt_text(tokens: int) -> str:
-    """A prompt of so many tokens, at four characters each."""
+    """A prompt of ``tokens`` tokens, at four characters each."""
     return ("abc " * tokens)[: 4 * tokens]
 
 
@@ -59,6 +59,7 @@ def reply(number: int, prompt: int, count: int, ids: bool) -> bytes:
 
 
 def response(body: bytes, status: str = "200 OK") -> bytes:
+    """An HTTP response whose body is JSON."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -96,6 +97,8 @@ class _Connection(asyncio.Protocol):
 
 
 class Engine:
+    """Answers encoded in advance, which take turns; ``delay_s`` passes before each."""
+
     def __init__(self, prompt: int, count: int, delay_s: float) -> None:
         self.delay_s, self._turn = delay_s, 0
         self._with = [reply(n, prompt, count, ids=True) for n in range(ANSWERS)]
@@ -106,9 +109,11 @@ class Engine:
         self._lacking = response(b"{}", "404 Not Found")
 
     def connection(self) -> _Connection:
+        """The protocol of one more connection."""
         return _Connection(self)
 
     def serve(self, head: bytes, body: bytes, write: Any) -> None:
+        """Writes the answer to a request: a completion, the model card, or an empty object."""
         if not head.startswith(b"post"):
             write(self._card if b"/models" in head.split(b"\r\n", 1)[0] else self._fine)
             return
@@ -133,6 +138,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Serves until standard input ends; prints the port."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.bench.fixed_engine", description=__doc__)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens that every prompt counts as")
     parser.add_argument("--sampled", type=int, default=200, help="tokens of every answer")

@@ -42,7 +42,10 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of load. ``goals``: latency added p50 and p99 in ms, or completions a second alone."""
+    """One kind of load: ``prompt`` and ``sampled`` tokens, an engine that takes ``delay_s``.
+
+    ``goals`` are latency added in ms, p50 and p99, or completions a second alone.
+    """
 
     name: str
     prompt: int
@@ -88,7 +91,7 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 
 @dataclass
 class Rounds:
-    """What one way to the engine did, round by round."""
+    """Latencies, rates and CPU time of one way to the engine, round by round."""
 
     name: str
     version: str = ""
@@ -99,6 +102,11 @@ class Rounds:
     calls: int = 0
 
     def add(self, load: Load, cpu_s: float | None) -> None:
+        """Adds one round; ``cpu_s`` is the CPU time that the way took for it.
+
+        Raises:
+            RuntimeError: a call failed, or none was answered.
+        """
         if load.failures:
             raise RuntimeError(f"{self.name}: {len(load.failures)} calls failed; the first: {load.failures[0]}")
         if not load.latencies:

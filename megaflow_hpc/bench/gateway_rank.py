@@ -19,13 +19,14 @@ from megaflow_hpc.types import Recording
 
 
 class Checked:
-    """Counts, and compares every recorded token with what the engine samples."""
+    """Counts turns and tokens of recordings, and the turns whose ids no engine sampled."""
 
     def __init__(self) -> None:
         self.turns = self.tokens = self.wrong = 0
         self._answers: dict[int, set[tuple[int, ...]]] = {}
 
     def add(self, recording: Recording) -> None:
+        """Compares one recording with what the engine samples."""
         for turn in recording.turns:
             sequence = recording.sequences[turn.sequence]
             found = tuple(sequence.tokens[turn.token_start : turn.token_end])
@@ -76,6 +77,7 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
+    """Serves until standard input ends."""
     asyncio.run(_serve())
 
 

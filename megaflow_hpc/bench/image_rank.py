@@ -19,6 +19,7 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
+    """Carries out what standard input says, until it ends; the arguments are those of the command line."""
     cache = ImageCache(Path(cache_dir), find_apptainer(), budget_bytes=int(budget), budget_inodes=1 << 40)
     speaking = threading.Lock()
 

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+    """Makes small images, runs the ranks of a node over them, and measures what was copied."""
     from megaflow_hpc.bench.small_images import SmallImages
     from megaflow_hpc.environments.images.store import ImageStore
 
@@ -108,6 +109,7 @@ class Node:
         pipe.write(json.dumps(message) + "\n")
 
     def run(self) -> list[Figure]:
+        """Runs every rollout in the scheduler's order and returns the figures."""
         from megaflow_hpc.pod.scheduling.scheduler import Scheduler
         from megaflow_hpc.pod.scheduling.work import Work
         from megaflow_hpc.types import Rollout

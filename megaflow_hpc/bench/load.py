@@ -21,7 +21,7 @@ Address = tuple[str, str]
 
 @dataclass
 class Load:
-    """What one worker after the other said: seconds of each answered call, and why calls failed."""
+    """What the workers of a load saw: seconds of each answered call, and why calls failed."""
 
     latencies: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -31,11 +31,12 @@ class Load:
 
     @property
     def rate(self) -> float:
+        """Counted calls a second."""
         return len(self.latencies) / self.seconds
 
 
 def run_fast(work: Coroutine[Any, Any, T]) -> T:
-    """In uvloop's event loop where that is installed, so that less of the machine goes to measuring."""
+    """Runs ``work`` in uvloop's event loop where that is installed, which takes less of the machine."""
     try:
         import uvloop
     except ImportError:
@@ -44,10 +45,12 @@ def run_fast(work: Coroutine[Any, Any, T]) -> T:
 
 
 def body_of(prompt: str) -> bytes:
+    """The JSON body of a completion request."""
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4096}).encode()
 
 
 def request_to(address: Address, body: bytes) -> bytes:
+    """A whole HTTP request to ``address``."""
     url = urlsplit(address[0])
     head = (
         f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {address[1]}\r\n"

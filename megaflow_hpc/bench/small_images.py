@@ -40,7 +40,7 @@ class SmallImages:
         self._place = self._bytes.index(self._marker)
 
     def write(self, number: int, target: Path) -> None:
-        """Image ``number``, the same at every call."""
+        """Writes image ``number``, the same at every call, to ``target``."""
         line = f"{number}".ljust(_LINE - 1).encode() + b"\n"
         with open(target, "wb") as file:
             file.write(self._bytes)
@@ -48,7 +48,7 @@ class SmallImages:
             file.write(line)
 
     def fill(self, store: ImageStore, count: int) -> list[str]:
-        """Publishes images 0 to ``count`` - 1; their paths."""
+        """Publishes images 0 to ``count`` - 1 in a store and returns their paths."""
         return [
             str(store.make(f"small{number}", f"small image {number}", partial(self.write, number)))
             for number in range(count)

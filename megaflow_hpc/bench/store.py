@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
+    """Measures ingest and size, then reading a generated file."""
     from megaflow_hpc.bench.store_reads import reads
     from megaflow_hpc.bench.transcripts import Transcripts
 
-    """Measures ingest, then reading a generated file."""
     if arguments.peers:
         from_checkout("store_peers", "--peers")  # before minutes have passed
     figures: list[Figure] = []
@@ -155,7 +155,7 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
 
 
 def sizes(file: Any) -> tuple[dict[str, int], int, int]:
-    """Stored bytes by column, raw bytes of all but the strings, tokens."""
+    """Stored bytes by column, raw bytes of all columns but strings, and tokens of a trajectories.h5."""
     import h5py
 
     stored: dict[str, int] = {}

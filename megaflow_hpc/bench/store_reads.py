@@ -23,6 +23,7 @@ BATCH = 1024
 
 
 def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
+    """Generates a campaign file, then measures opening it and drawing random batches from it."""
     from megaflow_hpc.trajectories.hdf5.schema import ID_CHUNK, LOGPROB_CHUNK, RUN_CHUNK
 
     count, each = arguments.generated, arguments.generated_tokens
@@ -62,7 +63,7 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
 
 
 def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
-    """A campaign file of ``count`` rows of ``each`` tokens: stretches of drawn transcripts, ids of their own."""
+    """Writes a file of ``count`` rows of ``each`` tokens: stretches of drawn transcripts, under ids of their own."""
     from dataclasses import replace
 
     import numpy as np
@@ -129,7 +130,7 @@ with open_trajectories(sys.argv[1]) as store:
 
 
 def in_new_process(program: str, path: Path, what: str) -> list[list[float]]:
-    """Seconds, measured inside a new process: on the clock and of CPU, all threads together.
+    """Runs ``program`` in a new process; the (wall, CPU) seconds of each repetition, as it measured them itself.
 
     Of batches the first one, which warms up, is left out.
     """

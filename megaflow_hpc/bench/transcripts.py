@@ -47,7 +47,7 @@ class Transcripts:
         self._ids = [np.array([number_of[piece] for piece in text], np.int32) for text in kept]
 
     def draw(self, number: int, tokens: int = 30_000, turns: int = 40) -> Trajectory:
-        """Rollout ``number`` with about so many tokens and model calls."""
+        """Draws rollout ``number`` with about this many tokens and model calls."""
         draw = np.random.default_rng([number, tokens, turns])
         ids: list[Ids] = []
         logprobs: list[NDArray[np.float32]] = []

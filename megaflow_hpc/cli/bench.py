@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``bench`` with a verb for each benchmark."""
     parser = subparsers.add_parser("bench", help="measure this site, beside peers where asked to", description=__doc__)
     verbs = parser.add_subparsers(dest="bench_verb", metavar="BENCHMARK", required=True)
     from megaflow_hpc.bench import BENCHMARKS

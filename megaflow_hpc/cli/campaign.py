@@ -13,6 +13,8 @@ Parsers = Any
 
 
 def register(subparsers: Parsers) -> None:
+    """Adds plan, run, submit, resume, scale, cancel and gather."""
+
     def verb(name: str, help_: str, function: Any, example: str) -> argparse.ArgumentParser:
         parser = subparsers.add_parser(
             name,
@@ -30,12 +32,19 @@ def register(subparsers: Parsers) -> None:
             "--run-dir", metavar="RUN", help="run directory; default: a new one under the campaign's run_dir"
         )
         parser.add_argument(
-            "--only", nargs="+", default=[], metavar="ID", help="tasks, groups or rollouts (shell patterns)"
+            "--only",
+            nargs="+",
+            default=[],
+            metavar="ID",
+            help="plan only these tasks, groups or rollouts (shell patterns)",
         )
 
     def launcher(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--launcher", choices=("auto", "local", "slurm"), default="auto", help="auto: Slurm where there is one"
+            "--launcher",
+            choices=("auto", "local", "slurm"),
+            default="auto",
+            help="where pods and engines run; auto (the default): on Slurm where there is one",
         )
         parser.add_argument(
             "--ranks", type=_ranks, default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
@@ -65,7 +74,7 @@ def register(subparsers: Parsers) -> None:
         default=[],
         type=_limit,
         metavar="NAME=HOURS",
-        help="from now on: core_hours, gpu_hours or wall; none lifts it",
+        help="change a limit from now on: core_hours, gpu_hours or wall; none lifts it",
     )
     resume.add_argument("--no-wait", action="store_true", help="queue and return")
     launcher(resume)

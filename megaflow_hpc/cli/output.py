@@ -13,20 +13,22 @@ FINAL = ("completed", "truncated", "failed", "cancelled")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
+    """Prints ``value`` as JSON; what JSON does not know is printed as text."""
     print(json.dumps(value, indent=indent, default=str))
 
 
 def note(text: str) -> None:
-    """A line for a person, on stderr."""
+    """Prints a line for a person on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns as wide as they need to be; numbers to the right."""
+    """Lays out rows under ``head`` in columns as wide as they need to be; numbers to the right."""
     cells = [[str("" if c is None else c) for c in row] for row in rows]
     numeric = [
         all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
@@ -42,7 +44,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """``1:02:03`` or ``4:05``."""
+    """``1:02:03`` or ``4:05`` for a number of seconds; ``?`` for none."""
     if value is None:
         return "?"
     hours, rest = divmod(round(value), 3600)
@@ -50,7 +52,7 @@ def seconds(value: float | None) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The table at the end of a campaign."""
+    """Lays out the summary of a campaign: one line a policy, then what is worth a note."""
     head = ("policy", "rollouts", "completed", "truncated", "failed", "solved", "mean reward", "pass@k", "turns")
     rows = [
         (
@@ -86,7 +88,7 @@ def _evaluated(found: dict[str, Any] | None, mean: float | None) -> tuple[str, s
 
 
 class Progress:
-    """Follows a campaign on stderr: a bar on a terminal, a line now and then in a log."""
+    """Shows a campaign's status on stderr: a bar on a terminal, a line now and then in a log."""
 
     LINE_EVERY_S = 15.0
 
@@ -134,6 +136,7 @@ class Progress:
             self._said = (line, time.monotonic())
 
     def close(self) -> None:
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -16,10 +16,11 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def register(subparsers: Any) -> None:
+    """Adds status and watch."""
     status = subparsers.add_parser(
         "status",
-        help="counts by state, pods, servers, failures by cause",
-        description="Counts by state, rate, estimate to completion, pods (with those that are silent), servers, "
+        help="show counts by state, pods, servers, failures by cause",
+        description="Shows counts by state, rate, estimate to completion, pods (with those that are silent), servers, "
         "failures by cause. Slurm is asked once, with one query for all jobs.",
         epilog="examples:\n  megaflow-hpc status runs/fix-bugs-… --json\n  megaflow-hpc status RUN --usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,

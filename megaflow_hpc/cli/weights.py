@@ -18,6 +18,7 @@ from megaflow_hpc.rundir.record import read_run
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``weights`` with publish and list."""
     help_ = "publish new weights for the engines of a campaign, or list what was published"
     group = subparsers.add_parser("weights", help=help_, description=f"{help_.capitalize()}.")
     verbs = group.add_subparsers(dest="weights_verb", metavar="VERB", required=True)

@@ -96,6 +96,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
+        """Nothing was lost, stored twice or left."""
         return not (self.lost or self.double or self.left)
 
 

@@ -218,6 +218,7 @@ async def _rollout(gateway: Any, engine: Any, number: int, chance: random.Random
 
 
 def events(stream: str) -> Iterator[tuple[str, Any]]:
+    """The (event, data) pairs of a stream of server-sent events, the last word left out."""
     for part in stream.split("\n\n"):
         name, data = "", ""
         for line in part.splitlines():

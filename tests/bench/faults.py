@@ -53,6 +53,7 @@ class Faults:
         self._lab, self._run, self._draw = lab, run, draw
 
     def strike(self, kind: str) -> str | None:
+        """Deals out one fault of a kind; what it hit, or ``None`` where there was nothing to hit."""
         function: Callable[[], str | None] = getattr(self, "_" + kind.replace(" ", "_"))
         return function()
 

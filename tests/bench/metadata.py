@@ -29,6 +29,7 @@ _LINE = re.compile(r"^\S+\s+(?:\S+\s+)?(\w+)\((.*)$")
 
 
 def figures(ranks: int, note: Callable[[str], None]) -> list[Figure]:
+    """Operations per 1,000 rollouts, of a renewal and of a look for work, and their sum in a campaign."""
     from megaflow_hpc.ledger.lease import TIMES as LEASE
     from megaflow_hpc.pod.master.work_stealing import SELDOM_S
 

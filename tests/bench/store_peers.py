@@ -26,7 +26,7 @@ Note = Callable[[str], None]
 
 
 def parquet(drawn: list[Any], target: Path) -> None:
-    """Columns straight from the arrays, a row group per 16 rollouts."""
+    """Writes columns straight from the arrays, a row group per 16 rollouts."""
     import numpy as np
     import pyarrow as pa
 
@@ -59,6 +59,7 @@ def _write_parquet(target: Path, groups: Iterable[dict[str, Any]]) -> None:
 
 
 def jsonl_zstd(drawn: list[Any], target: Path) -> None:
+    """Writes a line of JSON a rollout, under zstd's default level."""
     import zstandard
 
     with open(target, "wb") as file, zstandard.ZstdCompressor(level=3).stream_writer(file) as out:
@@ -96,7 +97,7 @@ _COLUMNS = (("tokens", "i4"), ("logprobs", "f4"), ("loss_mask", "u1"), ("weight_
 
 
 def rows_as_parquet(store: Any, rows: int, target: Path) -> None:
-    """The token columns of the first rows, a list per row."""
+    """Writes the token columns of the first rows, a list per row."""
     import pyarrow as pa
 
     def columns_of(batch: Any) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def rows_as_parquet(store: Any, rows: int, target: Path) -> None:
 
 
 def rows_as_jsonl(store: Any, rows: int, target: Path) -> None:
-    """The same as text; NaN as null."""
+    """Writes the same rows as text; NaN as null."""
     import orjson
 
     with open(target, "wb") as file:

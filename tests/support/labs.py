@@ -20,32 +20,39 @@ LAB = LAUNCHERS / "lab.py"
 
 
 class Lab:
+    """A Slurm lab in a directory, as ``launchers/lab.py`` makes it."""
+
     def __init__(self, directory: Path) -> None:
         self.dir = directory
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))} | {"PATH": path}
 
     def call(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Runs a verb of the launcher."""
         return subprocess.run(
             [sys.executable, str(LAB), *words, "--dir", str(self.dir)],
             env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
 
     def start(self) -> str:
+        """Starts what does not run; returns what the launcher said."""
         done = self.call("start")
         assert done.returncode == 0, done.stderr
         return done.stderr
 
     def status(self) -> dict[str, Any]:
+        """The lab's status: daemons by name, with pid and start."""
         return json.loads(self.call("status", "--json").stdout)
 
     def slurm(self, *words: str, timeout: float = 60) -> str:
+        """The output of a Slurm command that is asked of this lab."""
         env = self.env | {"SLURM_CONF": str(self.dir / "slurm.conf")}
         done = subprocess.run(words, env=env, cwd=self.dir, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def kill(self, *names: str) -> None:
+        """Kills daemons by SIGKILL and waits until they are gone."""
         daemons = self.status()["daemons"]
         for name in names:
             assert alive(daemons[name])
@@ -61,7 +68,7 @@ class Lab:
 
 @contextmanager
 def cluster_beside(other: Path, directory: Path) -> Iterator[str]:
-    """A second cluster at the accounting of the lab in ``other``; its name."""
+    """Starts a second cluster at the accounting of the lab in ``other``; its name."""
     lab = Lab(directory)
     done = lab.call("start", "--beside", str(other))
     assert done.returncode == 0, done.stderr
@@ -73,7 +80,7 @@ def cluster_beside(other: Path, directory: Path) -> Iterator[str]:
 
 @contextmanager
 def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
-    """A started lab, ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
+    """Starts a lab, with ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
     import pytest  # the benchmarks use this module without it
 
     lab = Lab(directory)
@@ -90,7 +97,7 @@ def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
 
 
 def alive(daemon: dict[str, Any]) -> bool:
-    """Judged apart from the code under test: the process with this pid started at this tick."""
+    """Whether the process with this pid started at this tick; judged apart from the code under test."""
     try:
         fields = Path(f"/proc/{daemon['pid']}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -14,7 +14,7 @@ from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Tur
 
 
 def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequence, list[tuple[int, int]]]:
-    """Prompt and answer, a few times over; and the spans of the answers."""
+    """Draws a sequence of prompts and answers; and the spans of the answers."""
     found = TokenSequence(policy)
     spans = []
     for _ in range(draw.randint(1, 3)):
@@ -28,6 +28,7 @@ def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequenc
 
 
 def trajectory(number: int, task: str = "task", status: str = "completed", **changes: Any) -> Trajectory:
+    """Trajectory ``number``, drawn anew but the same at each call; ``changes`` are fields to set."""
     draw = random.Random(number)
     sequences, turns = [], []
     for place in range(number % 3):
@@ -59,6 +60,7 @@ def trajectory(number: int, task: str = "task", status: str = "completed", **cha
 
 
 def run_dir(path: Path, name: str = "sample") -> RunDir:
+    """Makes a run directory that holds no rollouts."""
     run = RunDir(path)
     run.create()
     write_run(run, RunRecord(campaign={"name": name}))

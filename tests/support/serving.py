@@ -73,6 +73,7 @@ class Servers:
         return self.start({"engine": "scripted", "script": str(file), "args": args}, policy, *options)
 
     def file(self, number: int) -> Path:
+        """The endpoint file of server ``number``."""
         return self.run.endpoint(f"{self.entries[number].policy}.{number}")
 
     def record(self, number: int, timeout_s: float = 180.0) -> dict[str, Any]:
@@ -95,9 +96,11 @@ class Servers:
         return found
 
     def records(self) -> list[dict[str, Any]]:
+        """The endpoint records that there are."""
         return [json.loads(f.read_text()) for f in self.run.endpoints.glob("*.json")]
 
     def signal(self, number: int, which: signal.Signals) -> None:
+        """Sends a signal to the server's wrapper."""
         self.processes[number].send_signal(which)
 
     @contextlib.asynccontextmanager
@@ -120,7 +123,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def conversation(*texts: str) -> list[dict[str, str]]:
-    """User and assistant in turn."""
+    """Messages of user and assistant in turn."""
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
 
 
@@ -165,6 +168,7 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 async def call(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions", key: str | None = None):
+    """The status and body of a call to a gateway: JSON, or the text of a stream."""
     headers = {"Authorization": f"Bearer {model.api_key if key is None else key}"}
     async with aiohttp.ClientSession() as session:
         async with session.post(model.base_url + path, json=body, headers=headers) as response:
