@@ -20,12 +20,17 @@ HEAVY = {"mpi4py": {"pod/comm.py"}, "torch": {"training/dataset.py"}, "vllm": se
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_the_scheduler_and_all_it_is_made_of_know_only_types() -> None:
-    pure = ("scheduler", "queues", "work", "failures")
-    known = ("megaflow_hpc.types", *(f"megaflow_hpc.pod.scheduling.{name}" for name in pure))
-    for module in pure:
-        names = {n for n in imported(PACKAGE / "pod" / "scheduling" / f"{module}.py") if n.startswith("megaflow_hpc")}
-        assert all(name.startswith(known) for name in names), module
+def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() -> None:
+    """But for the simulation, which deals blocks as the ledger does and draws numbers."""
+    allowed = ("megaflow_hpc.types", "megaflow_hpc.pod.scheduling")
+    outside = {"asyncio", "os", "pathlib", "random", "select", "socket", "subprocess", "sys", "threading", "time"}
+    modules = [path for path in (PACKAGE / "pod" / "scheduling").glob("*.py") if path.name != "simulation.py"]
+    assert len(modules) > 5
+    for path in modules:
+        names = imported(path)
+        ours = {name for name in names if name.startswith("megaflow_hpc")}
+        assert all(name.startswith(allowed) for name in ours), path.name
+        assert not {name.partition(".")[0] for name in names} & outside, path.name
 
 
 def test_heavy_libraries_stay_in_their_files() -> None:

@@ -135,10 +135,10 @@ def simulated_figure(
 
 def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[float, float, float]:
     """(makespan over ideal, per cent busy, peak MB of this process)."""
-    from megaflow_hpc.pod.scheduling.simulation import Shape, believed, simulate
+    from megaflow_hpc.pod.scheduling.simulation import Shape, estimated, simulate
 
     durations, order, sigma, pods, slots, seed = job
-    expected = [0.0] * len(durations) if sigma is None else believed(durations, sigma, seed)
+    expected = [0.0] * len(durations) if sigma is None else estimated(durations, sigma, seed)
     outcome = simulate(Shape(durations, expected, pods, slots, order))  # type: ignore[arg-type]
     return outcome.ratio, 100 * outcome.busy, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 

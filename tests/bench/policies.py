@@ -18,7 +18,7 @@ from dataclasses import replace
 from megaflow_hpc.bench.dispatch import simulated_figure
 from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.simulation import LEARNED, Outcome, Shape, believed, simulate
+from megaflow_hpc.pod.scheduling.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
 TYPICAL_S, LIMIT_S, HANGING = 600.0, 7200.0, 0.02
@@ -46,14 +46,14 @@ def compare(seed: int) -> dict[str, float]:
     plain = replace(shape, copies_s=())
     base = simulate(plain)
 
-    def over(outcome: Outcome) -> float:
+    def over(outcome: SimulationResult) -> float:
         return outcome.makespan_s / base.makespan_s
 
     spare = replace(_campaign(seed, SAMPLES + 2), copies_s=(), rules=GroupRules(wanted={"p": SAMPLES}))
     dropped = replace(plain, rules=GroupRules(signal_after=4))
     retried = replace(plain, rules=GroupRules(signal_after=4, retry_every=2))
     known = replace(plain, order="longest", expected_s=plain.durations_s)
-    learned = replace(plain, order="longest", expected_s=believed(plain.durations_s, LEARNED, seed))
+    learned = replace(plain, order="longest", expected_s=estimated(plain.durations_s, LEARNED, seed))
     return {
         "order: longest, estimates off by a factor e^±0.5": over(simulate(learned)),
         "order: longest, exact durations": over(simulate(known)),

@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc.bench import dispatch
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.simulation import Shape, believed, pareto, simulate
+from megaflow_hpc.pod.scheduling.simulation import Shape, estimated, pareto, simulate
 
 
 def measured(*words: str) -> dict[str, float]:
@@ -28,7 +28,7 @@ def test_a_real_pod_hands_out_and_stores_every_empty_rollout() -> None:
 def test_longest_first_beats_fifo_where_a_few_rollouts_are_long() -> None:
     durations = [min(900.0, seconds) for seconds in pareto(20_000, 1.5, seed=1)]
     unknown = simulate(Shape(durations, [0.0] * len(durations), pods=16, slots=2000))
-    exact = simulate(Shape(durations, believed(durations, 0.0, 1), pods=16, slots=2000, order="longest"))
+    exact = simulate(Shape(durations, estimated(durations, 0.0, 1), pods=16, slots=2000, order="longest"))
     assert unknown.rollouts == exact.rollouts == 20_000
     assert 1.0 <= exact.ratio < 1.05 < unknown.ratio
     assert exact.busy > 0.98

@@ -1,8 +1,8 @@
-"""A campaign in virtual time: the real scheduler of every pod, blocks claimed as pods claim them, and no work done.
+"""A whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
 
-What is real: :class:`~megaflow_hpc.pod.scheduling.scheduler.Scheduler`, block sizes, the rule by which a pod claims its
-next block. What is not: durations are drawn, not lived; a claim and a decision cost ``dispatch_s`` of the pod's one
-thread.
+Real are the scheduler, group rules, estimates and stragglers of every pod, the sizes of blocks
+(:func:`megaflow_hpc.ledger.blocks.deal`) and the rule by which a pod claims its next block. Durations and rewards are
+given, and a start costs ``dispatch_s`` of its pod's one thread. Alone in this folder the simulation knows the ledger.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 
 from megaflow_hpc.ledger.blocks import deal
 from megaflow_hpc.pod.scheduling.estimates import Estimates
@@ -29,23 +29,24 @@ COPY_LOOK_S = 30.0
 """Virtual time between two looks for stragglers."""
 
 LEARNED = 0.5
-"""Standard deviation of the logarithm of estimates' error."""
+"""Standard deviation of the logarithm of the error of estimates that were learned."""
 
 NO_RULES = GroupRules()
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is simulated.
+    """The campaign that is simulated.
 
     Args:
-        durations_s: of every rollout, in the order in which they were planned.
-        expected_s: what the scheduler believes of each; 0: nothing.
-        dispatch_s: of rank 0's time that one decision takes, journalling included.
-        samples: of a group; rollouts of one group follow one another.
-        rules: of groups.
+        durations_s: seconds of every rollout, in the order in which they were planned.
+        expected_s: seconds that the scheduler expects of each; 0: it knows nothing.
+        slots: of all pods together.
+        dispatch_s: seconds of rank 0 that one start takes, journalling included.
+        samples: rollouts of a group; they follow one another.
+        rules: what groups are closed or parked by.
         rewards: of every rollout; empty: 0 for all.
-        copies_s: of every rollout, should it be started a second time; empty: none is.
+        copies_s: seconds of every rollout, should it be started a second time; empty: none is.
     """
 
     durations_s: Sequence[float]
@@ -61,37 +62,39 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Seconds of virtual time, and how the slots were used."""
+class SimulationResult:
+    """What the campaign took, in seconds of virtual time, and how its slots were used."""
 
     makespan_s: float
     ideal_s: float
-    """No order could be faster: the longer of total work over slots, and the longest rollout."""
+    """The longer of total work over slots and the longest rollout: no order could be faster."""
     busy: float
     """Share of slot time in use until the last rollout started."""
     rollouts: int
-    """That ended; those that were cancelled are not among them."""
+    """Those that ended; cancelled ones are not among them."""
     blocks: int
+    """Those that were claimed."""
 
     @property
     def ratio(self) -> float:
+        """Makespan over the ideal one."""
         return self.makespan_s / self.ideal_s
 
 
 def pareto(count: int, alpha: float, seed: int, shortest_s: float = 60.0) -> list[float]:
-    """Durations with a Pareto tail."""
+    """Draws durations with a Pareto tail, in seconds."""
     draw = random.Random(seed)
     return [shortest_s * draw.paretovariate(alpha) for _ in range(count)]
 
 
-def believed(durations_s: Sequence[float], sigma: float, seed: int) -> list[float]:
-    """Durations as estimates see them: off by a log-normal factor; exact with ``sigma`` 0."""
+def estimated(durations_s: Sequence[float], sigma: float, seed: int) -> list[float]:
+    """Returns durations as estimates give them: off by a log-normal factor; exact with ``sigma`` 0."""
     draw = random.Random(seed + 1_000_003)
     return [duration * math.exp(draw.gauss(0.0, sigma)) for duration in durations_s]
 
 
 class _Pod:
-    """One pod's scheduler and rules, and when its rank 0 has time again."""
+    """One pod: its scheduler and rules, and when its rank 0 has time again."""
 
     def __init__(self, shape: Shape, slots: int) -> None:
         self.shape = shape
@@ -143,65 +146,88 @@ def _number(work: Work) -> int:
     return int(work.rollout.task_id) + work.rollout.sample_index
 
 
-def simulate(shape: Shape, progress: Callable[[int], None] | None = None) -> Outcome:
-    """Runs a campaign of this shape to its end."""
-    blocks = _blocks(shape)
-    pods = [_Pod(shape, shape.slots // shape.pods + (n < shape.slots % shape.pods)) for n in range(shape.pods)]
-    ends: list[tuple[float, int, int, int, float, Work]] = []
-    now = last_start = 0.0
-    spans = (array("d"), array("d"))
-    claimed = ended = number = 0
-    exhausted = False
-    pending = list(range(shape.pods))
-    while True:
-        for which in pending:
-            pod = pods[which]
-            scheduler = pod.scheduler
-            while not exhausted and scheduler.queued - scheduler.later < scheduler.free:
-                block = next(blocks, None)
-                if block is None:
-                    exhausted = True
-                    break
-                claimed += 1
-                pod.add(block)
-            starts = iter(scheduler.next, None)
-            for copies, (rank, work) in chain(
-                ((False, start) for start in starts),
-                ((True, start) for start in pod.copy_stragglers(now)) if shape.copies_s and exhausted else (),
-            ):
-                pod.free_at = started = max(now, pod.free_at) + shape.dispatch_s
-                duration = (shape.copies_s if copies else shape.durations_s)[_number(work)]
-                number += 1
-                heapq.heappush(ends, (started + duration, number, which, rank, started, work))
-                if not copies:
-                    last_start = max(last_start, started)
-                    if shape.copies_s:
-                        pod.stragglers.started(work.rollout.id, started)
-                pod.groups.started(work.rollout.group_id, work.rollout.id)
-                spans[0].append(started)
-                spans[1].append(started + duration)
-        if not ends:
-            break
-        end, _, which, rank, started, work = heapq.heappop(ends)
-        pod = pods[which]
-        if pod.scheduler.finish(rank, work.rollout.id) is None:
-            pending = []
-            continue  # it was called off
-        now = end
-        pod.ended(work, now, started)
-        ended += 1
-        pending = [which]
-        if progress and not ended % 100_000:
-            progress(ended)
-    total = sum(shape.durations_s)
-    used = sum(max(0.0, min(end, last_start) - start) for start, end in zip(*spans, strict=True))
-    busy = used / (shape.slots * last_start) if last_start else 1.0
-    ideal = max(total / shape.slots, max(shape.durations_s))
-    return Outcome(now, ideal, busy, ended, claimed)
+class _Simulation:
+    """The pods of a campaign, and what ends when."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        share, rest = divmod(shape.slots, shape.pods)
+        self._pods = [_Pod(shape, share + (n < rest)) for n in range(shape.pods)]
+        self._blocks = _blocks(shape)
+        self._ends: list[tuple[float, int, int, int, float, Work]] = []
+        """When, number of the start, pod, worker rank, start and work of what runs: a heap."""
+        self._starts = array("d")
+        self._stops = array("d")
+        self._last_start = 0.0
+        self._claimed = 0
+        self._all_claimed = False
+
+    def run(self, progress: Callable[[int], None] | None) -> SimulationResult:
+        now, ended = 0.0, 0
+        for which in range(len(self._pods)):
+            self._fill(which, now)
+        while self._ends:
+            end, _, which, rank, started, work = heapq.heappop(self._ends)
+            pod = self._pods[which]
+            if pod.scheduler.finish(rank, work.rollout.id) is None:
+                continue  # it was called off
+            now = end
+            pod.ended(work, now, started)
+            ended += 1
+            self._fill(which, now)
+            if progress and not ended % 100_000:
+                progress(ended)
+        return self._result(now, ended)
+
+    def _fill(self, which: int, now: float) -> None:
+        """Starts what a pod can start, claiming blocks as pods do."""
+        pod, shape = self._pods[which], self._shape
+        scheduler = pod.scheduler
+        while not self._all_claimed and scheduler.queued - scheduler.later < scheduler.free:
+            block = next(self._blocks, None)
+            if block is None:
+                self._all_claimed = True
+                break
+            self._claimed += 1
+            pod.add(block)
+        for rank, work in iter(scheduler.next, None):
+            started = self._start(which, rank, work, now, shape.durations_s)
+            self._last_start = max(self._last_start, started)
+            if shape.copies_s:
+                pod.stragglers.started(work.rollout.id, started)
+        if shape.copies_s and self._all_claimed:
+            for rank, work in pod.copy_stragglers(now):
+                self._start(which, rank, work, now, shape.copies_s)
+
+    def _start(self, which: int, rank: int, work: Work, now: float, durations_s: Sequence[float]) -> float:
+        """Returns when the pod's one thread comes to it."""
+        pod = self._pods[which]
+        pod.free_at = started = max(now, pod.free_at) + self._shape.dispatch_s
+        end = started + durations_s[_number(work)]
+        heapq.heappush(self._ends, (end, len(self._starts), which, rank, started, work))
+        pod.groups.started(work.rollout.group_id, work.rollout.id)
+        self._starts.append(started)
+        self._stops.append(end)
+        return started
+
+    def _result(self, now: float, ended: int) -> SimulationResult:
+        durations_s, slots, last = self._shape.durations_s, self._shape.slots, self._last_start
+        used_s = sum(max(0.0, min(end, last) - start) for start, end in zip(self._starts, self._stops, strict=True))
+        ideal_s = max(sum(durations_s) / slots, max(durations_s))
+        return SimulationResult(now, ideal_s, used_s / (slots * last) if last else 1.0, ended, self._claimed)
+
+
+def simulate(shape: Shape, progress: Callable[[int], None] | None = None) -> SimulationResult:
+    """Runs a campaign of this shape to its end.
+
+    Args:
+        progress: is called with the number of rollouts that have ended, every 100,000.
+    """
+    return _Simulation(shape).run(progress)
 
 
 def _blocks(shape: Shape) -> Iterator[list[Work]]:
-    """Blocks as they are planned: the longest expected first where the order asks for it; groups stay whole."""
+    """Yields blocks as they are planned: the longest expected first where the order asks for it; groups stay whole."""
     longest, each = shape.order == "longest", shape.samples
     expected_s = shape.expected_s
     firsts = range(0, len(shape.durations_s), each)
