@@ -1,6 +1,7 @@
-"""Who works on which block: blocks, claims, leases and seals on the shared file system.
-
-Pods meet only here. Every rule holds on NFS and Lustre: no wall clock, no mtime, no lock is compared across hosts.
+"""Who works on which block: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Rollouts come in as
+blocks; out come claims, and the seals by which readers know what of a journal counts. Pods meet only here, and every
+rule holds on NFS and Lustre: no wall clock, no mtime and no lock is compared across hosts. Planning writes blocks, pods
+claim them through :class:`Ledger`, and anybody may open one without an identity to read.
 """
 
 from megaflow_hpc.ledger.blocks import Block, read_block, read_blocks, write_blocks

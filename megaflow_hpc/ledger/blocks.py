@@ -34,12 +34,14 @@ _NAME = re.compile(r"(\d{6,})\.json\Z")
 
 @dataclass(frozen=True)
 class Block:
+    """Rollouts that are claimed together."""
+
     number: int
     rollouts: tuple[Rollout, ...]
 
 
 def deal(work: Sequence[float], pods: int, longest_first: bool = False) -> list[list[int]]:
-    """Which items go into each block, in the order in which blocks will be claimed.
+    """Returns which items go into each block, in the order in which blocks will be claimed.
 
     In waves, each of about a SHARE-th of the work that is left. In a wave of the longest the blocks get every n-th
     item: cut in order, the first pods would hold more long ones than they have slots.
@@ -71,7 +73,7 @@ def split(
     size: int | None = None,
     expected_s: Callable[[Rollout], float] | None = None,
 ) -> list[tuple[Rollout, ...]]:
-    """Blocks for so many pods, or of about ``size``; the samples of one group stay together.
+    """Cuts rollouts into blocks for so many pods, or of about ``size``; the samples of one group stay together.
 
     Args:
         expected_s: orders the groups by their longest sample, the longest first.
@@ -88,7 +90,7 @@ def split(
 
 
 def numbers(run: RunDir) -> list[int]:
-    """The blocks that exist, by one listing."""
+    """Returns the numbers of the blocks that exist, by one listing."""
     return sorted(int(match[1]) for name in _listdir(run) if (match := _NAME.match(name)))
 
 
@@ -117,7 +119,8 @@ def write_blocks(
 
 
 def read_block(run: RunDir, number: int) -> Block:
-    """
+    """Reads one block.
+
     Raises:
         LedgerError: there is no such block, or it is none.
         OSError: the run directory is away.
@@ -134,4 +137,5 @@ def read_block(run: RunDir, number: int) -> Block:
 
 
 def read_blocks(run: RunDir, which: Iterable[int] | None = None) -> list[Block]:
+    """Reads these blocks, by default all that exist. Raises as :func:`read_block` does."""
     return [read_block(run, number) for number in (numbers(run) if which is None else which)]

@@ -1,4 +1,4 @@
-"""What the ledger asks of a file system, as data.
+"""Calls: what the ledger asks of a file system, as data.
 
 The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and are sent their answers;
 :class:`~megaflow_hpc.ledger.files.Files` carries them out. So the very code that pods run can be run through every
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Names:
-    """The names in a room, private ones left out. Answer: ``tuple[str, ...]``, empty if there is no such room."""
+    """The names in a directory, private ones left out. Answer: ``tuple[str, ...]``, empty without the directory."""
 
     room: str
 

@@ -47,7 +47,7 @@ AWAY = frozenset(
 
 
 def passing(error: OSError) -> bool:
-    """Whether an error says nothing about the file: it may be had in a while."""
+    """Tells whether an error says nothing about the file: it may be there in a while."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
@@ -56,14 +56,14 @@ MOST_LINKS = 1000
 
 
 def boot_clock() -> float:
-    """Seconds since the machine started, those that it slept included."""
+    """Returns the seconds since the machine started, those that it slept included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Files:
     """
     Args:
-        say: is told in words when the file system goes away, and when it is back.
+        say: gets a line of text when the file system does not answer, and when it is back.
     """
 
     def __init__(
@@ -79,7 +79,12 @@ class Files:
         """Token → a private file that is used again, and its links."""
 
     def carry_out(self, steps: Steps[T]) -> T:
-        """Runs an operation to its end."""
+        """Runs an operation to its end, and returns what it does.
+
+        Raises:
+            LedgerError: as the operation raises it.
+            OSError: see :meth:`answer`.
+        """
         try:
             call = next(steps)
             while True:

@@ -19,7 +19,7 @@ from megaflow_hpc.ledger.names import GONE, LEASES, earlier
 
 @dataclass(frozen=True)
 class Times:
-    """In seconds."""
+    """When a lease is renewed, fenced and expired, in seconds of its age."""
 
     renew_s: float = 30.0
     commit_s: float = 90.0
@@ -44,6 +44,7 @@ class PodIdentity:
 
     @property
     def name(self) -> str:
+        """``<pod>.<start>``."""
         return f"{self.pod}.{self.start}"
 
 
@@ -68,6 +69,7 @@ class Lease:
         return now < self.closes_at
 
     def may_commit(self) -> Steps[bool]:
+        """Tells whether the fence is open now."""
         return self.open_at((yield Clock()))
 
     def committed(self, commit: Callable[[], object]) -> Steps[bool]:

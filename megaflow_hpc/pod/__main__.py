@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
@@ -29,47 +30,49 @@ def main(argv: list[str] | None = None) -> int:
     # Draining comes through the drain file; a step's signals must not kill a rank in the middle of a commit.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    rank, size = world_hint()
-    # Children are started before MPI is initialised.
-    engine = os.environ.get("MEGAFLOW_SERVER")
-    server = start_server(run, int(engine)) if engine is not None else None
-    runner = start_runner() if server is None and (size == 1 or rank > 0) else None
     status = 1
     try:
-        if size == 1:
-            assert runner is not None
-            state = lead(run, ChildComm(runner[1]))
-            stop_runner(*runner)
-            status = 0 if state in ORDERLY else 1
-        else:
-            comm = MpiComm()
-            if comm.size != size:
-                raise MegaflowError(
-                    f"MPI sees {comm.size} ranks where the launcher started {size}; "
-                    "the MPI of mpi4py and the launcher do not fit: try another MEGAFLOW_MPI (srun --mpi=list)"
-                )
-            if runner is not None:
-                serve(comm, *runner)
-                status = 0
-            elif server is not None:
-                accompany(comm, server)
-                status = 0
-            else:
-                state = lead(run, comm)
-                comm.flush(5.0)
-                status = 0 if state in ORDERLY else 1
+        rank, size = world_hint()
+        status = _alone(run) if size == 1 else _rank(run, rank, size)
     except MegaflowError as error:
         print(f"pod: {error}", file=sys.stderr)
         status = error.exit_status
     except Exception:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     # MPI_Finalize would wait for a rank that is dead; everything durable is on disk.
     os._exit(status)
+
+
+def _alone(run: RunDir) -> int:
+    runner = start_runner()
+    state = lead(run, ChildComm(runner[1]))
+    stop_runner(*runner)
+    return 0 if state in ORDERLY else 1
+
+
+def _rank(run: RunDir, rank: int, size: int) -> int:
+    # Children are started before MPI is initialised.
+    engine = os.environ.get("MEGAFLOW_SERVER")
+    server = start_server(run, int(engine)) if engine is not None else None
+    runner = start_runner() if server is None and rank > 0 else None
+    comm = MpiComm()
+    if comm.size != size:
+        raise MegaflowError(
+            f"MPI sees {comm.size} ranks where the launcher started {size}; "
+            "the MPI of mpi4py and the launcher do not fit: try another MEGAFLOW_MPI (srun --mpi=list)"
+        )
+    if runner is not None:
+        serve(comm, *runner)
+    elif server is not None:
+        accompany(comm, server)
+    else:
+        state = lead(run, comm)
+        comm.flush(5.0)
+        return 0 if state in ORDERLY else 1
+    return 0
 
 
 if __name__ == "__main__":

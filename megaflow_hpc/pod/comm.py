@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from megaflow_hpc.host.wire import Link, Message, pack, unpack_all
@@ -21,7 +22,7 @@ TAG = 77
 SWEEP = 1024
 """Messages on their way at which all of them are looked at, not only the oldest."""
 BEAT_S = 5.0
-"""How often each side says that it is there."""
+"""How often each side sends a heartbeat."""
 PUSH_BYTES = 1 << 20
 """Gathered bytes that leave without waiting for a push."""
 INIT_S = 120
@@ -29,6 +30,8 @@ INIT_S = 120
 
 
 class Comm(Protocol):
+    """The world of a pod as rank 0 uses it: messages to ranks and from them. No method waits."""
+
     rank: int
     size: int
 
@@ -39,11 +42,11 @@ class Comm(Protocol):
         """Sends what was handed over."""
 
     def poll(self) -> tuple[int, Message] | None:
-        """The next message with its sender, or ``None``. A sender known to be gone yields ``{"op": "left"}``."""
+        """Returns the next message with its sender, or ``None``. One known to be gone sends ``{"op": "left"}``."""
 
 
 def world_hint() -> tuple[int, int]:
-    """(rank, size) as the launcher's environment says, before MPI is initialised; (0, 1) without a launcher."""
+    """Returns (rank, size) as the launcher's environment gives them, before MPI is initialised; (0, 1) without one."""
     pairs = (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
     for rank, size in (*pairs, ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and size in os.environ and ("SLURM" not in rank or "SLURM_STEP_ID" in os.environ):
@@ -66,7 +69,10 @@ def unlink_shared_memory() -> None:
 
 
 class MpiComm:
-    """Point-to-point over MPI_COMM_WORLD."""
+    """Point-to-point messages over MPI_COMM_WORLD; a :class:`Comm`.
+
+    Making one initialises MPI and waits for every rank; the process is ended by SIGALRM after :data:`INIT_S`.
+    """
 
     def __init__(self) -> None:
         import mpi4py
@@ -121,7 +127,7 @@ class MpiComm:
         return self._incoming.popleft()
 
     def poll_parcel(self) -> tuple[int, bytearray] | None:
-        """What one rank sent in one go, unopened."""
+        """Returns a rank and what it sent in one go, unopened, or ``None``."""
         if not self._probe() and not self._probe():  # the first may take a message in without showing it (MPICH)
             return None
         source = self._status.Get_source()
@@ -134,7 +140,7 @@ class MpiComm:
         return found
 
     def flush(self, seconds: float) -> None:
-        """Gives messages on their way this long to leave."""
+        """Sends what was handed over, and waits at most ``seconds`` until it has left."""
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
@@ -146,15 +152,19 @@ class MpiComm:
 
 
 class ChildComm:
-    """A world of two without MPI: this process is rank 0, the runner behind ``link`` is rank 1."""
+    """A world of two without MPI; a :class:`Comm`. This process is rank 0, the runner behind ``link`` is rank 1.
+
+    Args:
+        clock: seconds of a clock that never jumps.
+    """
 
     rank = 0
     size = 2
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock = link, clock
         self._gone = False
-        self._beaten = time.monotonic()
+        self._beaten = clock()
 
     def send(self, rank: int, message: Message | bytes) -> None:
         try:
@@ -163,7 +173,7 @@ class ChildComm:
             pass  # poll reports it
 
     def push(self) -> None:
-        """Messages leave at once here."""
+        """Does nothing: messages leave at once here."""
 
     def poll(self) -> tuple[int, Message] | None:
         if self._gone:
@@ -173,26 +183,32 @@ class ChildComm:
         except EOFError:
             self._gone = True
             return 1, {"op": "left", "why": "the runner process ended"}
-        if message is None and time.monotonic() - self._beaten > BEAT_S:
+        if message is None and self._clock() - self._beaten > BEAT_S:
             # No rank stands between us and the runner to beat for it: an open socket says that it lives.
-            self._beaten = time.monotonic()
+            self._beaten = self._clock()
             message = {"op": "beat"}
         return None if message is None else (1, message)
 
     def flush(self, seconds: float) -> None:
-        """Sends are synchronous here."""
+        """Does nothing: messages leave at once here."""
 
 
 class Backoff:
-    """Sleeps longer the longer nothing happens: an idle rank costs little, a busy one adds no latency."""
+    """Sleeps longer the longer nothing happens, so that an idle rank costs little and a busy one adds no latency.
+
+    Args:
+        first_s: the first sleep; each is twice as long as the one before.
+        last_s: the longest.
+    """
 
     def __init__(self, first_s: float = 5e-5, last_s: float = 1e-3) -> None:
         self._first, self._last, self._now = first_s, last_s, first_s
 
     def reset(self) -> None:
+        """Notes that something happened: the next sleep is short."""
         self._now = self._first
 
     def sleep(self, link: Link | None = None) -> None:
-        """Waits; returns at once when ``link`` has data."""
+        """Sleeps; returns at once when ``link`` has data."""
         select.select([link] if link else [], [], [], self._now)
         self._now = min(self._last, self._now * 2)

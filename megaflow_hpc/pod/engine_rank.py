@@ -34,7 +34,7 @@ def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
 
 
 def accompany(comm: MpiComm, server: subprocess.Popen[bytes]) -> None:
-    """The loop of such a rank; returns when the pod ends, rank 0 is silent, or the server has gone for good."""
+    """Runs the loop of such a rank; returns when the pod ends, rank 0 is silent, or the server has ended."""
     backoff = Backoff(last_s=0.1)  # nothing is urgent here
     heard = beaten = time.monotonic()
     comm.send(0, {"op": "engine", "node": node_name()})

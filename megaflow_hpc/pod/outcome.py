@@ -38,7 +38,7 @@ class Outcome:
     """Why it failed, as :mod:`megaflow_hpc.pod.scheduling.failures` tells causes apart; empty where it did not."""
     record: bytes
     partial: str = ""
-    """Of one that was cut short: the file below ``RUN/partial`` with which it goes on, if any."""
+    """File below ``RUN/partial`` with which a rollout that was cut short goes on; empty without one."""
 
     @classmethod
     def of(

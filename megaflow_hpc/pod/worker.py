@@ -38,7 +38,7 @@ def start_runner() -> tuple[subprocess.Popen[bytes], Link]:
 
 
 def stop_runner(process: subprocess.Popen[bytes], link: Link) -> None:
-    """Closes the runner's socket and waits for it."""
+    """Closes the runner's socket, waits :data:`STOP_S` for its end, and then kills it."""
     link.close()
     try:
         process.wait(STOP_S)
@@ -48,7 +48,7 @@ def stop_runner(process: subprocess.Popen[bytes], link: Link) -> None:
 
 
 def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
-    """The loop of a worker rank; returns when the pod ends, for whatever reason."""
+    """Runs the loop of a worker rank; returns when the pod ends, for whatever reason."""
     backoff = Backoff()
     heard = beaten = time.monotonic()
     try:

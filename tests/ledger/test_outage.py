@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -31,21 +30,23 @@ def run(tmp_path: Path) -> RunDir:
 def test_a_call_waits_while_the_file_system_is_away_and_says_so_once(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A descriptor of a file system that has gone answers EIO: here for as long as a flag stands."""
-    monkeypatch.setattr(files, "RETRY_S", 0.05)
-    away, said = threading.Event(), []
+    """A descriptor of a file system that has gone answers EIO: here to ten tries."""
+    monkeypatch.setattr(files, "RETRY_S", 0.001)
+    away, said = 0, []
 
     class Away(files.Files):
         def _names(self, call):  # type: ignore[no-untyped-def]
-            if away.is_set():
+            nonlocal away
+            if away:
+                away -= 1
                 raise OSError(errno.EIO, "Input/output error")
             return super()._names(call)
 
     ledger = Ledger(run, PodIdentity("a", "0"), files=Away(run, say=said.append))
     ledger.register()
-    away.set()
-    threading.Timer(0.5, away.clear).start()
+    away = 10
     assert ledger.claim(lambda owner: 0) == Claim(0, 0)
+    assert away == 0
     assert len(said) == 2
     assert "does not answer" in said[0]
     assert "is back" in said[1]

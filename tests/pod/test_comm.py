@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import socket
-import time
-
-import pytest
 
 from megaflow_hpc.host.wire import Link
-from megaflow_hpc.pod import comm
-from megaflow_hpc.pod.comm import ChildComm
+from megaflow_hpc.pod.comm import BEAT_S, ChildComm
+from tests.support.ledgers import Clock
 
 
-def test_a_busy_runner_that_says_nothing_counts_as_alive_and_a_dead_one_as_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(comm, "BEAT_S", 0.05)
+def test_a_busy_runner_that_says_nothing_counts_as_alive_and_a_dead_one_as_gone() -> None:
     ours, theirs = socket.socketpair()
-    child = ChildComm(Link(ours))
+    clock = Clock()
+    child = ChildComm(Link(ours), clock)
     assert child.poll() is None
-    time.sleep(0.06)
+    clock.now += BEAT_S + 0.1
     assert child.poll() == (1, {"op": "beat"})
     assert child.poll() is None
     theirs.close()
     assert child.poll() == (1, {"op": "left", "why": "the runner process ended"})
-    time.sleep(0.06)
+    clock.now += BEAT_S + 0.1
     assert child.poll() is None
     ours.close()

@@ -1,4 +1,4 @@
-"""What a pod tells its successors of rollouts that it did not bring to an end.
+"""What a pod leaves its successors of rollouts that it did not bring to an end.
 
 ``RUN/partial/<pod>.<start>.json`` is written once, before the pod gives its blocks back, and never changed: attempts
 and causes so far, how often an allocation's end has cut the rollout short, and the partial rollout to go on with, where
@@ -24,12 +24,12 @@ from megaflow_hpc.types import Attempt
 
 @dataclass
 class History:
-    """Of one rollout that is not stored yet."""
+    """What is known of one rollout that is not stored yet."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    """That ended without a result that counts."""
+    """Attempts that ended without a result that counts."""
     causes: list[str] = field(default_factory=list)
-    """Of those that failed."""
+    """Causes of those attempts that failed."""
     cuts: int = 0
     """How often the end of an allocation has cut it short."""
     partial: str = ""
@@ -39,18 +39,19 @@ class History:
 
     @property
     def next_attempt(self) -> int:
+        """Number of the next attempt."""
         return max((attempt.attempt for attempt in self.attempts), default=-1) + 1
 
     def _weight(self) -> tuple[int, int, int]:
         return self.cuts, len(self.attempts), len(self.causes)
 
     def later(self, other: History | None) -> History:
-        """The one of the two that knows more."""
+        """Returns the one of the two that knows more."""
         return self if other is None or self._weight() >= other._weight() else other
 
 
 class Histories:
-    """What earlier pods have told. Errors are never fatal: a history that cannot be read is none."""
+    """What earlier pods left. Errors are never fatal: a history that cannot be read is none."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -80,7 +81,7 @@ class Histories:
                 self._known[rollout] = history.later(self._known.get(rollout))
 
     def look_at_events(self) -> None:
-        """Reads the failed attempts that pods' events speak of; for the blocks of one that was killed."""
+        """Reads the failed attempts in the events of pods, for the blocks of one that was killed."""
         for _, events in self._failures.read():
             for event in events:
                 if isinstance(event, AttemptEvent):
@@ -94,7 +95,7 @@ class Histories:
             self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
-        """What is known of a rollout; once."""
+        """Returns what is known of a rollout; once, since the caller owns it from then on."""
         told = self._known.pop(rollout_id, None)
         failed = [said for _, said in sorted(self._failed.pop(rollout_id, {}).items())]
         if not failed:
@@ -104,7 +105,7 @@ class Histories:
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
-    """Tells of what a pod leaves. Raises :class:`OSError`."""
+    """Writes what a pod leaves, by rollout id, before it gives its blocks back. Raises OSError."""
     if histories:
         told = {rollout: asdict(history) for rollout, history in histories.items()}
         content = {"rollouts": told}

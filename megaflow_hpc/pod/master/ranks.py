@@ -1,4 +1,4 @@
-"""The worker ranks of a pod as rank 0 knows them: who is awaited, who was heard of last when, who is lost."""
+"""The ranks of a pod as rank 0 knows them: which are awaited, when each was heard of last, which are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ JOIN_S = 120.0
 
 
 class Ranks:
-    """Knows the world, not what runs in it."""
+    """The world of rank 0, without what runs in it.
+
+    Args:
+        clock: seconds of a clock that never jumps.
+    """
 
     def __init__(self, comm: Comm, clock: Callable[[], float] = time.monotonic) -> None:
         self._comm, self._clock = comm, clock
@@ -23,31 +27,35 @@ class Ranks:
         self._beaten = -BEAT_S
         self.heard: dict[int, float] = {}
         self.awaited = set(range(1, comm.size))
-        """Told of the campaign and not ready yet."""
+        """Ranks that got ``init`` and are not ready yet."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
         """Rank → its node."""
 
     def greet(self, init: Message) -> None:
+        """Sends every rank the campaign."""
         for rank in self.awaited:
             self._comm.send(rank, init)
 
     def join(self, rank: int, node: str) -> None:
+        """Notes that a worker rank is ready."""
         self.awaited.discard(rank)
         self.ready[rank] = node
 
     def accompany(self, rank: int) -> None:
-        """It keeps an engine server, runs nothing, and ends with the pod."""
+        """Notes that a rank keeps an engine server: it runs nothing and ends with the pod."""
         self.awaited.discard(rank)
         self._engines.add(rank)
 
     def leave(self, rank: int) -> None:
+        """Notes that a rank is gone."""
         self.awaited.discard(rank)
         self._engines.discard(rank)
         self.ready.pop(rank, None)
 
     @property
     def all(self) -> list[int]:
+        """The worker ranks that are ready or awaited."""
         return [*self.ready, *self.awaited]
 
     def tell(self, message: Message | bytes) -> None:
@@ -56,14 +64,14 @@ class Ranks:
             self._comm.send(rank, message)
 
     def beat(self) -> None:
-        """Says that rank 0 is there, when that is due."""
+        """Sends every rank a heartbeat, when that is due."""
         if self._clock() - self._beaten >= BEAT_S:
             self._beaten = self._clock()
             for rank in [*self.all, *self._engines]:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:
-        """Ranks that have been silent for too long, and why they are given up."""
+        """Yields the ranks that have been silent for too long, and why they are given up."""
         now = self._clock()
         for rank in list(self.ready):
             if now - self.heard.get(rank, now) > LOST_S:

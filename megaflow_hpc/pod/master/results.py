@@ -25,7 +25,7 @@ from megaflow_hpc.types import Attempt, Status, Trajectory
 
 JUDGED = ("completed", "truncated")
 CUTS = 16
-"""Of runs that were planned before campaigns could say it."""
+"""``scheduling.cuts`` of runs that were planned before it was an option."""
 
 
 class Results:
@@ -50,7 +50,7 @@ class Results:
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Of rollouts that were tried and are not stored."""
+        """Rollout that was tried and is not stored → what is known of it."""
         self._cut: set[str] = set()
         """Rollouts that the end of this allocation has cut short."""
         self._parked: dict[str, Work] = {}
@@ -61,7 +61,7 @@ class Results:
         """(rank, rollout): a result that nobody waits for, the other copy having won."""
         self.draining = False
         self.paused = ""
-        """Why the pod must not go on, in words."""
+        """Why the pod must not go on; empty while it may."""
         self.stored = 0
         self._failed = 0
 

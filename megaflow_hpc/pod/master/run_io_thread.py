@@ -60,13 +60,15 @@ RETRY_S = 1.0
 class Journal(Protocol):
     """What the thread needs of a :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter`."""
 
-    def append(self, record: bytes) -> int: ...
-    def commit(self) -> object: ...
+    def append(self, record: bytes) -> int:
+        """Takes a record; what the disk refuses is kept for the next call. Raises OSError."""
+
+    def commit(self) -> object:
+        """Makes durable what was appended. Raises OSError."""
 
 
 class RunIoThread(threading.Thread):
-    """Everything that is passed in belongs to the thread from :meth:`start` to its end, but for ``events``, to which
-    both sides write."""
+    """What is passed in belongs to the thread from its start to its end; only ``events`` takes lines from both sides."""
 
     def __init__(
         self,

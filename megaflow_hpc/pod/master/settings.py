@@ -46,7 +46,7 @@ class Pod:
     limits: Mapping[str, Any] = field(default_factory=dict)
     """That section of the campaign file."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Samples a group wants, by policy; spare ones not counted."""
+    """Samples that a group wants, by policy; spare ones not counted."""
     room: tuple[float | None, int | None] = (None, None)
     """Cpus and MB of memory that a worker rank has, where they are known."""
     walltime: Walltime = field(default_factory=Walltime)
@@ -65,9 +65,11 @@ class Pod:
         return self.samples.get(policy, 0) + int(self.scheduling.get("spare") or 0)
 
     def budget(self) -> CampaignBudget:
+        """Returns the watch over limits of the whole campaign."""
         return CampaignBudget(self.run, self.limits)
 
     def pattern(self) -> Pattern:
+        """Returns the watch over failures that say more about the campaign than about a rollout."""
         return Pattern(self.limits.get("systematic"))
 
     def demand(self, task: str) -> Demand:

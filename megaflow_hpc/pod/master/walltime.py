@@ -14,16 +14,16 @@ MARGIN_S = 60.0
 
 @dataclass(frozen=True)
 class Walltime:
-    """Seconds that rollouts of this pod may take; infinite without a limit."""
+    """How long rollouts of this pod may take; without end where the job has no limit."""
 
     whole_s: float = math.inf
-    """When the pod began."""
+    """Seconds that there were when the pod began."""
     end: float = math.inf
-    """By the monotonic clock."""
+    """When rollouts must have ended, by the monotonic clock."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Walltime:
-        """From ``MEGAFLOW_END`` (seconds UTC; absent or empty: no limit), which ``pods.sh`` sets."""
+        """Reads ``MEGAFLOW_END`` (seconds UTC; absent or empty: no limit), which ``pods.sh`` sets."""
         try:
             left = float(environment.get("MEGAFLOW_END", "")) - time.time() - MARGIN_S
         except ValueError:
@@ -34,4 +34,5 @@ class Walltime:
 
     @property
     def remaining_s(self) -> float:
+        """Seconds until then."""
         return self.end - time.monotonic()

@@ -56,7 +56,7 @@ class Estimates:
         self._seen: dict[tuple[str, ...], _Seen] = {}
 
     def observe(self, task: str, policy: str, seconds: float) -> None:
-        """A rollout of ``task`` under ``policy`` took ``seconds``."""
+        """Learns that a rollout of ``task`` under ``policy`` took ``seconds``."""
         value, levels = math.log(max(seconds, SHORTEST_S)), self._seen
         for key in ((), (policy,), (policy, task)):
             seen = levels.get(key)
@@ -65,7 +65,7 @@ class Estimates:
             seen.add(value)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
-        """Seconds within which ``quantile`` of such rollouts end; ``None`` while no rollout of any kind has ended."""
+        """Returns the seconds within which ``quantile`` of such rollouts end; ``None`` before anything has ended."""
         whole = self._seen.get(())
         if whole is None:
             return None
@@ -81,7 +81,7 @@ class Estimates:
         return math.exp(mean + NormalDist().inv_cdf(quantile) * math.sqrt(variance))
 
     def learn(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Takes over what earlier campaigns tell: (task, policy, number, mean, variance) of the logarithm of seconds.
+        """Takes over what earlier campaigns saw: (task, policy, number, mean, variance) of the logarithm of seconds.
 
         However many there were they count as :data:`KEPT`, so that a model or machine which is faster now is believed.
         """

@@ -66,7 +66,7 @@ BAD_STARTS = 4
 
 
 def may_retry(causes: Sequence[str]) -> bool:
-    """Whether a rollout whose attempts failed so, the last cause last, is tried again."""
+    """Tells whether a rollout is tried again after attempts that failed for these causes, in order."""
     last = causes[-1]
     rule = RULES.get(last)
     return rule is not None and causes.count(last) <= rule.retries and len(causes) < MOST_FAILURES
@@ -76,7 +76,7 @@ class Pattern:
     """Tells systematic failures from bad luck.
 
     Args:
-        last: results that are looked at; ``None``: never.
+        last: how many results are looked at; ``None``: failures are never systematic.
     """
 
     def __init__(self, last: int | None) -> None:
@@ -84,12 +84,12 @@ class Pattern:
         self._enough = last
 
     def add(self, cause: str) -> None:
-        """A final result; ``cause`` is empty where it did not fail."""
+        """Takes in a final result; ``cause`` is empty where it did not fail."""
         self._last.append(cause)
 
     @property
     def systematic(self) -> str:
-        """Why to stop, or nothing."""
+        """Why to stop; empty while failures are not systematic."""
         if not self._enough or len(self._last) < self._enough:
             return ""
         ((cause, count),) = Counter(self._last).most_common(1)
@@ -99,7 +99,7 @@ class Pattern:
 
 
 class Blame:
-    """Which ranks cannot start sandboxes although others can; where none can, the image or the campaign is at fault."""
+    """Finds ranks that cannot start sandboxes although others can; where none can, image or campaign is at fault."""
 
     def __init__(self) -> None:
         self._good = 0
@@ -109,7 +109,7 @@ class Blame:
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:
-        """Takes a result of ``rank``; whether it is the one too many."""
+        """Takes in a result of ``rank``; True for the one failure too many, once for each rank."""
         rule = RULES.get(cause)
         if rule is None or not rule.blames_rank:
             self._good += cause != "node"

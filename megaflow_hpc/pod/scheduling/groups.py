@@ -31,6 +31,7 @@ class GroupRules:
 
     @property
     def idle(self) -> bool:
+        """There are no rules."""
         return not self.wanted and not self.signal_after
 
 

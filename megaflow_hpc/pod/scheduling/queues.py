@@ -1,4 +1,4 @@
-"""A lane: waiting work that is alike in all that decides whether it may start, in the order of its turn. Pure."""
+"""Lanes: each is a queue of work that is alike in all that decides whether it may start. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Entry = tuple[float, int, Work]
 
 
 class Lane:
-    """A heap out of which work can also be taken by id; what was taken stays in the heap until it comes to the top."""
+    """A heap out of which work can also be taken by number; what was taken stays inside until it comes to the top."""
 
     __slots__ = ("_heap", "_taken", "demand", "overtaken", "policy", "share")
 
@@ -27,12 +27,15 @@ class Lane:
 
     @property
     def head(self) -> Entry:
+        """What is next; the lane must not be empty."""
         return self._heap[0]
 
     def push(self, priority: float, number: int, work: Work) -> None:
+        """Puts work in, under a number that no other entry has."""
         heapq.heappush(self._heap, (priority, number, work))
 
     def pop(self) -> Entry:
+        """Takes out what is next; the lane must not be empty."""
         entry = heapq.heappop(self._heap)
         self._clear_top()
         return entry
@@ -43,10 +46,11 @@ class Lane:
         self._clear_top()
 
     def entries(self) -> list[Entry]:
+        """Returns what waits, in order."""
         return sorted(entry for entry in self._heap if entry[1] not in self._taken)
 
     def first(self, count: int) -> list[Entry]:
-        """About the first ``count`` in order, without touching the rest."""
+        """Returns about the first ``count`` in order, without touching the rest."""
         return [entry for entry in smallest(self._heap, count) if entry[1] not in self._taken]
 
     def _clear_top(self) -> None:
@@ -55,7 +59,7 @@ class Lane:
 
 
 def smallest(heap: list[Entry], count: int) -> list[Entry]:
-    """The first ``count`` of a heap in order, without touching the rest."""
+    """Returns the first ``count`` of a heap in order, without touching the rest."""
     found: list[Entry] = []
     frontier = [(heap[0], 0)] if heap else []
     while frontier and len(found) < count:

@@ -114,10 +114,12 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
+        """Rollouts that wait."""
         return len(self._places)
 
     @property
     def workers(self) -> list[int]:
+        """The workers that have joined and not left."""
         return list(self._workers)
 
     @property
@@ -126,22 +128,23 @@ class Scheduler:
         return len(self._too_long)
 
     def running_on(self, worker: int) -> dict[str, Work]:
+        """Returns what runs on a worker, by rollout id."""
         return dict(self._workers[worker].running)
 
     def running_at(self, rollout_id: str) -> list[int]:
-        """The workers on which a rollout runs: none, one, or two."""
+        """Returns the workers on which a rollout runs: none, one, or two."""
         return [rank for rank, worker in self._workers.items() if rollout_id in worker.running]
 
     def running_work(self) -> list[Work]:
-        """Every attempt that runs."""
+        """Returns every attempt that runs."""
         return [work for worker in self._workers.values() for work in worker.running.values()]
 
     def waiting_work(self) -> list[Work]:
-        """What is queued, in the order in which it would start but for what it has to wait for."""
+        """Returns what is queued, in the order in which it would start if nothing had to wait for anything."""
         return [entry[2] for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
 
     def coming(self, count: int) -> list[str]:
-        """Tasks of what runs, then of what starts next, each once; about ``count`` of the latter are looked at."""
+        """Returns the tasks of what runs, then of about ``count`` rollouts that start next, each once."""
         running = [work.rollout.task_id for work in self.running_work()]
         waiting = [entry for lane in self._lanes.values() for entry in lane.first(count)]
         return list(dict.fromkeys([*running, *(work.rollout.task_id for _, _, work in sorted(waiting)[:count])]))
@@ -162,10 +165,17 @@ class Scheduler:
     # --- events ---
 
     def add(self, work: Iterable[Work]) -> None:
+        """Queues work in this order."""
         for item in work:
             self._push(item, next(self._number))
 
     def join(self, worker: int, slots: int, cpus: float | None = None, memory_mb: int | None = None) -> None:
+        """Takes in a worker, once.
+
+        Args:
+            cpus: that its rollouts share; ``None``: as many as they like.
+            memory_mb: the same of memory.
+        """
         if worker in self._workers:
             return
         infinite = 1 << 62

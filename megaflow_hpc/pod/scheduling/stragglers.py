@@ -1,4 +1,4 @@
-"""Which running rollouts take unusually long: pure, the caller brings the time.
+"""Stragglers: running rollouts that take unusually long. Pure; the caller brings the time.
 
 At the end of a campaign a few stragglers hold everything up while slots stand idle. A copy elsewhere may get done
 first, if what was slow was the node or bad luck in sampling. The first result counts, which favours the short one of
@@ -32,11 +32,11 @@ class Stragglers:
         self._since: dict[str, float] = {}
 
     def started(self, rollout: str, now: float) -> None:
-        """Of a first or further attempt, not of a copy."""
+        """Notes the start of a first or further attempt, not of a copy, in seconds of any clock."""
         self._since[rollout] = now
 
     def overdue(self, running: Iterable[Work], now: float) -> list[str]:
-        """Stragglers that run once, the one that is longest overdue first."""
+        """Returns the stragglers that run once, by rollout id, the one that is longest overdue first."""
         found: dict[str, float] = {}
         times: Counter[str] = Counter()
         for work in running:
