@@ -68,7 +68,7 @@ class Journal(Protocol):
 
 
 class RunIoThread(threading.Thread):
-    """What is passed in belongs to the thread from its start to its end; only ``events`` takes lines from both sides."""
+    """What is passed in belongs to the thread from start to end; only ``events`` takes lines from both sides."""
 
     def __init__(
         self,
