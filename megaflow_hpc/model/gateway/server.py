@@ -29,7 +29,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
@@ -38,6 +37,17 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, dialect_of, messages
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
+from megaflow_hpc.model.gateway.http_messages import (
+    BUDGET_EXCEEDED,
+    MODEL_SERVICE_ERROR,
+    SUSPENDED,
+    CallError,
+    bearer_key,
+    error_fields,
+    json_response,
+    read_object,
+    refusal_fields,
+)
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
@@ -47,19 +57,8 @@ from megaflow_hpc.types import CallBudget, ModelEndpoint, Recording
 __all__ = ["SEEDS", "ModelGateway"]
 
 LOG = logging.getLogger(__name__)
-MODEL_SERVICE_ERROR = "model_service_error"
-BUDGET_EXCEEDED = "rollout_budget_exceeded"
-SUSPENDED = "rollout_suspended"
 MAX_BODY = 256 * 2**20
 T = TypeVar("T")
-
-
-class _Failure(Exception):
-    """Ends a call with an error in the agent's dialect."""
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status, self.kind = status, kind
 
 
 class ModelGateway:
@@ -214,20 +213,20 @@ class ModelGateway:
             return web.Response()  # clients probe for a listener without a key
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
-            if rollout is None or not hmac.compare_digest(_key(request).encode(), rollout.key.encode()):
-                raise _Failure(401, "no such rollout, or not its key", "authentication_error")
+            if rollout is None or not hmac.compare_digest(bearer_key(request).encode(), rollout.key.encode()):
+                raise CallError(401, "no such rollout, or not its key", "authentication_error")
             return await self._dispatch(rollout, request, "/" + parts[3])
         except web.HTTPException as refusal:
-            failure: Exception = _Failure(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
-        except _Failure as error:
+            failure: Exception = CallError(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+        except CallError as error:
             failure = error
         except Exception as error:
             LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
             failure = error
-        status, message, kind = _error_fields(failure)
+        status, message, kind = error_fields(failure)
         body = dialect_of(request.path, request.headers).error(status, message, kind)
         do_not_retry = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED, SUSPENDED)
-        return _json(body, status, {"x-should-retry": "false"} if do_not_retry else None)
+        return json_response(body, status, {"x-should-retry": "false"} if do_not_retry else None)
 
     async def _dispatch(self, rollout: OpenRollout, request: web.BaseRequest, path: str) -> web.StreamResponse:
         endpoint = path.removeprefix("/v1")
@@ -239,7 +238,7 @@ class ModelGateway:
         if endpoint != path and request.method == "GET" and (endpoint + "/").startswith("/models/"):
             return self._models(rollout, endpoint[len("/models/") :])
         known = endpoint in DIALECTS or endpoint in ("/messages/count_tokens", "/models")
-        raise _Failure(405 if known else 404, f"{request.method} {path} is not served here")
+        raise CallError(405 if known else 404, f"{request.method} {path} is not served here")
 
     def _models(self, rollout: OpenRollout, name: str) -> web.Response:
         def card(name: str) -> dict[str, Any]:
@@ -247,33 +246,33 @@ class ModelGateway:
             return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
         if name:
-            return _json(card(name))
+            return json_response(card(name))
         names = [rollout.policy, *sorted(self.policies - {rollout.policy})]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return _json({"object": "list", "data": [card(name) for name in names], **pages})
+        return json_response({"object": "list", "data": [card(name) for name in names], **pages})
 
     async def _complete(self, rollout: OpenRollout, request: web.BaseRequest, endpoint: str) -> web.StreamResponse:
-        dialect, body = DIALECTS[endpoint], await _body(request)
+        dialect, body = DIALECTS[endpoint], await read_object(request)
         if rollout.suspended:
             raise self._refusal(rollout)
         try:
             asked = dialect.request(body)
         except BadRequest as error:
-            raise _Failure(400, str(error)) from None
+            raise CallError(400, str(error)) from None
         if over := rollout.over_budget():
             rollout.recorder.recording.over_budget = over
-            raise _Failure(429, over, BUDGET_EXCEEDED)
+            raise CallError(429, over, BUDGET_EXCEEDED)
         rollout.recorder.request_arrived()
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         rollout.in_flight += 1
         try:
             if not body.get("stream"):
-                return _json(dialect.answer(await self._answer(rollout, path, asked), body))
+                return json_response(dialect.answer(await self._answer(rollout, path, asked), body))
             return await stream.send(
                 request,
                 self._answer(rollout, path, asked),
                 lambda reply: dialect.events(dialect.answer(reply, body), body),
-                lambda error: dialect.error_event(*_error_fields(error)),
+                lambda error: dialect.error_event(*error_fields(error)),
             )
         finally:
             rollout.in_flight -= 1
@@ -281,11 +280,11 @@ class ModelGateway:
     async def _count(self, rollout: OpenRollout, request: web.BaseRequest) -> web.Response:
         """Counts the tokens of a prompt; nothing is recorded."""
         try:
-            asked = messages.conversation(await _body(request))
+            asked = messages.conversation(await read_object(request))
         except BadRequest as error:
-            raise _Failure(400, str(error)) from None
+            raise CallError(400, str(error)) from None
         tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count)
-        return _json({"input_tokens": tokens})
+        return json_response({"input_tokens": tokens})
 
     async def _answer(self, rollout: OpenRollout, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the engine's answer to a chat or plain request, and records it."""
@@ -309,7 +308,7 @@ class ModelGateway:
         finally:
             rollout.waiting.discard(task)
         if self._by_id.get(rollout.id) is not rollout:
-            raise _Failure(401, "the rollout has ended", "authentication_error")
+            raise CallError(401, "the rollout has ended", "authentication_error")
         rollout.servers[policy], rollout.failure = server.name, ""
         conversation = asked.get("messages") or ()
         for number, sample in enumerate(answer.samples):
@@ -323,9 +322,9 @@ class ModelGateway:
         return answer.body
 
     @staticmethod
-    def _refusal(rollout: OpenRollout) -> _Failure:
+    def _refusal(rollout: OpenRollout) -> CallError:
         rollout.interrupted = True
-        return _Failure(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
+        return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
 
     def _replayed(self, rollout: OpenRollout, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the recorded answer to a call, and records it again."""
@@ -334,7 +333,7 @@ class ModelGateway:
             sample = self._replays[policy].answer(rollout.token, rollout.id, conversation)
         except ModelServiceError as error:
             rollout.failure = str(error)
-            raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
+            raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
         rollout.failure = ""
         rollout.recorder.add(replace(sample, policy=policy), conversation)
         rollout.recorder.count("replay")
@@ -349,9 +348,9 @@ class ModelGateway:
         try:
             return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask)
         except protocols.Refused as refusal:
-            raise _Failure(refusal.status, *_refusal_fields(refusal.body)) from None
+            raise CallError(refusal.status, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:
-            raise _Failure(503, str(error), MODEL_SERVICE_ERROR) from None
+            raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -359,39 +358,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=protocols.packed(body), status=status, headers=headers, content_type="application/json")
-
-
-def _key(request: web.BaseRequest) -> str:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
-async def _body(request: web.BaseRequest) -> dict[str, Any]:
-    try:
-        body = protocols.parsed(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise _Failure(400, f"the request's body: {error}") from None
-    if not isinstance(body, dict):
-        raise _Failure(400, "the request's body: expected a JSON object")
-    return body
-
-
-def _error_fields(error: Exception) -> tuple[int, str, str]:
-    """Returns HTTP status, message and type for what ended a call."""
-    if isinstance(error, _Failure):
-        return error.status, str(error), error.kind
-    return 500, f"in the gateway: {type(error).__name__}: {error}", "server_error"
-
-
-def _refusal_fields(body: bytes) -> tuple[str, str]:
-    """Returns message and type of an engine's refusal; a body without them is the message."""
-    try:
-        found = orjson.loads(body)
-        error = found.get("error") or found
-        return str(error["message"]), str(error.get("type") or "invalid_request_error")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return body[:2000].decode("utf-8", "replace"), "invalid_request_error"
