@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -19,3 +20,11 @@ def eventually(condition: Callable[[], object], timeout_s: float = 30.0, every_s
             return False
         time.sleep(every_s)
     return True
+
+
+async def until_async(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    """As :func:`until`, while the event loop goes on."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        await asyncio.sleep(0.005)

@@ -16,6 +16,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult
+from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]
 
@@ -127,13 +128,14 @@ def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail(in_an
 
 def test_a_timeout_kills_everything_the_command_started(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, str, float]:
-        other = asyncio.create_task(sandbox.exec("sleep 1.5; echo fine"))
+        other = asyncio.create_task(sandbox.exec("until [ -e /over ]; do sleep 0.05; done; echo fine", timeout_s=60))
         started = time.monotonic()
         daemon = "(setsid sh -c 'sleep 1003 & sleep 1004' &)"
         command = f"echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & {daemon}; sleep 1005"
         result = await sandbox.exec(command, timeout_s=0.5)
         took = time.monotonic() - started
         left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 100[0-9]'")).stdout
+        await sandbox.exec("touch /over")
         assert (await other).stdout == "fine\n"
         return result, left, took
 
@@ -146,7 +148,10 @@ def test_a_timeout_kills_everything_the_command_started(in_any_sandbox: InSandbo
 def test_commands_run_at_the_same_time_in_one_sandbox(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[float, list[str]]:
         started = time.monotonic()
-        results = await asyncio.gather(*(sandbox.exec(f"sleep 1; echo {i}") for i in range(12)))
+        together = (
+            "touch /here{0}; until [ -e /here11 ] && set -- /here* && [ $# -eq 12 ]; do sleep 0.05; done; echo {0}"
+        )
+        results = await asyncio.gather(*(sandbox.exec(together.format(i), timeout_s=30) for i in range(12)))
         return time.monotonic() - started, [r.stdout for r in results]
 
     took, outputs = in_any_sandbox(use)
@@ -157,9 +162,9 @@ def test_commands_run_at_the_same_time_in_one_sandbox(in_any_sandbox: InSandbox)
 def test_a_background_process_outlives_its_command_and_may_go_on_printing(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[float, str, int]:
         started = time.monotonic()
-        first = await sandbox.exec("(while :; do echo noise; sleep 0.01; done) & echo $!")
+        first = await sandbox.exec("(while :; do echo noise; echo >> /said; sleep 0.01; done) & echo $!")
         took = time.monotonic() - started
-        await asyncio.sleep(0.3)
+        await sandbox.exec("until [ $(wc -l < /said) -gt 20 ]; do sleep 0.01; done", timeout_s=30)
         for _ in range(3):
             quiet = await sandbox.exec("echo quiet")
         pid = next(line for line in first.stdout.splitlines() if line.isdigit())
@@ -187,7 +192,7 @@ def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_any
 def test_a_kill_from_outside_is_a_lost_sandbox_and_never_a_result(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         command = asyncio.create_task(sandbox.exec("sleep 60"))
-        await asyncio.sleep(0.3)
+        await until_async(lambda: sandbox.busy, "the command runs")
         assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
         with pytest.raises(SandboxError, match="ended from outside"):
@@ -203,7 +208,7 @@ def test_a_kill_from_outside_is_a_lost_sandbox_and_never_a_result(in_any_sandbox
 def test_stopping_ends_a_command_under_way_with_an_error(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         task = asyncio.create_task(sandbox.exec("sleep 3000"))
-        await asyncio.sleep(0.2)
+        await until_async(lambda: sandbox.busy, "the command runs")
         await sandbox.stop()
         with pytest.raises(SandboxError, match="stopped"):
             await task
@@ -226,7 +231,7 @@ def test_a_command_that_cannot_be_handed_over_costs_nothing_else(in_any_sandbox:
 def test_cancelling_a_command_ends_it(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> str:
         task = asyncio.create_task(sandbox.exec("sleep 2001"))
-        await asyncio.sleep(0.3)
+        await until_async(lambda: sandbox.busy, "the command runs")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -89,7 +89,7 @@ def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(root
                 await sandbox.settled()
                 assert sandbox.pid is not None
                 running = asyncio.create_task(sandbox.exec("sleep 30"))
-                await asyncio.sleep(0.3)
+                await until_async(lambda: sandbox.busy, "the command runs")
                 held = set()
                 for pid in (sandbox.pid, *descendants(sandbox.pid)):
                     for descriptor in os.scandir(f"/proc/{pid}/fd"):
@@ -186,14 +186,17 @@ def test_an_unprivileged_user_is_not_uid_0(in_sandbox: InSandbox) -> None:
 OWNER = """
 import asyncio, json, os, sys
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.host.process import argv, descendants
+from tests.support.waiting import until_async
 
 async def main():
     provider = ApptainerProvider(sys.argv[1])
     sandboxes = [await provider.start(SandboxSpec(sys.argv[2])) for _ in range(3)]
     for sandbox in sandboxes:
         await sandbox.exec("for i in 1 2 3; do setsid sleep 3000 & done")
-    busy = asyncio.create_task(sandboxes[0].exec("sleep 3000"))
-    await asyncio.sleep(0.2)
+    busy = asyncio.create_task(sandboxes[0].exec("sleep 3001"))
+    while not any(b"3001" in argv(pid) for pid in descendants(sandboxes[0].pid)):
+        await asyncio.sleep(0.01)
     print(json.dumps([sandbox.pid for sandbox in sandboxes]), flush=True)
     await asyncio.sleep(3000)
 

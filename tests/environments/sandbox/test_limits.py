@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Wat
 from megaflow_hpc.errors import LimitError
 from megaflow_hpc.host.process import descendants
 from megaflow_hpc.types import ExecResult
+from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]
+Look = Callable[[int], Awaitable[None]]
 
 HOG = ["python3", "-c", "held = []\nwhile True: held.append(b'x' * 10_000_000)"]
 BOMB = ["bash", "-c", "bomb() { bomb | bomb & }; bomb; sleep 60"]
@@ -28,6 +30,24 @@ FORKS = [
 ]
 FILLER = "i=0; while :; do i=$((i+1)); head -c 4000000 /dev/zero > /var/f$i; done"
 PRINTER = "yes an endless line"
+
+
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch) -> Look:
+    """Waits until the watchdog has looked at a sandbox so many times more."""
+    check, looks = Watch.check, 0
+
+    def counted(watch: Watch, now: float, available: int, free: int) -> None:
+        nonlocal looks
+        check(watch, now, available, free)
+        looks += 1
+
+    async def more(number: int) -> None:
+        goal = looks + number
+        await until_async(lambda: looks >= goal, "the watchdog looks")
+
+    monkeypatch.setattr(Watch, "check", counted)
+    return more
 
 
 @pytest.mark.parametrize(
@@ -75,7 +95,7 @@ def test_an_endless_printer_is_cut_off_and_costs_its_neighbour_nothing(rootfs: s
     async def main() -> tuple[ExecResult, list[ExecResult]]:
         async with ApptainerProvider(scratch) as provider:
             printer, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
-            printing = asyncio.create_task(printer.exec(PRINTER, timeout_s=2))
+            printing = asyncio.create_task(printer.exec(PRINTER, timeout_s=1))
             beside = []
             while not printing.done():
                 beside.append(await other.exec("echo 1"))
@@ -99,29 +119,38 @@ def test_memory_that_no_process_has_mapped_counts(in_sandbox: InSandbox) -> None
 
 
 @pytest.mark.slow
-def test_memory_that_processes_share_counts_once(in_sandbox: InSandbox) -> None:
+def test_memory_that_processes_share_counts_once(in_sandbox: InSandbox, look: Look) -> None:
     code = (
         "import mmap, os, time\n"
         "held = bytearray(b'x' * 120_000_000)\n"
         "for _ in range(5):\n"
         "    if os.fork() == 0:\n"
-        "        time.sleep(3); os._exit(0)\n"
+        "        while not os.path.exists('/looked'): time.sleep(0.05)\n"
+        "        os._exit(0)\n"
+        "open('/up', 'x')\n"
         "for _ in range(5): os.wait()\n"
         "print('done')"
     )
 
     async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        return await sandbox.exec(["python3", "-c", code], timeout_s=30)
+        sharing = asyncio.create_task(sandbox.exec(["python3", "-c", code], timeout_s=60))
+        await sandbox.exec("until [ -e /up ]; do sleep 0.05; done", timeout_s=60)
+        await look(3)
+        await sandbox.exec("touch /looked")
+        return await sharing
 
     result = in_sandbox(use, memory_mb=250)
     assert (result.stdout, result.breach) == ("done\n", "")
 
 
 @pytest.mark.slow
-def test_only_the_command_that_uses_most_pays(in_sandbox: InSandbox) -> None:
+def test_only_the_command_that_uses_most_pays(in_sandbox: InSandbox, look: Look) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[ExecResult, ExecResult]:
-        bystander = asyncio.create_task(sandbox.exec("sleep 3; echo still here", timeout_s=30))
+        waiting = "until [ -e /looked ]; do sleep 0.05; done; echo still here"
+        bystander = asyncio.create_task(sandbox.exec(waiting, timeout_s=60))
         hog = await sandbox.exec(HOG, timeout_s=30)
+        await look(2)
+        await sandbox.exec("touch /looked")
         return hog, await bystander
 
     hog, bystander = in_sandbox(use, memory_mb=200)
@@ -232,11 +261,11 @@ def test_processors_are_shared_out_evenly(tmp_path: Path) -> None:
     assert len(used) == expected * ours
 
 
-def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path) -> None:
+def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path, look: Look) -> None:
     async def main() -> tuple[int, int]:
         async with ApptainerProvider(scratch) as provider:
             sandbox = await provider.start(SandboxSpec(rootfs, disk_mb=100))
-            await sandbox.exec("sleep 1")
+            await look(2)
             await sandbox.stop()
             deadline = time.monotonic() + 10
             while list(descendants(os.getpid())) and time.monotonic() < deadline:

@@ -91,7 +91,7 @@ def test_a_command_under_way_stands_still_for_a_snapshot_and_goes_on(
                 loop = "i=$((i+1)); echo $i >> /a; echo $i >> /b; sleep 0.002"
                 counting = f"i=0; while [ $i -lt 300 ]; do {loop}; done; echo end"
                 running = asyncio.create_task(sandbox.exec(counting, timeout_s=60))
-                await asyncio.sleep(0.2)
+                await sandbox.exec("until [ -s /b ]; do sleep 0.01; done", timeout_s=30)
                 kept = await sandbox.snapshot(tmp_path / "kept")
                 result = await running
                 assert (result.exit_code, result.stdout) == (0, "end\n")
