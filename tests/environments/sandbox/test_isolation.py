@@ -21,6 +21,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, descendants
+from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"
@@ -187,7 +188,6 @@ OWNER = """
 import asyncio, json, os, sys
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.host.process import argv, descendants
-from tests.support.waiting import until_async
 
 async def main():
     provider = ApptainerProvider(sys.argv[1])
