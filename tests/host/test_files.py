@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.host.files import remove_tree
-
-
-def nest(root: Path, depth: int, name: str) -> None:
-    """Makes ``depth`` directories one in the other, far beyond what a path may be long, with a file in each."""
-    root.mkdir()
-    here = os.open(root, os.O_RDONLY)
-    for _ in range(depth):
-        os.close(os.open("file", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=here))
-        os.mkdir(name, dir_fd=here)
-        below = os.open(name, os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
+from tests.support.trees import nest
 
 
 @pytest.mark.parametrize("name", ["d", "n" * 200])

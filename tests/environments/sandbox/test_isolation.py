@@ -21,6 +21,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, descendants
+from tests.support.trees import nest
 from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]
@@ -244,6 +245,28 @@ def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) ->
     (other / "owner").write_text(f"{os.getpid()}-1\n")  # our pid, another start time: must live
     assert sweep(tmp_path)["processes"] == 1
     assert left.wait(10) == -signal.SIGKILL
+
+
+def test_directories_deeper_than_a_path_is_long_go_with_their_sandbox(rootfs: str, scratch: Path) -> None:
+    deep = ["python3", "-c", "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"]
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            sandbox = await provider.start(SandboxSpec(rootfs))
+            assert (await sandbox.exec(deep, cwd="/var")).exit_code == 0
+            await sandbox.reset()
+            assert (await sandbox.exec(deep, cwd="/var")).exit_code == 0
+            await sandbox.stop()
+            return os.listdir(Path(sandbox.directory).parent)
+
+    assert asyncio.run(main()) == []
+
+
+def test_the_janitor_removes_directories_deeper_than_a_path_is_long(tmp_path: Path) -> None:
+    (tmp_path / "owners" / "1-1").mkdir(parents=True)
+    nest(tmp_path / "owners" / "1-1" / "s1", 3000, "d")
+    assert sweep(tmp_path)["left"] == 0
+    assert list((tmp_path / "owners").iterdir()) == []
 
 
 def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from megaflow_hpc.host.files import remove_tree
@@ -115,15 +116,18 @@ def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
 
 
 def _revert_libraries(upper: Path, directory: str) -> list[str]:
-    """Copies of the basic libraries for better processors, which the loader prefers."""
-    if not _is_directory(upper / directory):
-        return []
-    found = [
-        os.path.relpath(os.path.join(place, name), upper)
-        for place, _, names in os.walk(upper / directory)
-        for name in names
-        if name.startswith(LIBRARIES)
-    ]
+    """Reverts copies of the basic libraries for better processors, which the loader prefers; returns their paths."""
+    found: list[str] = []
+    waiting = [directory] if _is_directory(upper / directory) else []
+    while waiting:
+        place = waiting.pop()
+        with suppress(OSError):  # deeper than a path may be long: the loader cannot open it either
+            _open(upper / place)  # root in the sandbox needs no rights to read what we could not
+            for entry in os.scandir(upper / place):
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(f"{place}/{entry.name}")
+                elif entry.name.startswith(LIBRARIES):
+                    found.append(f"{place}/{entry.name}")
     return [path for path in found if revert(upper, path)]
 
 
