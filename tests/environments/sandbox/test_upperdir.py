@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore_programs
+from megaflow_hpc.host.files import remove_tree
 from tests.support.trees import nest
 
 
@@ -22,3 +23,4 @@ def test_preferred_libraries_go_whatever_the_rights_of_their_directory(tmp_path:
     preferred.chmod(mode)
     assert restore_programs(upper, image) == ["usr/lib/glibc-hwcaps/x86-64-v3/libc.so.6"]
     assert [path.name for path in preferred.iterdir()] == ["libmine.so"]
+    remove_tree(upper)  # which pytest's own cleaning up could not
