@@ -9,7 +9,6 @@ nobody asks them any more; their elements go back into the queue, held, and can 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
@@ -79,13 +79,8 @@ class Autoscaler:
 
     def _loads(self) -> dict[str, list[Load]]:
         found: dict[str, list[Load]] = {}
-        for path in self._run.endpoints.glob("*.json"):
-            try:
-                record = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue  # just taken away
-            if record.get("url"):
-                found.setdefault(str(record["policy"]), []).append(Load.of(record))
+        for server in EndpointFiles(self._run).serving():
+            found.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
         return found
 
     def _asked(self) -> Counter[str]:

@@ -7,7 +7,6 @@ neither slurmctld nor this process.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.blocks import numbers
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, ServerGroup
@@ -299,10 +299,7 @@ class Jobs:
                 break
             time.sleep(pause_s)  # they look for the finished mark every few seconds and leave by themselves
             pause_s *= 1.5
-        for path in self._run.endpoints.glob("*.json"):  # of servers that were killed, which took nothing back
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(path.read_text()).get("url"):
-                    path.unlink()
+        EndpointFiles(self._run).clear()
         return sorted(live)
 
     def until_gone(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 from megaflow_hpc.cli.output import add_json, note, print_json, table
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 
@@ -58,15 +58,10 @@ def _list(arguments: argparse.Namespace) -> int:
     policies = [name for name, policy in read_run(run).policies.items() if policy.model]
     serving: Counter[tuple[str, int]] = Counter()
     refused: dict[tuple[str, int], str] = {}
-    for path in run.endpoints.glob("*.json"):
-        try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if record.get("url"):
-            serving[record["policy"], int(record.get("weight_version", 0))] += 1
-            if record.get("refused"):
-                refused[record["policy"], int(record["refused"]["version"])] = str(record["refused"]["cause"])
+    for server in EndpointFiles(run).serving():
+        serving[server.policy, server.weight_version] += 1
+        if server.refused is not None:
+            refused[server.policy, server.refused.version] = server.refused.cause
     pointed = {policy: weights.current(run, policy).version for policy in policies}
     known = [weights.Version(policy=policy) for policy in policies] + weights.versions(run)
     rows = [

@@ -5,7 +5,6 @@ A :class:`Monitor` reads each event file on from where it stopped, so looking of
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter, deque
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -130,22 +130,25 @@ class Monitor:
 
     def servers(self) -> list[dict[str, Any]]:
         """Registered engines, and those that could not be started with their cause."""
-        found = []
-        for path in sorted(self.run.endpoints.glob("*.json")):
-            try:
-                content = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            failed = path.name.endswith(".failed.json")
+        files, found = EndpointFiles(self.run), []
+        for server in files.serving():
             shown = {
-                key: content[key]
-                for key in ("server", "policy", "node", "job_id", "model_name", "weight_version", "waiting", "cause")
-                if key in content
+                "server": server.server,
+                "policy": server.policy,
+                "node": server.node,
+                "job_id": server.job_id,
+                "model_name": server.model_name,
+                "weight_version": server.weight_version,
+                "waiting": server.waiting,
+                "state": "serving",
             }
-            if refused := content.get("refused"):
-                shown["cause"] = f"weights {refused['version']} could not be loaded: {refused['cause']}"
-            found.append({**shown, "state": "failed" if failed else "serving"})
-        return found
+            if refused := server.refused:
+                shown["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
+            found.append(shown)
+        for gone in files.failed():
+            shown = {"server": gone.server, "policy": gone.policy, "job_id": gone.job_id, "cause": gone.cause}
+            found.append({**shown, "state": "failed"})
+        return sorted(found, key=lambda shown: str(shown["server"]))
 
     def status(self, live_jobs: set[str] | None = None, asked_at: float = math.inf) -> dict[str, Any]:
         """The contract of ``status --json``.

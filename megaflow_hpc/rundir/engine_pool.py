@@ -18,11 +18,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership, read
 from megaflow_hpc.rundir.layout import RunDir, user_name, write_atomic, write_json
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -72,23 +74,20 @@ class EnginePool:
                 "campaign with a pool: section, and share: group opens it to its owner's group"
             ) from None
 
-    def advertise(self, record: Mapping[str, Any]) -> None:
-        """An endpoint file without its key."""
-        shown = {name: value for name, value in record.items() if name != "key"}
-        write_json(self.servers / f"{record['server']}.json", shown, 0o640)
+    def advertise(self, endpoint: Endpoint) -> None:
+        """Shows an endpoint to other campaigns, without its key."""
+        shown = msgspec.to_builtins(endpoint)
+        del shown["key"]
+        write_json(self.servers / f"{endpoint.server}.json", shown, 0o640)
 
     def withdraw(self, server: str) -> None:
+        """Shows a server no longer."""
         (self.servers / f"{server}.json").unlink(missing_ok=True)
 
-    def records(self, policy: str) -> Iterator[dict[str, Any]]:
-        """The servers of a policy that answer now."""
-        for path in sorted(self.servers.glob("*.json")):
-            try:
-                record = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue  # just withdrawn, or being replaced
-            if record.get("policy") == policy and record.get("url"):
-                yield record
+    def serving(self, policy: str) -> list[Endpoint]:
+        """Returns the servers of a policy that answer now; without keys."""
+        found = [read(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
+        return [endpoint for endpoint in found if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
         """Makes a campaign a member; its key goes into its run directory.
@@ -99,8 +98,8 @@ class EnginePool:
         """
         key = secrets.token_urlsafe(32)
         digest = digest_of(key)
-        said = {"pool": str(self.path.parent), "policy": policy, "theirs": theirs, "key": key}
-        write_json(run.endpoints / f".pool.{policy}.key", said, 0o600)
+        membership = PoolMembership(pool=str(self.path.parent), policy=policy, theirs=theirs, key=key)
+        EndpointFiles(run).publish_membership(membership)
         try:
             write_atomic(self.members / digest, digest, 0o644)
         except OSError as error:

@@ -10,6 +10,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.endpoints import Endpoint
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir, write_json
 from tests.support.campaigns import Make
@@ -97,7 +98,7 @@ def test_a_pool_that_is_shared_shows_its_servers_to_the_group_whatever_their_uma
         run.create()
         pool = EnginePool(run.path)
         pool.create({"default": 1}, "group")
-        pool.advertise({"server": "default.0", "policy": "default", "url": "https://node:1", "key": "secret"})
+        pool.advertise(Endpoint(server="default.0", policy="default", url="https://node:1", key="secret"))
         write_json(run.endpoints / "default.0.json", {"key": "secret"}, 0o600)
     finally:
         os.umask(before)

@@ -22,11 +22,6 @@ class Load:
     wait_s: float = 0.0
     """Seconds until the last of them starts, at the pace of the past half minute."""
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Load:
-        """Returns the load in a decoded endpoint file; what is missing there counts as 0."""
-        return cls(*(record.get(name) or 0 for name in ("in_flight", "waiting", "wait_s")))
-
 
 def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int:
     """Returns the number of servers that a policy should have.

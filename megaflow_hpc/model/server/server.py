@@ -41,6 +41,7 @@ from megaflow_hpc.model.server.registration import Assignment, Registration, ass
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
+from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
@@ -248,11 +249,11 @@ class EngineServer:
                 self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
 
     async def _beat(self) -> None:
-        refused = [{"version": v, "cause": cause} for v, cause in self.weights.refused.items()]
+        refused = [RefusedWeights(version, cause) for version, cause in self.weights.refused.items()]
         load = await self._gauge.read(self._launch, time.monotonic())
         version = self._proxy.serving.weights.version
         if self._proxy.attached:  # still, after asking the engine
-            self.files.beat(weight_version=version, refused=refused[-1] if refused else None, **vars(load))
+            self.files.beat(version, refused[-1] if refused else None, load)
 
     async def _watch(self) -> None:
         """Renews the heartbeat, and leaves at the end of the campaign or when idle."""

@@ -33,6 +33,7 @@ from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import Version
 
@@ -89,27 +90,25 @@ class WeightUpdater:
         return wanted
 
     def _my_turn(self, version: int) -> bool:
-        now, mine = time.monotonic(), self._what.number
-        for path in sorted(self._run.endpoints.glob(f"{self._what.policy}.*")):
-            number, _, kind = path.name.removeprefix(f"{self._what.policy}.").partition(".")
-            if kind not in ("json", "loading") or not number.isdecimal() or int(number) == mine:
+        files, own = EndpointFiles(self._run), self._what.name
+        for server in files.serving(self._what.policy):
+            if server.server == own:
                 continue
-            try:
-                record = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue  # just taken away
-            if (record.get("refused") or {}).get("version") == version:
-                self.refused[version] = f"{record.get('server')} could not load it: {record['refused']['cause']}"
+            if server.refused is not None and server.refused.version == version:
+                self.refused[version] = f"{server.server} could not load it: {server.refused.cause}"
                 return False
-            ahead = int(number) < mine or kind == "loading"
-            if not ahead or (kind == "json" and record.get("weight_version") == version):
-                continue
-            mark = (record.get("start"), record.get("heartbeat"))
-            if self._seen.get(path.name, (None, 0.0))[0] != mark:
-                self._seen[path.name] = (mark, now)
-            if now - self._seen[path.name][1] < (AWAY_S if kind == "loading" else STALE_S):
+            behind = server.weight_version != version and int(server.server.rpartition(".")[2]) < self._what.number
+            if behind and self._lives(server.server, (server.start, server.heartbeat), STALE_S):
                 return False
-        return True
+        away = [server for server in files.loading(self._what.policy) if server.server != own]
+        return not any(self._lives(f"{server.server} loading", (server.start, 0), AWAY_S) for server in away)
+
+    def _lives(self, name: str, mark: tuple[str, int], patience_s: float) -> bool:
+        """Tells whether ``mark`` has changed within ``patience_s`` seconds of our own clock."""
+        now = time.monotonic()
+        if self._seen.get(name, (None, 0.0))[0] != mark:
+            self._seen[name] = (mark, now)
+        return now - self._seen[name][1] < patience_s
 
     async def load(self, version: Version, launch: Launch) -> None:
         """Loads ``version`` in place, or notes it as refused if the engine still serves the version before.

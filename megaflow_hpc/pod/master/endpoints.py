@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -18,8 +20,8 @@ class Endpoints:
     """
 
     def __init__(self, run: RunDir, servers: Mapping[str, int]) -> None:
-        self._run, self._servers = run, servers
-        self._pools = pools_of(run)
+        self._files, self._servers = EndpointFiles(run), servers
+        self._pools = [(membership, EnginePool(membership.pool)) for membership in self._files.memberships()]
         self._found: dict[str, Any] = {}
         self.unanswered = set(servers)
         """Policies for which no engine serves and none has given up for good: their rollouts wait."""
@@ -36,15 +38,15 @@ class Endpoints:
     def refresh(self) -> bool:
         """Lists anew; whether gateways must hear of a change."""
         found: dict[str, Any] = {}
-        for path in sorted(self._run.endpoints.glob("*.json")):
-            try:
-                found[path.name] = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue  # just withdrawn, or being replaced
-        for policy, (pool, theirs, key) in self._pools.items():
-            for record in pool.records(theirs):
-                name = f"{policy}@{record['server']}"
-                found[name] = {**record, "server": name, "policy": policy, "key": key}
+        for server in self._files.serving():
+            found[f"{server.server}.json"] = msgspec.to_builtins(server)
+        for gone in self._files.failed():
+            found[f"{gone.server}.failed.json"] = msgspec.to_builtins(gone)
+        for membership, pool in self._pools:
+            for server in pool.serving(membership.theirs):
+                server.server, server.policy = f"{membership.policy}@{server.server}", membership.policy
+                server.key = membership.key
+                found[server.server] = msgspec.to_builtins(server)
         failed = Counter(endpoint["policy"] for endpoint in found.values() if not endpoint.get("url"))
         for endpoint in found.values():
             if failed[endpoint["policy"]] == self._servers.get(endpoint["policy"]):
@@ -54,15 +56,6 @@ class Endpoints:
         changed = _essence(found) != _essence(self._found)
         self._found = found
         return changed
-
-
-def pools_of(run: RunDir) -> dict[str, tuple[EnginePool, str, str]]:
-    """Policies whose model is an engine pool: the pool, the policy's name there, and our key to it."""
-    found = {}
-    for file in run.endpoints.glob(".pool.*.key"):
-        said = json.loads(file.read_text())
-        found[str(said["policy"])] = (EnginePool(said["pool"]), str(said["theirs"]), str(said["key"]))
-    return found
 
 
 def _essence(endpoints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

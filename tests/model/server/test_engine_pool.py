@@ -200,8 +200,8 @@ if told["what"] == "enrol":
         except PermissionError:
             said[what] = "closed"
 else:
-    (record,) = pool.records("default")
-    host, _, port = record["url"].removeprefix("https://").partition(":")
+    (record,) = pool.serving("default")
+    host, _, port = record.url.removeprefix("https://").partition(":")
     body = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
     asked = []
     for _ in range(told["requests"]):  # all are with the proxy before the first answer is read
