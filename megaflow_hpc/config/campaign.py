@@ -33,31 +33,38 @@ class CampaignConfig(Section):
     """One campaign file."""
 
     name: str
-    """Also the Slurm job name."""
+    """Name of the campaign and of its Slurm jobs."""
     run_dir: str = "runs"
-    """Where run directories are made."""
+    """Directory in which run directories are made."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: its user, or also the group it belongs to; keys are the user's in any case."""
+    """Who may read the run directory: its ``user``, or also its ``group``. Keys stay the user's in any case."""
     tasks: tuple[TaskSource, ...] = ()
-    """Where tasks come from; without tasks and agent the campaign is an engine pool."""
+    """Task sources. Without tasks and agent the campaign is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """The scaffold; with a list and no model, every task is run by each, the agent's name being the policy."""
+    """Agent scaffold. With a list, and no model, every agent runs every task; its name is the policy's."""
     samples: int = Field(1, ge=1)
-    """Rollouts per task and policy."""
+    """Rollouts of each task under each policy. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
-    """What every rollout's sampling seed is made from; without it the engines sample as they like, which is faster."""
+    """Seed from which every rollout's sampling seed is derived. Default: none; engines then sample freely, which is
+    faster."""
     model: ModelConfig | None = None
-    """One model; the policy is then called ``default``."""
+    """Model of the only policy, which is called ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
-    """Several, by policy."""
+    """Models of several policies, by the policy's name."""
     pool: EnginePoolConfig | None = None
-    """Of an engine pool: who may use it, and how much."""
+    """Access to this engine pool: who may use it, and how much."""
     environment: EnvironmentConfig = EnvironmentConfig()
+    """The sandboxes."""
     slurm: SlurmConfig = SlurmConfig()
+    """What the jobs ask Slurm for."""
     scheduling: SchedulingConfig = SchedulingConfig()
+    """The order of rollouts."""
     limits: LimitsConfig = LimitsConfig()
+    """When the campaign stops by itself."""
     quotas: QuotasConfig = QuotasConfig()
+    """What the campaign may take at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """How rewards are summarised."""
 
     @field_validator("name")
     @classmethod

@@ -13,24 +13,25 @@ class UserCaps(Section):
     """What one user may ask of each server of an engine pool."""
 
     in_flight: int | None = Field(None, ge=1)
-    """Requests at once."""
+    """Maximum number of concurrent requests. Default: no limit."""
     requests_per_s: float | None = Field(None, gt=0)
-    """Requests a second."""
+    """Maximum number of requests per second. Default: no limit."""
 
 
 class UserShare(UserCaps):
-    """One user's caps, those of all where it does not say, and share."""
+    """Caps and share of one user; a cap that it does not state is that of all users."""
 
     weight: float = Field(1.0, gt=0)
-    """Time at the engine for one of a user of weight 1, while both ask for more than there is."""
+    """Relative share of engine time while users ask for more than there is. Default: 1."""
 
 
 class EnginePoolConfig(UserCaps):
-    """Who may use an engine pool and how much; the caps are every user's who is not named."""
+    """Access to an engine pool; its caps apply to every user who is not listed."""
 
     share: Literal["user", "group"] = "user"
-    """Campaigns of its owner, or of its owner's group."""
+    """Whose campaigns may use the pool: its owner's (``user``), or also those of the owner's ``group``."""
     at_once: int | None = Field(None, ge=1)
-    """Requests of all users at once at a server, shared fairly; default: what its engine answers at once, else 256."""
+    """Maximum number of concurrent requests of all users at one server, shared fairly. Default: what its engine answers
+    at once, else 256."""
     users: dict[str, UserShare] = Field(default_factory=dict)
     """Caps and shares of single users, by login name."""

@@ -32,16 +32,16 @@ SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
 
 
 class QuotasConfig(Section):
-    """What the campaign may take at once; null is unlimited."""
+    """What the campaign may take at once. Default of each: no limit."""
 
     requests_per_s: float | None = Field(None, gt=0)
-    """Model calls a second."""
+    """Maximum number of model calls per second."""
     tokens_per_s: float | None = Field(None, gt=0)
-    """Tokens a second, of prompts and answers together."""
+    """Maximum number of tokens per second, of prompts and answers together."""
     in_flight: int | None = Field(None, ge=1)
-    """Model calls at once."""
+    """Maximum number of concurrent model calls."""
     slots: int | None = Field(None, ge=1)
-    """Rollouts at once."""
+    """Maximum number of concurrent rollouts."""
 
     @property
     def any(self) -> bool:
@@ -49,12 +49,12 @@ class QuotasConfig(Section):
 
 
 class Caps(QuotasConfig):
-    """What a site lets a campaign ask for."""
+    """What a site lets a campaign ask for. Default of each: no limit."""
 
     pods: int | None = Field(None, ge=1)
-    """Pods of all pools."""
+    """Maximum number of pods, of all pools."""
     servers: int | None = Field(None, ge=1)
-    """Engine servers of all policies."""
+    """Maximum number of engine servers, of all policies."""
 
 
 class _SiteFile(Section):

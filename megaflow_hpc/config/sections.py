@@ -18,50 +18,51 @@ WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 class Section(BaseModel):
     """A part of the campaign file; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True, use_attribute_docstrings=True)
 
 
 class TaskSource(Section):
-    """Where tasks come from."""
+    """A source of tasks."""
 
     path: str
-    """Harbor directories (a glob), ``*.jsonl``, or ``package.module:Class``."""
+    """Harbor task directories (a glob), ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
     include: tuple[str, ...] = ()
-    """Shell patterns on task ids; empty takes all."""
+    """Shell patterns on task ids; only matching tasks are taken. Default: every task."""
     exclude: tuple[str, ...] = ()
-    """Shell patterns on task ids to leave out, applied after ``include``."""
+    """Shell patterns on task ids; matching tasks are left out, after ``include``."""
     limit: int | None = Field(None, ge=1)
-    """Take at most this many, in order of id."""
+    """Maximum number of tasks, taken in order of their ids. Default: no limit."""
     mode: SandboxMode | None = None
-    """Of these tasks' sandboxes, whatever the tasks say; default: what each says, else ``environment.mode``."""
+    """Sandbox mode of these tasks, in place of what each task says. Default: the task's, else ``environment.mode``."""
 
 
 class AgentConfig(Section):
-    """Which scaffold drives a rollout."""
+    """The agent scaffold that drives a rollout."""
 
     name: str
-    """Short name (``oracle``, ``nop``, ``mini-swe-agent``, ``command``, ``replay``) or ``package.module:Class``."""
+    """Short name (``oracle``, ``nop``, ``mini-swe-agent``, ``command``, ``replay``, …) or ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
-    """Model calls after which the rollout is truncated."""
+    """Maximum number of model calls; the rollout is then truncated. Default: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Sampled tokens after which the rollout is truncated."""
+    """Maximum number of sampled tokens; the rollout is then truncated. Default: no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Seconds after which the rollout is truncated; default: what the task says."""
+    """Maximum run time of the agent in seconds; the rollout is then truncated. Default: the task's."""
     args: dict[str, Any] = {}
-    """Handed to the scaffold as they are."""
+    """Arguments of the scaffold, passed to it unchanged."""
 
 
 class ServerCount(Section):
-    """How many engine servers."""
+    """The number of engine servers of a policy, and when to start more."""
 
     min: int = Field(1, ge=0)
-    """Started with the campaign."""
+    """Servers started with the campaign. Default: 1."""
     max: int = Field(1, ge=1)
-    """Upper bound; elements above ``min`` are submitted held, and let go by what waits."""
+    """Maximum number of servers; those above ``min`` are queued held, and released on demand. Default: 1."""
     queue: float = Field(4, gt=0)
-    """Requests waiting in each engine's queue, on average, from which on another server is started…"""
+    """Average number of requests in an engine's queue at which another server is released, if ``wait_s`` is also
+    reached. Default: 4."""
     wait_s: float = Field(10, ge=0)
-    """…where the last of them would wait this many seconds."""
+    """Expected waiting time in seconds of the last queued request at which another server is released. Default: 10."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ServerCount:
@@ -71,12 +72,12 @@ class ServerCount(Section):
 
 
 class WeightsConfig(Section):
-    """How servers come to weights that were published while they serve."""
+    """How running servers load newly published weights."""
 
     update: Literal["rolling", "together"] = "rolling"
-    """``rolling``: a policy's servers one after the other; ``together``: all at once."""
+    """``rolling``: the servers of a policy load one after the other; ``together``: all at once."""
     running: Literal["finish", "continue"] = "finish"
-    """Requests being sampled finish on the old version, or are continued on the new one."""
+    """Requests in progress: ``finish`` on the old version, or ``continue`` on the new one."""
 
 
 ALSO = (
@@ -87,46 +88,48 @@ ALSO = (
 
 
 class ModelConfig(Section):
-    """What answers the agents of one policy."""
+    """The model of one policy, and the servers that run it."""
 
     engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
-    """Which inference engine; ``external`` is an endpoint that exists already, ``replay`` a recorded campaign."""
+    """Inference engine. ``external`` is an existing endpoint, ``replay`` a recorded campaign."""
     path: str | None = None
-    """Model directory or name; for ``replay`` a run directory or trajectories file."""
+    """Model directory or Hugging Face name; for ``replay`` a run directory or a trajectories file."""
     pool: str | None = None
-    """Run directory of an engine pool that answers, instead of servers of the campaign's own."""
+    """Run directory of an engine pool that answers in place of servers of this campaign."""
     servers: ServerCount = ServerCount()
-    """Size of the engine array."""
+    """Number of engine servers."""
     gpus: int = Field(1, ge=0)
-    """GPUs a server on each of its nodes; tensor parallel over them."""
+    """GPUs of each server on each of its nodes; used for tensor parallelism. Default: 1."""
     nodes: int = Field(1, ge=1)
-    """Nodes a server; pipeline parallel over them. ``vllm`` only."""
+    """Nodes of each server; used for pipeline parallelism (``vllm`` only). Default: 1."""
     weights: WeightsConfig = WeightsConfig()
     """How published weights are loaded."""
     args: dict[str, Any] = {}
-    """Engine options as they stand on its command line, without the dashes."""
+    """Command-line options of the engine, without the dashes."""
     python: str | None = None
-    """Interpreter (or virtual environment) of the engine; default ``MEGAFLOW_ENGINE_VENV``. In an image: python3."""
+    """Python interpreter or virtual environment for the engine. Default: ``MEGAFLOW_ENGINE_VENV``; python3 in images."""
     image: str | None = None
-    """Apptainer image (SIF file or directory) that holds the engine."""
+    """Apptainer image (SIF file or directory) that contains the engine. Default: none; it runs on the host."""
     binds: tuple[str, ...] = ()
-    """What an engine in an image sees of the host beside the model and published weights: ``SRC[:DEST[:ro]]``."""
+    """Further host paths visible to an engine in an image: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
-    """``external`` only: address ending in /v1."""
+    """``external`` only: address of the endpoint, ending in /v1."""
     api_key_file: str | None = None
-    """``external`` only: a 0600 file with the key."""
+    """``external`` only: file with the API key, of mode 0600."""
     script: str | None = None
-    """``scripted`` only: the answers."""
+    """``scripted`` only: YAML file with the answers."""
     agent: AgentConfig | None = None
-    """Instead of the campaign's agent, for this policy."""
+    """Agent of this policy, in place of the campaign's."""
     samples: int | None = Field(None, ge=0)
-    """Instead of the campaign's samples, for this policy; 0: it only answers agents of other policies, by its name."""
+    """Samples per task of this policy, in place of the campaign's. 0: it runs no tasks and only answers agents of other
+    policies, under its name."""
     weight: float = Field(1.0, gt=0)
-    """Requests that one of its servers gets for one of a server of weight 1."""
+    """Relative share of requests that each of these servers gets among its policy's servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
-    """Further kinds of servers for this policy: what differs from this section (engine, gpus, servers, weight…)."""
+    """Further kinds of servers of this policy; each states what differs from this section (engine, gpus, servers,
+    weight, …)."""
     include: tuple[str, ...] = ()
-    """Shell patterns on task ids: this policy runs only these."""
+    """Shell patterns on task ids; this policy runs only matching tasks. Default: every task."""
 
     @field_validator("agent", mode="before")
     @classmethod
@@ -159,39 +162,41 @@ class ModelConfig(Section):
 
 
 class SandboxLimits(Section):
-    """What one sandbox may use where its task does not say. MB are 10^6 bytes."""
+    """Limits of one sandbox where its task states none. 1 MB is 10^6 bytes."""
 
     memory_mb: int | None = Field(None, ge=1)
-    """Memory of all its processes, and its files in memory."""
+    """Memory in MB of all processes, and of files in memory. Default: no limit."""
     cpus: float | None = Field(None, gt=0)
-    """Processors; a fraction counts as a whole one."""
+    """CPUs; a fraction is rounded up. Default: no limit."""
     disk_mb: int | None = Field(None, ge=1)
-    """What it writes on scratch."""
+    """Scratch space in MB. Default: no limit."""
     processes: int | None = Field(None, ge=16)
-    """Processes and threads. Default 512."""
+    """Number of processes and threads. Default: 512."""
     cpu_s: float | None = Field(None, gt=0)
-    """CPU seconds; agent and verifier apart."""
+    """CPU time in seconds, for agent and verifier each. Default: no limit."""
     wall_s: float | None = Field(None, gt=0)
-    """Seconds from its start; agent and verifier apart."""
+    """Wall-clock time in seconds, for agent and verifier each. Default: no limit."""
 
 
 class EnvironmentConfig(Section):
     """The sandboxes."""
 
     mode: SandboxMode = "ephemeral"
-    """``ephemeral``: a fresh sandbox a rollout; ``persistent``: reset between rollouts."""
+    """``ephemeral``: each rollout gets a fresh sandbox; ``persistent``: a sandbox is reset between rollouts."""
     network: Network = "gateway"
-    """``none``, ``gateway`` (only the model answers) or ``host``."""
+    """Network access: ``none``, ``gateway`` (only the model is reachable) or ``host``."""
     images: dict[str, str] = {}
-    """Image name in the tasks → SIF file, definition file, directory or ``docker://``."""
+    """SIF file, definition file, directory or ``docker://`` reference of each image name in the tasks."""
     mirrors: dict[str, str] = {}
-    """Registry → what stands for it here, as ``docker.io: registry.site.edu/hub``; ``MEGAFLOW_IMAGE_MIRRORS`` too."""
+    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``; also ``MEGAFLOW_IMAGE_MIRRORS``."""
     air_gapped: bool = False
-    """Fetch nothing: an image that the store lacks is an error; ``MEGAFLOW_AIR_GAPPED`` too."""
+    """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
+    false."""
     limits: SandboxLimits = SandboxLimits()
-    """What one sandbox may use where its task does not say."""
+    """Limits of one sandbox where its task states none."""
     verification: Literal["shared", "fresh"] = "shared"
-    """``shared``: tests run in the agent's sandbox; ``fresh``: in the image with the agent's work directory alone."""
+    """``shared``: tests run in the agent's sandbox; ``fresh``: in a new one, with the agent's work directory copied
+    into it."""
 
     def network_of(self, task: Task) -> Network:
         """The narrower of what the campaign gives and the task allows."""
@@ -211,51 +216,51 @@ def _walltime(value: Any) -> Any:
 
 
 class PodPoolConfig(Section):
-    """A further pod array: where it does not say otherwise, its pods are those of ``pods``."""
+    """A further pod array; what it does not state is as in ``slurm.pods``."""
 
     cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """Another Slurm cluster (``sbatch --clusters``) that sees the same run directory."""
+    """Another Slurm cluster (``sbatch --clusters``) that mounts the same run directory. Default: this one."""
     partition: str | None = None
-    """Instead of ``pods.partition``; several, with commas, let Slurm choose."""
+    """Partition, in place of ``pods.partition``; with several, comma-separated, Slurm chooses."""
     account: str | None = None
-    """Account to charge, instead of ``slurm.account``."""
+    """Account to charge, in place of ``slurm.account``."""
     count: int = Field(1, ge=1)
-    """Array elements."""
+    """Number of pods (array elements). Default: 1."""
     nodes: int | None = Field(None, ge=1)
-    """Nodes an element."""
+    """Nodes of each pod. Default: ``pods.nodes``."""
     time: str | int | None = None
-    """Walltime."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
     extra: dict[str, Any] = {}
-    """Further sbatch options."""
+    """Further sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
 
 class PodsConfig(Section):
-    """The pod array: elements are MPI worlds that run sandboxes."""
+    """The pod array. Each element is one MPI world that runs sandboxes."""
 
     partition: str | None = None
-    """CPU partition; default: the site's."""
+    """CPU partition. Default: the site's."""
     count: int = Field(1, ge=1)
-    """Array elements."""
+    """Number of pods (array elements). Default: 1."""
     nodes: int = Field(1, ge=1)
-    """Nodes an element."""
+    """Nodes of each pod. Default: 1."""
     ranks_per_node: int = Field(2, ge=1)
-    """MPI ranks on each node. Rank 0 of the pod schedules; the others run rollouts."""
+    """MPI ranks on each node. Rank 0 of the pod schedules; the others run rollouts. Default: 2."""
     slots_per_rank: int | None = Field(None, ge=1)
-    """Rollouts at once per worker rank. Default: ``cpus_per_rank``."""
+    """Concurrent rollouts of each worker rank. Default: ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
     """CPUs of each rank. Default: 2."""
     mem_gb: float | None = Field(None, gt=0)
-    """Memory a node in GB (10^9 bytes); default: the partition's."""
+    """Memory of each node in GB (10^9 bytes), shared by its ranks. Default: the partition's."""
     time: str | int | None = None
-    """Walltime."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
     throttle: int | None = Field(None, ge=1)
-    """Elements of one array that run at once; default: as many as Slurm lets."""
+    """Maximum number of elements of one array that run at once. Default: no limit."""
     pools: tuple[PodPoolConfig, ...] = ()
-    """Further pod arrays, on other partitions or accounts."""
+    """Further pod arrays, on other partitions, accounts or clusters."""
     extra: dict[str, Any] = {}
-    """Further sbatch options."""
+    """Further sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -281,33 +286,36 @@ class PodsConfig(Section):
 
 
 class ServersConfig(Section):
-    """The engine array."""
+    """The engine array. Each element is one engine server."""
 
     partition: str | None = None
-    """GPU partition; default: the site's default partition."""
+    """GPU partition. Default: the site's default partition."""
     time: str | int | None = None
-    """Walltime."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
     extra: dict[str, Any] = {}
-    """Further sbatch options."""
+    """Further sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
 
 class SlurmConfig(Section):
-    """How jobs are asked for."""
+    """What the jobs ask Slurm for."""
 
     account: str | None = None
-    """Account to charge."""
+    """Account to charge. Default: the user's."""
     setup: tuple[str, ...] = ()
-    """Shell lines run before anything else in each job (module load, proxies)."""
+    """Shell lines run first in every job (module load, proxies)."""
     extra: dict[str, Any] = {}
-    """sbatch options for every job."""
+    """Further sbatch options of every job, by name."""
     together: bool = False
-    """Engines and one pod in one heterogeneous job, one allocation and one MPI world, instead of two arrays."""
+    """Whether engines and one pod run in one heterogeneous job (one allocation, one MPI world) in place of two arrays.
+    Default: false."""
     requeues: int = Field(3, ge=0)
-    """How often one array element may be requeued after a crash or a drain."""
+    """Maximum number of requeues of an array element after a crash or a drain. Default: 3."""
     pods: PodsConfig = PodsConfig()
+    """The pod array."""
     servers: ServersConfig = ServersConfig()
+    """The engine array."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:
@@ -324,53 +332,61 @@ class SlurmConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Which rollout starts next, and where."""
+    """The order of rollouts, and where each runs."""
 
     order: Literal["fifo", "longest", "fair"] = "fifo"
-    """As planned; longest expected first; or the share that was given the least."""
+    """``fifo``: as planned; ``longest``: longest expected first; ``fair``: the share that has used the least time
+    first."""
     learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 of earlier campaigns: pods expect what they tell, ``longest`` orders by it."""
+    """Run directories or trajectories.h5 of earlier campaigns, from which durations are expected."""
     share: Literal["policy", "dataset"] = "policy"
-    """What shares are of, for ``fair``; a dataset is the directory or file that a task comes from."""
+    """Unit of ``fair`` sharing: the policy, or the dataset (the directory or file that a task comes from)."""
     weights: dict[str, float] = {}
-    """Of shares, for ``fair``; 1 where not named."""
+    """Weight of each share under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
-    """What a task asks for that a rank must have free beside a slot."""
+    """Task limits that a worker rank must have free, beside a slot, before a rollout starts there."""
     groups: Literal["spread", "together"] = "spread"
-    """``together``: samples of a group go to the rank where the last of them went, while it has a slot."""
+    """``spread``: samples of a group go to any rank; ``together``: to the rank of the group's latest sample, while it
+    has a slot."""
     spare: int = Field(0, ge=0)
-    """Samples planned beyond ``samples``; a group with ``samples`` rewards is closed and the rest of it cancelled."""
+    """Extra samples of each group; a group with ``samples`` rewards is closed and its other samples are cancelled.
+    Default: 0."""
     signal_after: int | None = Field(None, ge=2)
-    """Equal rewards after which what waits of a group is dropped; samples behind these let other groups go first."""
+    """Number of equal rewards in a group after which its waiting samples are dropped. Default: never."""
     retry_every: int | None = Field(None, ge=1)
-    """Of a group dropped by ``signal_after`` every so many-th sample runs; the rest too, if its reward differs."""
+    """Every n-th sample of a group dropped by ``signal_after`` runs nevertheless; if its reward differs, all do.
+    Default: none."""
     cuts: int = Field(16, ge=0)
-    """How often the end of an allocation may cut a rollout short before it is stored as failed, kind ``walltime``."""
+    """Maximum number of times that the end of an allocation may interrupt a rollout before it fails with kind
+    ``walltime``. Default: 16."""
     partial_mb: int = Field(256, ge=0)
-    """MB kept of a rollout that is cut short between two turns, so that it goes on elsewhere; 0: it starts anew."""
+    """Maximum size in MB of an interrupted rollout that is kept, so that it resumes elsewhere. 0: it starts anew.
+    Default: 256."""
     copies: bool = False
-    """Start stragglers once more when nothing else is left; the first result counts, which favours short ones."""
+    """Whether to start stragglers a second time when no other rollout is left; the first result counts, which favours
+    short rollouts. Default: false."""
 
 
 class EvaluationConfig(Section):
-    """How rewards are summed up."""
+    """How rewards are summarised."""
 
     ks: tuple[int, ...] = ()
-    """Of pass@k; without any 1 and the number of samples."""
+    """Values of k for pass@k. Default: 1 and the number of samples."""
     threshold: float = 1.0
-    """Reward from which a rollout has passed."""
+    """Reward from which a rollout counts as passed. Default: 1."""
 
 
 class LimitsConfig(Section):
-    """When a campaign stops by itself."""
+    """Limits at which pods start no more rollouts."""
 
     core_hours: float | None = Field(None, gt=0)
-    """CPU cores of all pods' allocations times hours, used or not, after which pods start no more."""
+    """Core-hours of all pods' allocations, idle or not. Default: no limit."""
     gpu_hours: float | None = Field(None, gt=0)
-    """GPUs of all engine servers times hours, used or not, after which pods start no more."""
+    """GPU-hours of all engine servers, idle or not. Default: no limit."""
     failures: int | None = Field(None, ge=1)
-    """Failed rollouts after which a pod starts no more."""
+    """Number of failed rollouts of one pod. Default: no limit."""
     systematic: int | None = Field(32, ge=4)
-    """Last results of a pod of which nine in ten failed for one cause: it starts no more. null: go on all the same."""
+    """Number of latest results of one pod of which nine in ten have failed for the same cause. null: no limit. Default:
+    32."""
     wall: float | None = Field(None, gt=0)
-    """Hours since the first pod started, after which pods start no more."""
+    """Hours since the first pod started. Default: no limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,3 +88,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_every_field_is_in_the_schema() -> None:
     assert set(config.schema()["properties"]) == set(config.CampaignConfig.model_fields)
+
+
+def test_every_field_is_described_in_the_schema() -> None:
+    sections = {"": config.schema(), **config.schema()["$defs"]}
+    bare = [f"{section}.{name}" for section, told in sections.items() for name in _undescribed(told)]
+    assert bare == []
+
+
+def _undescribed(section: dict[str, Any]) -> list[str]:
+    return [name for name, told in section.get("properties", {}).items() if not {"description", "$ref"} & set(told)]
