@@ -107,7 +107,7 @@ class ModelConfig(Section):
     args: dict[str, Any] = {}
     """Command-line options of the engine, without the dashes."""
     python: str | None = None
-    """Python interpreter or virtual environment for the engine. Default: ``MEGAFLOW_ENGINE_VENV``; python3 in images."""
+    """Interpreter or virtual environment of the engine. Default: ``MEGAFLOW_ENGINE_VENV``; python3 in images."""
     image: str | None = None
     """Apptainer image (SIF file or directory) that contains the engine. Default: none; it runs on the host."""
     binds: tuple[str, ...] = ()

@@ -20,13 +20,14 @@ COMMAND = ["unshare", "--user", "--map-root-user", "--map-auto", "setpriv", "--r
 PROBE = "import os; print(os.stat('/proc/self').st_uid)"
 
 
-def as_second_user(program: str, told: Any, member: bool = False) -> Any:
-    """Runs a Python program with the system's interpreter; it gets ``told`` on standard input and prints JSON.
+def as_second_user(program: str, told: Any, member: bool = False, python: str | None = None) -> Any:
+    """Runs a Python program; it gets ``told`` on standard input and prints JSON.
 
     Args:
         member: it is in our group.
+        python: the interpreter, which others must be able to start. Default: the system's, without our libraries.
     """
-    python = shutil.which("python3", path="/usr/bin:/bin") or pytest.fail("/usr/bin/python3 is missing")
+    python = python or shutil.which("python3", path="/usr/bin:/bin") or pytest.fail("/usr/bin/python3 is missing")
     groups = "--groups=0" if member else "--clear-groups"  # 0 in there is our own
     command = [*COMMAND, groups, "--inh-caps=-all", "--bounding-set=-all", python, "-c", program]
     done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=120, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,7 @@ def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(
     servers.record(0)
     package = str(Path(plan.__file__).parents[2])
     told = {"pool": str(servers.run.path), "package": package, "closed": {"keys": str(servers.run.endpoints)}}
-    found = as_second_user(MEMBER, {**told, "what": "enrol"}, member=True)
+    found = as_second_user(MEMBER, {**told, "what": "enrol"}, member=True, python=sys.executable)
     assert (found["policies"], found["keys"]) == ({"default": 1}, "closed")
     endpoints = Endpoints(campaign(place / "member", servers.run), {"mine": 1})
     endpoints.refresh()

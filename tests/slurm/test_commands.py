@@ -1,0 +1,222 @@
+"""What Slurm's commands print is understood: programs of their names on PATH print what Slurm 23.11 does."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import config
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.slurm import accounting, ids, limits, site
+from megaflow_hpc.slurm.accounting import JobState, Use
+from megaflow_hpc.slurm.arrays import Arrays
+from megaflow_hpc.slurm.resources import Cap
+
+CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._partition_qos)
+CONFIGURATION = """\
+Configuration data as of 2026-03-01T10:00:00
+AccountingStorageEnforce = associations,limits,qos,safe
+ClusterName             = lab
+MaxArraySize            = 501
+
+Slurmctld(primary) at head is UP
+"""
+QOS_FIELDS = "maxjobspu,maxsubmitpu,maxjobspa,maxsubmitpa,grpjobs,grpsubmit,maxtres,maxtrespu,maxtrespa,grptres"
+Print = Callable[..., Path]
+
+
+@pytest.fixture
+def prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Print]:
+    """Makes a command that prints ``text`` and notes how it was called in the file that is returned.
+
+    ``otherwise``: a shell pattern on the arguments, and what is printed then.
+    """
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    for name in ("MEGAFLOW_MPI", "SBATCH_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for asked in CACHED:
+        asked.cache_clear()
+
+    def make(name: str, text: str = "", status: int = 0, said: str = "", otherwise: tuple[str, str] = ("", "")) -> Path:
+        called = tmp_path / f"{name}.called"
+        script = folder / name
+        lines = [f'printf "%s\\n" "$*" >> {called}']
+        lines += (
+            [f"case $* in {otherwise[0]}) printf %s {shlex.quote(otherwise[1])}; exit;; esac"] if otherwise[0] else []
+        )
+        lines += [f"printf %s {shlex.quote(text)}"]
+        lines += [f"printf %s {shlex.quote(said)} >&2", f"exit {status}"]
+        script.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+        script.chmod(0o755)
+        return called
+
+    yield make
+    for asked in CACHED:
+        asked.cache_clear()
+
+
+SQUEUE = """\
+7_[2-3%2]|PENDING|Resources|
+7_0|RUNNING|None|node1
+7_1|COMPLETED|None|node2
+8_[0-1]|PENDING|JobHeldUser|
+9_0|REQUEUE_HOLD|(null)|
+10+0|COMPLETED|None|node3
+10+1|RUNNING|None|node4
+"""
+
+
+def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
+    called = prints("squeue", SQUEUE)
+    found = accounting.live_jobs(["7", "8", "9", "10"])
+    assert called.read_text() == "-h -j 7,8,9,10 -t all -o %i|%T|%r|%N\n"
+    assert found["7_0"] == JobState("7_0", "RUNNING", "None", "node1")
+    assert {name for name, job in found.items() if job.live} == {"7_0", "7_2", "7_3", "8_0", "8_1", "9_0", "10"}
+    assert {name for name, job in found.items() if job.held} == {"8_0", "8_1", "9_0"}
+    assert found["10"].node == "node4", "a heterogeneous job lives while a part of it does"
+
+
+def test_jobs_that_slurm_has_forgotten_are_gone_and_a_controller_that_is_away_is_an_error(prints: Print) -> None:
+    prints("squeue", status=1, said="slurm_load_jobs error: Invalid job id specified\n")
+    assert accounting.live_jobs(["7"]) == {}
+    prints("squeue", status=1, said="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+    with pytest.raises(SiteError, match="Unable to contact slurm controller"):
+        accounting.live_jobs(["7"])
+
+
+def test_each_cluster_is_asked_for_its_own_jobs(prints: Print) -> None:
+    called = prints("squeue", "7_0|RUNNING|None|node1\n")
+    assert set(accounting.live_jobs(["7", "7@other"])) == {"7_0", "7_0@other"}
+    assert called.read_text().splitlines()[1].startswith("-M other -h -j 7 ")
+
+
+def test_ended_elements_are_read_from_accounting(prints: Print) -> None:
+    prints(
+        "sacct", "7_0|COMPLETED|node1\n7_1|CANCELLED by 1000|node2\n7_[2-3]|PENDING|None assigned\n7_4|NODE_FAIL|n5\n"
+    )
+    states = {name: job.state for name, job in accounting.finished_jobs(["7"]).items()}
+    assert states == {"7_0": "COMPLETED", "7_1": "CANCELLED", "7_2": "PENDING", "7_3": "PENDING", "7_4": "NODE_FAIL"}
+    prints("sacct", status=1, said="Slurm accounting storage is disabled\n")
+    assert accounting.finished_jobs(["7"]) == {}
+
+
+def test_every_start_of_an_element_is_counted_with_what_it_held(prints: Print) -> None:
+    prints(
+        "sacct",
+        "7_0|1795335100|1795335160|4|billing=4,cpu=4,mem=8G,node=1\n"
+        "7_0|1795335200|Unknown|4|billing=4,cpu=4,gres/gpu:a100=2,gres/gpu=2,mem=8G,node=1\n"
+        "7_1|Unknown|Unknown|4|\n",
+    )
+    assert accounting.uses(["7"]) == [Use("7_0", 1795335100, 1795335160, 4, 0), Use("7_0", 1795335200, None, 4, 2)]
+
+
+SINFO = """\
+cpu|cpu*|up|3|8|16000|(null)|1-00:00:00
+cpu|cpu*|up|1|16|32000|(null)|1-00:00:00
+gpu|gpu|up|2|64+|512000+|gpu:a100:4(S:0-1)|infinite
+old|old|down|1|4|8000|(null)|1:00:00
+"""
+
+
+def test_partitions_are_read_from_sinfo(prints: Print) -> None:
+    prints("sinfo", SINFO)
+    found = site.partitions()
+    assert (found["cpu"].nodes, found["cpu"].default, found["cpu"].gpus) == (4, True, False)
+    assert (found["gpu"].cpus, found["gpu"].memory_mb, found["gpu"].gpus) == (64, 512000, True)
+    assert not found["old"].up
+
+
+def test_a_partition_that_is_not_there_is_refused_with_those_that_are(prints: Print) -> None:
+    prints("sinfo", SINFO)
+    wanted = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": {"partition": "cpu,batch"}}}
+    with pytest.raises(ConfigError, match=r"no partition 'batch' here; there are: cpu, gpu, old"):
+        site.check_site(config.parse(wanted), lambda key: key)
+
+
+def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -> None:
+    types = "MPI plugin types are...\n\tnone\n\tpmix\n\tcray_shasta\n"
+    prints("srun", said=f"{types}specific pmix plugin versions available: pmix_v4\n")
+    assert site.mpi_plugins() == ("pmix", "pmix_v4", "cray_shasta")
+
+
+def site_with_limits(prints: Print, assoc: str, qos: str, queued: str = "") -> None:
+    prints("scontrol", CONFIGURATION)
+    prints("sacctmgr")  # one program for both questions
+    script = Path(prints("sacctmgr")).parent / "bin" / "sacctmgr"
+    script.write_text(
+        f"#!/bin/sh\ncase $* in *assoc*) printf %s {shlex.quote(assoc)};; *) printf %s {shlex.quote(qos)};; esac\n"
+    )
+    prints("squeue", queued)
+    prints("sinfo", SINFO)
+
+
+def test_the_narrowest_limit_on_submission_leaves_the_room(prints: Print) -> None:
+    qos = "|20||||||gres/gpu=4||\n"
+    assert len(QOS_FIELDS.split(",")) == len(qos.split("|"))
+    site_with_limits(
+        prints,
+        assoc="other|proj|ada||1|1||||cpu=1|normal\nlab|proj|ada||10|50|||cpu=32|cpu=64|normal\n",
+        qos=qos,
+        queued="QOS normal|account proj\n" * 15,
+    )
+    allowed = limits.allowance({"partition": "cpu"})
+    assert (allowed.array_size, allowed.submit, allowed.queued, allowed.room) == (501, 20, 15, 5)
+    assert allowed.running == 10, "of the association of this cluster"
+    assert allowed.why == "QOS normal allows 20"
+    assert allowed.caps == (
+        Cap("MaxTRESPerUser", "gres/gpu", 4, "QOS normal"),
+        Cap("MaxTRESPerJob", "cpu", 32, "account proj"),
+        Cap("GrpTRES", "cpu", 64, "account proj"),
+    )
+
+
+def test_a_site_without_accounting_limits_nothing_but_the_size_of_an_array(prints: Print) -> None:
+    prints("scontrol", CONFIGURATION)
+    prints("sacctmgr", status=1, said="sacctmgr: error: slurm_persist_conn_open_without_init: Connection refused\n")
+    assert limits.allowance({}) == limits.Allowance(501)
+    assert limits.resource_caps({}) == ()
+
+
+def test_limits_that_are_not_enforced_are_none(prints: Print) -> None:
+    prints("scontrol", CONFIGURATION.replace("associations,limits,qos,safe", "associations"))
+    assert limits.allowance({}) == limits.Allowance(501)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (7, 3), (1000, 501), (1001, 501), (0, 5), (5, 0)])
+def test_arrays_hold_all_elements_and_none_is_too_large(count: int, size: int) -> None:
+    arrays = limits.chunks(count, size)
+    assert sum(arrays) == count
+    assert all(0 < elements <= max(1, size) for elements in arrays)
+    assert max(arrays, default=0) - min(arrays, default=0) <= 1
+
+
+def test_submissions_of_a_killed_process_are_adopted_by_their_comment(prints: Print, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "small-1")
+    run.create()
+    called = prints("squeue", "7|small-1\n7|small-1\n8|small-2\n")
+    prints("scontrol", f"JobId=7 JobName=small UserId=ada(1000) StdOut={run.logs}/server-7_0.log Comment=small-1\n")
+    arrays = Arrays(run)
+    arrays.adopt("small")
+    assert "--name=small" in called.read_text()
+    assert [(record.role, record.id, record.elements) for record in arrays.records()] == [("servers", "7", None)]
+    again = Arrays(run)
+    again.adopt("small")
+    assert again.ids("servers") == ["7"]
+
+
+def test_one_scancel_for_each_cluster(prints: Print) -> None:
+    called = prints("scancel")
+    ids.scancel(["7_1", "9@other", "8"], "--state=PENDING")
+    assert called.read_text().splitlines() == ["--quiet --state=PENDING 7_1 8", "-M other --quiet --state=PENDING 9"]
+
+
+def test_without_slurm_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SiteError, match="squeue: not found; load the site's Slurm module, or use --launcher local"):
+        accounting.live_jobs(["7"])
