@@ -249,7 +249,7 @@ def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(
             await first.wait()
             before = answered
             few = {**told, "what": "ask", "requests": 10}
-            said = await asyncio.to_thread(as_second_user, MEMBER, few, member=True)
+            said = await asyncio.to_thread(as_second_user, MEMBER, few, member=True, python=sys.executable)
             between = answered - before
             for task in tasks:
                 task.cancel()
