@@ -174,13 +174,13 @@ def real(count: int, ranks: int, note: Callable[[str], None]) -> list[Figure]:
 
 def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], float]:
     """(seconds, bytes of the journal, milliseconds between results and next starts, processor seconds of rank 0)."""
-    from megaflow_hpc.bench.dispatch_ranks import plan
+    from megaflow_hpc.bench.programs.dispatch_ranks import plan
 
     mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run_dir = Path(folder) / "run"
         plan(run_dir, count)
-        command = [mpiexec, "-n", str(ranks + 1), sys.executable, "-m", "megaflow_hpc.bench.dispatch_ranks"]
+        command = [mpiexec, "-n", str(ranks + 1), sys.executable, "-m", "megaflow_hpc.bench.programs.dispatch_ranks"]
         words = [*command, str(run_dir), str(slots)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
         said = [json.loads(file.read_text()) for file in (run_dir / "report").glob("*.json")]

@@ -188,8 +188,8 @@ def _figures(shape: Shape, direct: Rounds, ours: Rounds, theirs: list[Rounds], c
 
 
 def _load(shape: Shape, arguments: argparse.Namespace, address: Callable[[int], tuple[str, str]]) -> Load:
-    from megaflow_hpc.bench.fixed_engine import prompt_text
     from megaflow_hpc.bench.load import closed_loop, run_fast
+    from megaflow_hpc.bench.programs.fixed_engine import prompt_text
 
     return run_fast(
         closed_loop(
@@ -211,12 +211,12 @@ def _words(**options: object) -> list[str]:
 
 
 class _Child:
-    """A module of this package, spoken to by lines of JSON."""
+    """A program of the benchmark, spoken to by lines of JSON."""
 
     def __init__(self, module: str, *words: str) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"megaflow_hpc.bench.{module}", *words],
+            [sys.executable, "-m", f"megaflow_hpc.bench.programs.{module}", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

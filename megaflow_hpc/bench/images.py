@@ -87,7 +87,7 @@ class Node:
     def _start(self, rank: int) -> subprocess.Popen[str]:
         words = [self.cache, self.budget, self.arguments.slots, self.arguments.form]
         process = subprocess.Popen(
-            [sys.executable, "-m", "megaflow_hpc.bench.image_rank", *map(str, words)],
+            [sys.executable, "-m", "megaflow_hpc.bench.programs.image_rank", *map(str, words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -74,13 +74,13 @@ def _strace(strace: str, log: Path) -> list[str]:
 
 
 def _pod(strace: str, rollouts: int, ranks: int) -> int:
-    from megaflow_hpc.bench.dispatch_ranks import plan
+    from megaflow_hpc.bench.programs.dispatch_ranks import plan
 
     mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run, log = Path(folder) / "run", Path(folder) / "log"
         plan(run, rollouts)
-        rank = [sys.executable, "-m", "megaflow_hpc.bench.dispatch_ranks", str(run), "256"]
+        rank = [sys.executable, "-m", "megaflow_hpc.bench.programs.dispatch_ranks", str(run), "256"]
         words = [mpiexec, "-n", "1", *_strace(strace, log), *rank, ":", "-n", str(ranks), *rank]
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
         if not (run / "ledger" / "finished").exists():

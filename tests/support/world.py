@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.dispatch_ranks import make_pod
+from megaflow_hpc.bench.programs.dispatch_ranks import make_pod
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.outcome import Outcome
