@@ -45,6 +45,7 @@ class Identity:
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
     def alive(self) -> bool:
+        """Whether this very process runs; a zombie does not."""
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:

@@ -27,12 +27,12 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 
 NAME = "python"
-"""Of the kit in a control directory."""
+"""Name of the kit in a control directory."""
 
 _MODULES = ("_socket",)
 """What helpers import beyond what is built in; of a module that is, no file is needed."""
 _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
-"""Without these an interpreter does not start."""
+"""Modules of ``encodings`` without which an interpreter does not start."""
 
 
 @functools.cache

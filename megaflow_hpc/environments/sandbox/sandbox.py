@@ -88,6 +88,7 @@ class ApptainerSandbox:
 
     @property
     def directory(self) -> str:
+        """The sandbox's directory on scratch."""
         return self._bundle.directory
 
     @property

@@ -23,7 +23,7 @@ from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
 GRACE_S = 1.0
-"""From the kill of what a command started to its end; then the shell itself is busy, and goes."""
+"""Seconds from the kill of what a command started to its end; later it is the shell that is busy, and it goes."""
 
 
 class ShellSession:

@@ -46,7 +46,7 @@ class Snapshot:
     marks: str = ""
     """What the names of files begin with that stand for deleted ones; empty: whiteouts do."""
     offset: int = -1
-    """From this byte on the file ``path`` holds the packed layer; -1: ``path`` is a directory."""
+    """Byte of the file ``path`` at which the packed layer begins; -1: ``path`` is a directory."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -61,6 +61,7 @@ class Snapshot:
             raise SandboxError(f"{path}: not a snapshot of a sandbox ({error})") from error
 
     def remove(self) -> None:
+        """Removes the snapshot's directory."""
         remove_tree(self.path)
 
 

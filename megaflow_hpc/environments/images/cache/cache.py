@@ -185,6 +185,7 @@ class ImageCache:
 
     @property
     def budget(self) -> Room:
+        """Bytes and inodes that all copies together may take."""
         return self._shelf.budget
 
     def list(self) -> list[dict[str, object]]:

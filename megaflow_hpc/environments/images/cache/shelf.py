@@ -189,6 +189,7 @@ class Shelf:
         return ticket
 
     def leave_queue(self, ticket: str) -> None:
+        """Gives a place in the queue back."""
         (self.root / "queue" / ticket).unlink(missing_ok=True)
 
     def first_in_queue(self) -> str | None:

@@ -69,6 +69,7 @@ class Container:
 
     @property
     def host_pid(self) -> int | None:
+        """Pid of Apptainer's own process on the host."""
         return self._process.pid if self._process else None
 
     # --- life ---------------------------------------------------------------------------------------------------

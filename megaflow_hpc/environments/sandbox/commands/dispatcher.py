@@ -32,7 +32,7 @@ _SHORT_S = 0.002
 """Most commands of an agent's inner loop end sooner, and need no look at their output before."""
 
 KILL_GRACE_S = 10.0
-"""From the kill of a command to its end. A process in uninterruptible sleep may need it."""
+"""Seconds from the kill of a command to its end; a process in uninterruptible sleep may need them."""
 
 _GONE_S = 1.0
 """No process of a killed command is found for so long, and it has not ended: its worker was killed."""

@@ -96,6 +96,7 @@ class Workers:
             self.settled.set()
 
     def find(self, number: int) -> Worker | None:
+        """Returns a worker by its number; ``None`` if there is none."""
         return self._all[number] if number < len(self._all) else None
 
     def take(self) -> Worker:

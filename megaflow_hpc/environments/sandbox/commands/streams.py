@@ -37,6 +37,7 @@ class CappedBuffer:
 
     @property
     def truncated(self) -> bool:
+        """Whether bytes in the middle are, or will be, left out."""
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:
@@ -90,6 +91,7 @@ class StreamPairs:
         self._free += pairs
 
     def take(self) -> StreamPair:
+        """Returns a pair that nobody holds, a new one if there is none."""
         if self._free:
             return self._free.pop()
         pair = StreamPair(self._directory, len(self._all))

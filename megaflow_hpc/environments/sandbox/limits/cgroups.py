@@ -24,7 +24,7 @@ WORKER = "megaflow-worker"
 WANTED = ("memory", "pids", "cpu")
 ABOVE = 1.1
 PERIOD_US = 100_000
-"""Of ``cpu.max``: the kernel's own default."""
+"""Period of ``cpu.max`` in microseconds: the kernel's own default."""
 REMOVE_S = 2.0
 
 

@@ -33,16 +33,16 @@ from megaflow_hpc.host.process import Identity, descendants
 
 TICK_S = 0.05
 BUSY_S = 0.5
-"""Between looks at a sandbox that works."""
+"""Seconds between looks at a sandbox that works."""
 IDLE_S = 2.0
-"""Between looks at one that did nothing since the last."""
+"""Seconds between looks at a sandbox that did nothing since the last."""
 MB = 1_000_000
 MEASURE_SHARE = 30
 """``du`` of a layer runs at most a thirtieth of the time."""
 MEASURE_S = 2.0
-"""At least so long between two, unless much was written."""
+"""Seconds between two measurements at least, unless much was written."""
 MEASURE_QUIET_S = 30.0
-"""Where nothing was written, by the kernel's count or by what the file system lost."""
+"""Seconds between two where nothing was written, by the kernel's count or by what the file system lost."""
 WRITTEN_BY_NOTHING = 100_000
 """Bytes that commands print and the runner answers with."""
 FULL = 0.95
@@ -338,6 +338,7 @@ class Watchdog:
             watch.group.remove()
 
     def close(self) -> None:
+        """Ends the thread; what is still watched is watched no more."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -37,17 +37,17 @@ Form = Literal["tree", "mount", "direct"]
 Writes = Literal["overlay", "copy"]
 
 START_S = {"tree": 0.05, "mount": 0.06, "direct": 0.20}
-"""Of one sandbox, as ``bench modes`` measures them; only their differences count."""
+"""Seconds to start one sandbox, as ``bench modes`` measures them; only their differences count."""
 UNPACK_BYTES_PER_S = 150e6
 UNPACK_INODES_PER_S = 20_000
 READ_SHARE = 0.02
-"""By how much a command's files are slower through squashfs, as a share of a sandbox's work; small, but for ever."""
+"""Share of a sandbox's work by which files are slower through squashfs; small, but paid as long as it runs."""
 WORK_S = 10.0
-"""Of file work in one sandbox, for :data:`READ_SHARE`."""
+"""Seconds of file work in one sandbox, for :data:`READ_SHARE`."""
 MANY = 1000.0
 """Starts of an image nobody announced."""
 MEMORY_SHARE = 0.25
-"""Of scratch in memory, at most, that unpacked images may take."""
+"""Largest share of scratch in memory that unpacked images may take."""
 
 
 def choose(
@@ -180,7 +180,7 @@ class ImageAccess:
         self._writes: Writes | None = None
 
     def expect(self, image: str, starts: float) -> None:
-        """So many sandboxes of an image will be started on this node; unknown ones count as many."""
+        """Notes how many sandboxes of ``image`` this node will start; images nobody announced count as :data:`MANY`."""
         self._expected[image] = starts
 
     @property
