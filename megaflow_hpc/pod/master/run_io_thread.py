@@ -111,7 +111,7 @@ class RunIoThread(threading.Thread):
                     time.sleep(RETRY_S)
             if self._stop_asked.release:
                 self._release(self._stop_asked)
-            self.reports.put(Stopped(finished=self._stop_asked.release and self._ledger.finished))
+            self._post(Stopped(finished=self._stop_asked.release and self._ledger.finished))
         except BaseException as error:
             self.reports.put(Stopped(error))
 

@@ -1,0 +1,173 @@
+"""Rank 0's I/O thread, a turn at a time: durable first, then counted; what a disk refuses is kept; a fence holds."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
+from megaflow_hpc.ledger.calls import Touch
+from megaflow_hpc.ledger.files import Files
+from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
+from megaflow_hpc.pod.master.endpoints import Endpoints
+from megaflow_hpc.pod.master.histories import History
+from megaflow_hpc.pod.master.run_io import RunIo
+from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, Report
+from megaflow_hpc.pod.master.run_io_thread import RunIoThread
+from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import EventWriter
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.types import Trajectory
+from tests.support.ledgers import Clock, rollouts
+
+
+class Full(Files):
+    """Files that refuse marks of finished blocks while ``full``."""
+
+    full = False
+
+    def _touch(self, call: Touch) -> None:
+        if self.full and call.path.startswith("ledger/done/"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super()._touch(call)
+
+
+class Journal:
+    """Notes what is appended and what of it was durable when."""
+
+    def __init__(self) -> None:
+        self.appended: list[bytes] = []
+        self.durable = 0
+
+    def append(self, record: bytes) -> int:
+        self.appended.append(record)
+        return len(record)
+
+    def commit(self) -> None:
+        self.durable = len(self.appended)
+
+
+class Pod:
+    def __init__(self, run: RunDir) -> None:
+        self.clock, self.journal = Clock(), Journal()
+        self.files = Full(run, self.clock)
+        self.ledger = Ledger(run, PodIdentity("a", "0"), files=self.files)
+        self.ledger.register()
+        events = EventWriter(run.event_file("a", "0"))
+        blocks = ClaimedBlocks(run, self.ledger, events, lambda owner: 0, set)
+        parts = run, self.journal, self.ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})
+        self.thread = RunIoThread(*parts)
+        self.io = RunIo(self.thread, self.clock)
+
+    def turn(self) -> list[Report]:
+        self.thread.turn()
+        return list(self.io.collect())
+
+    def store(self, number: int) -> None:
+        rollout = rollouts(number + 1)[number]
+        trajectory = Trajectory(
+            id=rollout.id,
+            task_id=rollout.task_id,
+            group_id=rollout.group_id,
+            policy=rollout.policy,
+            agent=rollout.agent,
+            sample_index=0,
+            status="completed",
+        )
+        outcome = Outcome.of(trajectory)
+        self.io.store(outcome, 0, outcome.payload(0, 0))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, rollouts(2), size=10)
+    return run
+
+
+@pytest.fixture
+def pod(run: RunDir) -> Pod:
+    """A pod that holds the one block."""
+    pod = Pod(run)
+    pod.io.claim()
+    claimed = [report for report in pod.turn() if isinstance(report, Claimed)]
+    assert [each.block.claim for each in claimed if each.block] == [Claim(0, 0)]
+    assert pod.io.held == 1
+    assert not pod.io.claiming
+    return pod
+
+
+def durable(reports: list[Report]) -> list[str]:
+    return [result.outcome.id for report in reports if isinstance(report, Durable) for result in report.results]
+
+
+def test_results_are_reported_when_they_are_durable_and_the_last_one_with_its_block_done(pod: Pod) -> None:
+    pod.store(0)
+    assert not pod.io.idle
+    assert pod.journal.appended == []
+    assert durable(pod.turn()) == ["t000/oracle/0"]
+    assert pod.journal.durable == 1
+    assert pod.io.held == 1
+    pod.store(1)
+    assert durable(pod.turn()) == ["t001/oracle/0"]
+    assert pod.io.idle
+    assert pod.io.held == 0, "who hears of the last result knows that its block is done"
+    assert pod.ledger.finished
+
+
+def test_a_block_whose_mark_is_refused_is_marked_later_and_no_result_is_lost(pod: Pod) -> None:
+    pod.files.full = True
+    pod.store(0)
+    pod.store(1)
+    assert durable(pod.turn()) == ["t000/oracle/0"]
+    assert pod.io.stuck
+    assert not pod.io.idle
+    assert durable(pod.turn()) == []
+    pod.files.full = False
+    assert durable(pod.turn()) == ["t001/oracle/0"]
+    assert not pod.io.stuck
+    assert pod.io.idle
+    assert len(pod.journal.appended) == pod.journal.durable == 2
+    assert pod.ledger.finished
+
+
+def test_a_pod_whose_fence_has_closed_reports_nothing_and_the_loop_knows_it_by_the_clock(pod: Pod) -> None:
+    assert pod.io.may_commit
+    pod.store(0)
+    pod.clock.now += TIMES.commit_s
+    assert not pod.io.may_commit, "also while the thread hangs in a call"
+    assert durable(pod.turn()) == []
+    assert pod.journal.appended == []
+    assert not pod.io.idle
+
+
+def test_a_commit_that_outlasts_the_fence_does_not_count(pod: Pod) -> None:
+    def slow() -> None:
+        pod.clock.now += TIMES.commit_s
+
+    pod.journal.commit = slow  # type: ignore[method-assign]
+    pod.store(0)
+    assert durable(pod.turn()) == []
+    assert not pod.io.idle
+
+
+def test_at_its_end_the_thread_leaves_word_and_gives_the_block_back(pod: Pod, run: RunDir) -> None:
+    run.partial.mkdir(exist_ok=True)
+    pod.io.start()
+    pod.store(0)
+    assert pod.io.finish(60, release=True, histories={"t001/oracle/0": History(cuts=1)})
+    assert durable(list(pod.io.collect())) == ["t000/oracle/0"]
+    assert pod.io.held == 0
+    assert not pod.io.finished
+    heir = Ledger(run, PodIdentity("b", "0"))
+    heir.register()
+    claim = heir.claim(lambda owner: 0)
+    assert claim is not None
+    assert (claim, claim.left) == (Claim(0, 1), ("t001/oracle/0",))
+    assert [file.name for file in run.partial.iterdir()] == ["a.0.json"]
