@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure
+from megaflow_hpc.host.files import remove_tree
 
 HELP = "whole campaigns: requests to slurmctld, idle seconds; under seeded faults: lost, doubled, left behind"
 
@@ -49,5 +49,5 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     image = Path(image_of(arguments, sif=True))
     base = Path(arguments.directory or tempfile.gettempdir()) / f"megaflow-{kind}-{os.getpid()}"
     figures: list[Figure] = measurement.measure(base, image, note, arguments)
-    shutil.rmtree(base, ignore_errors=True)
+    remove_tree(base, ignore_errors=True)
     return figures

@@ -24,6 +24,7 @@ from typing import Any
 from megaflow_hpc.bench.arguments import add_count
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
+from megaflow_hpc.host.files import remove_tree
 
 HELP = "the trajectory store: ingest, size, opening, random batches"
 
@@ -117,7 +118,7 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
         rates["journal"].append(raw / 1e6 / (between - began))
         rates["gather"].append(raw / 1e6 / (ended - between))
         rates["cpu"].append(raw / 1e6 / cpu)
-        shutil.rmtree(run_dir.journal)
+        remove_tree(run_dir.journal)
         note("the same arrays by h5py alone")
         seconds, its_cpu = bare_h5py(path, room / "bare.h5")
         bare.append(raw / 1e6 / seconds)
@@ -125,7 +126,7 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
         if number + 1 == arguments.repeat and arguments.keep:
             arguments.keep.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, arguments.keep / "campaign.h5")
-        shutil.rmtree(run_dir.path, ignore_errors=True)
+        remove_tree(run_dir.path, ignore_errors=True)
     goal = 200.0 if deflate.NAME.startswith("isal") else 100.0
     shares = [ours / theirs for ours, theirs in zip(rates["both"], bare, strict=True)]
     gzipped = jsonl_gz(drawn[:_GZIPPED])
