@@ -32,6 +32,7 @@ from tests.support.accounts import GROUP, Account, intrude, tell
 from tests.support.harbor_tasks import write_solved_task
 from tests.support.places import ROOT
 from tests.support.scripted import SOLVE
+from tests.support.waiting import eventually
 
 ALICE, BOB, STRANGER = "mfa", "mfb", "mfc"
 PODS = {
@@ -233,9 +234,8 @@ def main() -> int:
             "every job has left",
         )
         for account in (alice, bob, stranger):
-            end = time.monotonic() + 20
-            while (left := account.left()) and time.monotonic() < end:
-                time.sleep(1)
+            eventually(lambda account=account: not account.left(), 20, every_s=1)
+            left = account.left()
             say.say(f"nothing is left of {account.name} on the nodes", not left, left or "")
     print(f"{say.bad} findings are not as they should be" if say.bad else "all is as it should be")
     return bool(say.bad)
