@@ -17,6 +17,9 @@ from tests.support.places import ROOT
 ENVIRONMENT = "megaflow_hpc.integrations.harbor:ApptainerEnvironment"
 
 
+pytestmark = pytest.mark.slow  # Harbor may have to be installed
+
+
 @pytest.fixture(scope="session")
 def harbor_python() -> Path:
     """The interpreter of an environment with Harbor; made at the first use (a minute or two)."""
@@ -45,7 +48,6 @@ def run_harbor(python: Path, folder: Path, *arguments: str) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_harbor_runs_trials_in_these_sandboxes_and_leaves_nothing(
     tmp_path: Path, harbor_python: Path, make_task: Callable[..., Path], base_sif: Path

@@ -93,13 +93,8 @@ def validated(path: Path, image: Path, scratch: Path, store: Path) -> Validation
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hello-world",
-        pytest.param("openssl-selfsigned-cert", marks=pytest.mark.slow),  # a Dockerfile to build
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hello-world", "openssl-selfsigned-cert"])  # the second has a Dockerfile to build
 def test_a_task_of_terminal_bench_runs_as_it_comes(
     foreign: Path, stand_in: Path, scratch: Path, tmp_path: Path, name: str
 ) -> None:

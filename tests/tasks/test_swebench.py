@@ -376,6 +376,7 @@ async def nop(task: Task, sandbox: ApptainerSandbox) -> Any:
     return await NopAgent().run(task, sandbox, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["swe-bench 4", "swe-bench 5", "swe-rebench", "swe-gym", "swe-smith", "multi-swe-bench"]
 )

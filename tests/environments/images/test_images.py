@@ -249,6 +249,8 @@ def test_a_registry_that_does_not_have_it_is_the_sites_error_with_a_remedy(
 # --- where nothing can be fetched -------------------------------------------------------------------------------------
 
 
+@pytest.mark.lab
+@pytest.mark.usefixtures("slurm")
 def test_an_air_gapped_campaign_names_the_image_it_lacks(
     make_campaign: Callable[..., Path],
     tmp_path: Path,
