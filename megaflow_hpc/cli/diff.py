@@ -1,17 +1,15 @@
-"""``diff``: two trajectories side by side: outcome, where their tokens part, and what was said differently."""
+"""``diff`` compares two trajectories: their outcomes, where their tokens part, and their conversations."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import math
-import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import add_json, print_json, printable
-from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find
+from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find, finite, print_lines
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
@@ -21,7 +19,7 @@ FIELDS = (
     *("attempt", "node", "job_id"),
 )
 HUNK_LINES = 60
-"""Lines shown of one message's difference unless ``--full``."""
+"""Lines printed of one message's difference unless ``--full``."""
 
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -52,13 +50,18 @@ def _diff(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(found)
         else:
-            _print(found, arguments.full)
+            print_lines(_lines(found, arguments.full))
     return 0
 
 
 def compare(left: Row, right: Row) -> dict[str, Any]:
-    """What differs, as plain JSON: pairs of values by field; where tokens and messages part; unified diffs."""
-    fields: dict[str, list[Any]] = {name: [_value(getattr(row, name)) for row in (left, right)] for name in FIELDS}
+    """Returns the differences of two trajectories as plain JSON.
+
+    Returns:
+        ``ids``; ``fields``, pairs of values that differ, by name; ``tokens``, the first place where the token sequences
+        part, or null; ``messages``, how many are ``common`` at the beginning and a unified diff of the ``different``.
+    """
+    fields: dict[str, list[Any]] = {name: [finite(getattr(row, name)) for row in (left, right)] for name in FIELDS}
     fields |= {
         "duration_s": [round(row.finished_at - row.started_at, 3) for row in (left, right)],
         "turns": [len(row.turns) for row in (left, right)],
@@ -87,12 +90,8 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
     }
 
 
-def _value(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
-    """The first place where sequences part; ``None`` where they never do."""
+    """Returns the first place where the token sequences part; ``None`` where they are equal."""
     import numpy as np
 
     for number, (a, b) in enumerate(zip_longest(left.sequences, right.sequences)):
@@ -108,7 +107,7 @@ def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
                 "token": place,
                 "ids": [None if view is None else int(view.tokens[place]) for view in here],
                 "sampled": [None if view is None else bool(view.loss_mask[place]) for view in here],
-                "logprobs": [None if view is None else _value(float(view.logprobs[place])) for view in here],
+                "logprobs": [None if view is None else finite(float(view.logprobs[place])) for view in here],
             }
     return None
 
@@ -116,17 +115,6 @@ def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
 def _unified(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[str]:
     before, after = (content_of(message).split("\n") if message else [] for message in (a, b))
     return list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
-
-
-def _print(found: dict[str, Any], full: bool) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    console = Console(highlight=False, soft_wrap=True)
-    for text, style in _lines(found, full):
-        console.print(Text(text, style=style))
 
 
 def _lines(found: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""``export``: trajectories in the formats that other programs read; ``import``: JSON lines back into a file of ours."""
+"""``export`` writes trajectories in the formats of other programs; ``import`` makes a campaign file of JSON lines."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def register(subparsers: Any) -> None:
     back.set_defaults(run=_import)
 
 
-class Said:
-    """Progress on stderr: in place on a terminal, a line now and then in a log, nothing for what is quick."""
+class Progress:
+    """Progress on stderr: in place on a terminal, a line every 15 s in a log, nothing for quick work."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -97,12 +97,12 @@ def _export(arguments: argparse.Namespace) -> int:
         module_of(name)
     path = Path(arguments.run_dir)
     directory = Path(arguments.output) if arguments.output else (path if path.is_dir() else path.parent) / "export"
-    said = Said()
+    progress = Progress()
     with open_trajectories(path) as store:
         try:
-            written = export(store, formats, directory, arguments.where, arguments.compress, said)
+            written = export(store, formats, directory, arguments.where, arguments.compress, progress)
         finally:
-            said.close()
+            progress.close()
         count = len(store) if arguments.where is None else len(store.select(arguments.where))
     if arguments.json:
         print_json({"trajectories": count, "files": {name: list(map(str, paths)) for name, paths in written.items()}})
@@ -118,13 +118,13 @@ def _import(arguments: argparse.Namespace) -> int:
     target = Path(arguments.output)
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
-    said = Said()
+    progress = Progress()
     try:
         count = importing.import_jsonl(
-            Path(arguments.file), target, arguments.campaign, lambda done: said("import", done)
+            Path(arguments.file), target, arguments.campaign, lambda done: progress("import", done)
         )
     finally:
-        said.close()
+        progress.close()
     if arguments.json:
         print_json({"file": str(target), "trajectories": count})
     else:

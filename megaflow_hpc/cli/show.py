@@ -1,4 +1,4 @@
-"""``show``: one trajectory for a person; ``validate``: a campaign file against the schema."""
+"""``show`` prints one trajectory for a person; ``validate`` checks a campaign file against the schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli import tokens
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 HEAD_LINES, TAIL_LINES = 20, 10
-"""What is left of a long message unless ``--full``."""
+"""Lines printed of a long message's beginning and end unless ``--full``."""
 LINE_CHARACTERS = 2000
-"""A longer line is cut unless ``--full``: a prompt on one line is not read by anybody."""
+"""Characters printed of a line unless ``--full``: nobody reads a whole prompt on one line."""
 
 CANDIDATES = 2000
-"""Ids that a mistyped one is compared with."""
+"""Number of ids that a mistyped one is compared with."""
 
 _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
@@ -85,11 +85,16 @@ def _show(arguments: argparse.Namespace) -> int:
             print_json(as_json(row, arguments.tokens))
         else:
             shown = list(tokens.view(store, row, arguments.full, arguments.tokenizer)) if arguments.tokens else []
-            _print(row, shown, arguments.full)
+            print_lines([*_lines(row, arguments.full), *shown])
     return 0
 
 
 def find(store: TrajectoryStore, wanted: str) -> Row:
+    """Returns a row by rollout id or row number.
+
+    Raises:
+        ConfigError: there is none; names similar ids.
+    """
     if wanted in store:
         return store[wanted]
     if wanted.isdigit() and int(wanted) < len(store):
@@ -107,7 +112,7 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
 
 
 def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
-    """The trajectory as plain JSON: null for NaN; artifacts by name and size; token columns on demand."""
+    """Returns a trajectory as plain JSON: null for NaN, artifacts by name and size, token columns on request."""
     trajectory = row.trajectory()
     found = {name: value for name, value in vars(trajectory).items() if name not in ("sequences", "artifacts")}
     for name in ("turns", "attempts"):
@@ -118,42 +123,40 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
         entry: dict[str, Any] = {"policy": sequence.policy, "length": len(sequence.tokens)}
         if with_tokens:
             entry["tokens"] = sequence.tokens.tolist()
-            entry["logprobs"] = [_number(value) for value in sequence.logprobs]
+            entry["logprobs"] = [finite(value) for value in sequence.logprobs]
             entry["loss_mask"] = sequence.loss_mask.tolist()
             entry["weight_version"] = sequence.weight_versions.tolist()
         found["sequences"].append(entry)
     return found
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def finite(value: Any) -> Any:
+    """Returns the value, or ``None`` for a float that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- for a person ----------------------------------------------------------------------------------------------------
 
 
-def _print(row: Row, shown: list[Text], full: bool) -> None:
+def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
+    """Prints lines, each a text or a pair of string and style, in colours where stdout is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to stop
     console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(Text(line[0], style=line[1]) if isinstance(line, tuple) else line)
 
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style=style))
 
-    for text, style in _head(row):
-        say(text, style)
+def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
+    yield from _head(row)
     for number, message in enumerate(row.messages):
         role = str(message.get("role", "?"))
-        say(f"\n[{number}] {printable(role)}", f"bold {_COLOURS.get(role, 'cyan')}")
-        for line in _fold(content_of(message), full):
-            say(line)
-    for text, style in _calls(row):
-        say(text, style)
-    for token_line in shown:
-        console.print(token_line)
+        yield f"\n[{number}] {printable(role)}", f"bold {_COLOURS.get(role, 'cyan')}"
+        yield from ((line, "") for line in _fold(content_of(message), full))
+    yield from _calls(row)
 
 
 def _head(row: Row) -> Iterator[tuple[str, str]]:
@@ -192,7 +195,7 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """The words of a message: its text, then its tool calls."""
+    """Returns the text of a message: reasoning, content, then its tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]

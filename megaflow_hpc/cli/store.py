@@ -1,4 +1,4 @@
-"""``verify``, ``compact``, ``anonymise`` and ``du``: keeping campaign files."""
+"""``verify``, ``compact``, ``anonymise`` and ``du`` check campaign files, shrink them, copy them and measure them."""
 
 from __future__ import annotations
 
@@ -86,10 +86,7 @@ def _compact(arguments: argparse.Namespace) -> int:
     else:
         file = path / "trajectories.h5" if path.is_dir() else path
         result = compact(file, arguments.output, arguments.drop_artifacts)
-    if arguments.json:
-        print_json(result)
-    else:
-        print(table(("", "n"), [(name.replace("_", " "), value) for name, value in result.items()]))
+    _print_counts(result, arguments.json)
     return 0
 
 
@@ -97,12 +94,16 @@ def _anonymise(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 
     result = anonymise(arguments.file, arguments.output, arguments.name, arguments.keep_tokens)
-    if arguments.json:
-        print_json(result)
-    else:
-        print(table(("", "n"), [(name.replace("_", " "), value) for name, value in result.items()]))
+    _print_counts(result, arguments.json)
     note("names that nobody listed and no path shows are still there: read a few trajectories before sharing")
     return 0
+
+
+def _print_counts(counts: dict[str, int], as_json: bool) -> None:
+    if as_json:
+        print_json(counts)
+    else:
+        print(table(("", "n"), [(name.replace("_", " "), value) for name, value in counts.items()]))
 
 
 def _du(arguments: argparse.Namespace) -> int:

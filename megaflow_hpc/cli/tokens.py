@@ -1,6 +1,6 @@
-"""The tokens of a trajectory for a person: id, text and log-probability, coloured by how surprising each one was.
+"""Prints the tokens of a trajectory for a person: id, text and log-probability, coloured by probability.
 
-Tokens come in runs of one loss mask and one weight version. What ids mean is read from the run's copy of the model's
+Tokens are grouped in runs of equal loss mask and weight version. Their text is read from the run's copy of the model's
 ``tokenizer.json``, from the model's directory, or from what ``--tokenizer`` names; without one, ids stand alone.
 """
 
@@ -23,21 +23,24 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD, TAIL = 96, 32
-"""Tokens left of a longer run unless ``--full``."""
+"""Tokens printed of a longer run's beginning and end unless ``--full``."""
 WIDTH = 110
-"""Characters of a line, about."""
+"""Approximate width of a line, in characters."""
 SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
-"""Probability from which on a sampled token has a colour."""
+"""Colours of sampled tokens, each with the lowest probability it stands for."""
 
 
 def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) -> Iterator[Text]:
-    """Lines to print.
+    """Yields the lines to print.
 
     Args:
-        tokenizer: a ``tokenizer.json`` or a model's directory, instead of what is found.
+        store: where the row is from, and where tokenizers are looked for.
+        row: the trajectory.
+        full: whether long runs are printed whole.
+        tokenizer: a ``tokenizer.json`` or a model's directory, instead of the one found.
 
     Raises:
-        ConfigError: ``tokenizer`` is none.
+        ConfigError: ``tokenizer`` cannot be read as one.
     """
     from rich.text import Text
 
@@ -57,7 +60,7 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
 
 
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
-    """The pieces of a policy's ids, and a word on where they are from."""
+    """Returns the vocabulary of a policy, if there is one, and a note on its origin."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, load
 
@@ -108,7 +111,7 @@ def _lines(sequence: SequenceView, places: list[int], mask: bool, vocabulary: Vo
 
 
 def _quoted(piece: str) -> str:
-    """A piece between quotation marks, on one line."""
+    """Returns a piece between quotation marks, on one line."""
     plain = piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     return f"‹{printable(plain)}›" if piece else "‹?›"
 
