@@ -104,14 +104,7 @@ class ChunkedColumn:
         if self._places is not None:
             offsets, sizes = self._places
             return [(offsets[n], sizes[n]) if sizes[n] else None for n in numbers]
-        found: list[Place | None] = []
-        for number in numbers:
-            try:
-                mask, data = self.dataset.id.read_direct_chunk((number * self.chunk,))
-            except (OSError, RuntimeError):  # never written: it reads as the fill value
-                mask, data = 1, b""
-            found.append(None if mask else data)
-        return found
+        return [raw_chunk(self.dataset, number * self.chunk) for number in numbers]
 
     def _list(self, total: int) -> tuple[array[int], array[int]]:
         offsets, sizes = array("q", bytes(8 * total)), array("q", bytes(8 * total))
@@ -153,6 +146,15 @@ class ChunkedColumn:
         for start, end, target in pieces:
             for byte in range(self._size):
                 wide[target : target + end - start, byte] = planes[byte, start:end]
+
+
+def raw_chunk(dataset: h5py.Dataset, start: int) -> bytes | None:
+    """Returns the stored bytes of the chunk that begins at entry ``start``; ``None`` where only HDF5 can read it."""
+    try:
+        mask, raw = dataset.id.read_direct_chunk((start,))
+    except (OSError, RuntimeError):  # never written: it reads as the fill value
+        return None
+    return None if mask else raw
 
 
 def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[NDArray[Any]]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5 import schema
+from megaflow_hpc.trajectories.hdf5.chunks import raw_chunk
 from megaflow_hpc.trajectories.hdf5.deflate import THREADS, compress, crc32, decompress
 
 _BATCH_BYTES = 1 << 20
@@ -59,13 +60,6 @@ def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
 def pool() -> ThreadPoolExecutor:
     """Returns a pool of :data:`THREADS` threads for columns to share."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="deflate")
-
-
-class Appendable(Protocol):
-    """A column that is being written."""
-
-    def put(self, values: Array) -> None: ...
-    def finish(self) -> None: ...
 
 
 def create(file: h5py.File, path: str, dtype: Any, chunk: int, shuffle: bool, **options: Any) -> h5py.Dataset:
@@ -152,7 +146,7 @@ class Column:
         step = max(1, _BATCH_BYTES // (size * self.dtype.itemsize)) * size
         for first in range(start - start % size, end, step):
             numbers = range(first, min(first + step, end), size)
-            raw = [chunk for number in numbers if (chunk := self._raw(source, number)) is not None]
+            raw = [chunk for number in numbers if (chunk := raw_chunk(source, number)) is not None]
             cut = slice(max(start - first, 0), min(end - first, step))
             if len(raw) < len(numbers):  # some were never written: only HDF5 knows what is there
                 waiting.append(self._threads.submit(source.__getitem__, slice(first + cut.start, first + cut.stop)))
@@ -178,7 +172,7 @@ class Column:
 
         for first in range(start - start % size, end, size):
             begin, stop = max(first, start), min(first + size, end)
-            raw = self._raw(source, first) if stop - begin == size else None
+            raw = raw_chunk(source, first) if stop - begin == size else None
             if raw is None:
                 hand_over()
                 self.put(source[begin:stop])
@@ -203,14 +197,6 @@ class Column:
             self._dataset.id.write_direct_chunk((self._cut,), encode(last, self._shuffle, self._level))
             self._crc = crc32(last[: self._held_count], self._crc)
         self._dataset.attrs["crc32"] = np.uint32(self._crc)
-
-    @staticmethod
-    def _raw(source: h5py.Dataset, start: int) -> bytes | None:
-        try:
-            mask, raw = source.id.read_direct_chunk((start,))
-        except (OSError, RuntimeError):  # never written: all fill
-            return None
-        return raw if mask == 0 else None
 
     def _create(self) -> h5py.Dataset:
         dtype = h5py.string_dtype("utf-8", self.dtype.itemsize) if self._text else self.dtype
