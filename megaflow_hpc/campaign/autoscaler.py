@@ -1,4 +1,4 @@
-"""Engine servers between ``min`` and ``max``: held elements of the engine array are let go by what waits.
+"""The number of engine servers between ``min`` and ``max``: held array elements are released while requests wait.
 
 One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.leader_lease.LeaderLease`): a child of a pod's
 batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``, where compute nodes may speak to the Slurm controller,
@@ -31,14 +31,16 @@ from megaflow_hpc.rundir.record import RunRecord, read_run
 LOOK_S = RENEW_S
 SOON_S = 5.0
 REFUSED_S = 600.0
-"""After Slurm has refused, somebody else may try for this long."""
+"""Seconds for which others may try after Slurm has refused."""
 
 
 class Autoscaler:
-    """
+    """Releases held elements of the engine array where servers are missing.
+
     Args:
         planned: What ``run.json`` holds.
-        holder: Who we are, for ``status`` and for the others.
+        jobs: The run's jobs on Slurm.
+        holder: Name of this process, shown by ``status``.
     """
 
     def __init__(self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str) -> None:
@@ -52,7 +54,7 @@ class Autoscaler:
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Lets servers go where they are missing, at most every :data:`LOOK_S`; their elements' ids."""
+        """Releases servers where they are missing, at most every :data:`LOOK_S` seconds; returns their ids."""
         now = time.monotonic()
         if not self._counts or now - self._looked < LOOK_S or now - self._refused_at < REFUSED_S:
             return []
@@ -75,6 +77,7 @@ class Autoscaler:
         return going
 
     def leave(self) -> None:
+        """Lets another process scale."""
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
@@ -94,7 +97,7 @@ class Autoscaler:
 
 
 def main(argv: list[str]) -> int:
-    """Beside a pod, until the campaign is over or the batch shell is gone."""
+    """Scales beside a pod, until the campaign is over or the batch shell is gone."""
     run = RunDir(argv[0])
     planned, marks = read_run(run), Marks(run)
     jobs = Jobs(run, planned.config, planned, Ledger(run))

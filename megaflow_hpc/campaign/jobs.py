@@ -27,18 +27,19 @@ from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, serv
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 ASK_SLURM_S = 30.0
-"""How often a following process asks squeue: one batched query, two a minute."""
+"""Seconds between two queries of a following process; each is one batched squeue."""
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
 """Engines whose start pods wait for: any one of them is enough."""
 
 LEAVE_S = 30.0
-"""What engines may take to leave once the campaign is finished."""
+"""Seconds for engines to leave once the campaign is finished."""
 
 
 class Jobs:
-    """
+    """The jobs of one run on Slurm.
+
     Args:
         planned: What ``run.json`` holds.
     """
@@ -49,7 +50,7 @@ class Jobs:
         self.arrays = Arrays(run, planned.jobs)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self.notices: list[str] = []
-        """What a person should know of the last start."""
+        """Messages for the user on the last start."""
         self._short = 0
         self._topped = time.monotonic()
 
@@ -128,14 +129,18 @@ class Jobs:
     # --- look ---
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Every array this run is known to have, those submitted by hand included once they have started."""
+        """Returns every array of this run, including those submitted by hand once they have started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
         return sorted(ids)
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer."""
+        """Returns the elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer.
+
+        Args:
+            max_age_s: Age in seconds up to which the previous answer is used.
+        """
         asked, live = self._live
         if time.monotonic() - asked >= max_age_s:
             live = None
@@ -149,15 +154,15 @@ class Jobs:
 
     @property
     def asked_at(self) -> float:
-        """When :meth:`live` last asked, on the monotonic clock."""
+        """Time of the last query of :meth:`live`, on the monotonic clock."""
         return self._live[0]
 
     def invalidate(self) -> None:
-        """The next look asks Slurm anew."""
+        """Makes the next look ask Slurm."""
         self._live = (-ASK_SLURM_S, None)
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
-        """Pods that are queued or running; ``None`` if that cannot be told now."""
+        """Returns the pods that are queued or running; ``None`` if Slurm cannot tell now."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -167,7 +172,7 @@ class Jobs:
     # --- act ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Brings the pods that are queued or running to ``pods``; a repetition changes nothing.
+        """Adds or removes pods until ``pods`` are queued or running; idempotent.
 
         More are added as a further array. Fewer: queued ones are cancelled first, then the youngest drain and give
         their blocks back.
@@ -176,7 +181,7 @@ class Jobs:
             ``added`` and ``leaving``: ids of elements.
 
         Raises:
-            ConfigError: the campaign is cancelled.
+            ConfigError: The campaign is cancelled, or ``pods`` is more than it may have.
             SiteError: Slurm does not answer, refuses, or has no room.
         """
         if pods < 0:
@@ -226,7 +231,7 @@ class Jobs:
         return [*going, *drained]
 
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
-        """Engine servers that Slurm still has, by their index in ``run.json``; ``None`` if that cannot be told now."""
+        """Returns the engine servers that Slurm still has, by their index; ``None`` if Slurm cannot tell now."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -239,10 +244,10 @@ class Jobs:
         return found
 
     def release(self, policy: str, count: int) -> list[str]:
-        """Lets held servers of a policy go until ``count`` are queued or running; a repetition changes nothing.
+        """Releases held servers of a policy until ``count`` are queued or running; idempotent.
 
         Returns:
-            Ids of the elements that were let go.
+            Ids of the released elements.
 
         Raises:
             SiteError: Slurm does not answer, or refuses.
@@ -259,7 +264,7 @@ class Jobs:
         return going
 
     def top_up(self) -> None:
-        """Adds pods that did not fit before, once there is room and blocks that nobody has claimed."""
+        """Adds pods that did not fit before, once there is room and unclaimed blocks are left."""
         if time.monotonic() - self._topped < ASK_SLURM_S:
             return
         self._topped = time.monotonic()
@@ -275,7 +280,7 @@ class Jobs:
             pass  # no room yet, or nobody to ask
 
     def cancel(self) -> list[str]:
-        """Asks Slurm to cancel every job of the run. Returns their ids."""
+        """Asks Slurm to cancel every job of the run; returns their ids."""
         ids = self.ids()
         if site.has_slurm():
             try:
@@ -288,8 +293,13 @@ class Jobs:
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
-        """Cancels what of these engine arrays still waits in the queue, and what is there some time after the end; for
-        the gather job."""
+        """Ends engine arrays after the campaign, for the gather job.
+
+        Elements in the queue are cancelled at once, running ones :data:`LEAVE_S` seconds later.
+
+        Returns:
+            The arrays that had to be cancelled.
+        """
         end, pause_s = time.monotonic() + LEAVE_S, 2.0
         with contextlib.suppress(SiteError):  # Slurm may have forgotten them
             scancel(ids, "--state=PENDING")
@@ -303,7 +313,11 @@ class Jobs:
         return sorted(live)
 
     def until_gone(self) -> None:
-        """Waits for jobs that were cancelled; Slurm gives their processes half a minute."""
+        """Waits until Slurm has none of the run's jobs.
+
+        Raises:
+            SiteError: Some are left after :data:`GONE_S` seconds.
+        """
         end = time.monotonic() + GONE_S
         while live := self.live(2.0):
             if time.monotonic() > end:
@@ -312,7 +326,7 @@ class Jobs:
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
-    """The jobs that :meth:`Jobs.start` would queue without any other job in the way; the gather job comes last."""
+    """Returns the jobs that :meth:`Jobs.start` would queue on an idle site; the gather job comes last."""
     allowed = limits.allowance(_options(config))
     engines = sum(group.count for group in groups)
     if config.slurm.together:
@@ -336,10 +350,10 @@ def _beside(
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
-    """Refuses what would stay in the queue for ever: a pod or an engine server that no limit lets start.
+    """Checks that limits let a pod and an engine server start at all.
 
     Raises:
-        SiteError: names the limit.
+        SiteError: One would stay in the queue for ever; names the limit.
     """
     run, pods = RunDir("/RUN"), config.slurm.pods
     known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}

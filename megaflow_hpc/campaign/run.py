@@ -1,4 +1,4 @@
-"""One run directory: what happens there, and what to do about it."""
+"""One run: started, followed, scaled, cancelled, resumed and gathered."""
 
 from __future__ import annotations
 
@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 Launcher = Literal["auto", "local", "slurm"]
 
 HEARD_S = 10.0
-"""A pod that wrote this recently runs, whatever Slurm would say."""
+"""Seconds since its last event within which a pod counts as running, whatever Slurm says."""
 
 
 def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
-    """``auto`` is Slurm where there is one."""
+    """Returns the launcher: ``auto`` is Slurm where there is one.
+
+    Raises:
+        SiteError: Slurm is asked for and not there.
+    """
     if launcher == "auto":
         return "slurm" if site.has_slurm() else "local"
     if launcher == "slurm" and not site.has_slurm():
@@ -47,7 +51,7 @@ def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
 
 
 class Run:
-    """One run directory: what happens there, and what to do about it."""
+    """One run: started, followed, scaled, cancelled, resumed and gathered."""
 
     def __init__(self, path: str | Path | RunDir) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
@@ -86,7 +90,7 @@ class Run:
         return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
-        """Elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
+        """Returns the elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
         live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
@@ -133,7 +137,7 @@ class Run:
             return totals(held, [(t.started_at, t.finished_at) for t in store])
 
     def pods_live(self) -> bool | None:
-        """Whether any pod is queued or running; ``None`` if that cannot be told now."""
+        """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
         if self.local is not None:
             return self.local.running
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -223,14 +227,14 @@ class Run:
     # --- act ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Brings the pods that are queued or running to so many; see :meth:`Jobs.scale`."""
+        """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
         if resolve_launcher("auto") != "slurm":
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         self.dir.check_ours()
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
-        """Lets held engine servers go until so many are queued or running; those that idle leave by themselves.
+        """Releases held engine servers until ``servers`` are queued or running; idle ones leave by themselves.
 
         Raises:
             ConfigError: No such policy.
@@ -246,7 +250,7 @@ class Run:
         return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> list[str]:
-        """Asks Slurm to cancel everything of this run; what is durable stays. Returns the job ids."""
+        """Cancels every job of this run; what is stored stays. Returns the job ids."""
         self.dir.check_ours()
         self._marks.cancel()
         if self.local is not None:

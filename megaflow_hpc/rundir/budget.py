@@ -1,8 +1,8 @@
-"""What a campaign may use, over all its jobs: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
+"""Limits on what a whole campaign uses: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
 
-Every pod says in its events how many core-seconds its allocation has cost so far, every engine server in a file of its
-own how many GPU-seconds; each pod sums up what all have said. So a limit holds within what is used between two looks,
-without a word between jobs and without asking Slurm.
+Every pod reports the core-seconds of its allocation in its events, every engine server its GPU-seconds in a file of its
+own, and each pod sums up all reports. So a limit is exceeded by no more than what is used between two looks, without
+messages between jobs and without asking Slurm.
 
 ::
 
@@ -26,14 +26,14 @@ from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
 LOOK_S = 30.0
-"""Between two looks at what is used, and between two notes of what GPUs were held."""
+"""Seconds between two looks at what is used, and between two reports of GPU time."""
 TAIL = 1 << 16
 """Bytes at the end of an event file within which the last progress is looked for."""
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def cores_of(environment: Mapping[str, str] = os.environ) -> int:
-    """CPUs of the whole allocation: what accounting charges for, used or not."""
+    """Returns the CPUs of the whole allocation, which is what accounting charges for."""
     said = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
     if not said:
         return len(os.sched_getaffinity(0))
@@ -41,9 +41,10 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class CampaignBudget:
-    """
+    """The limits of one campaign and what all its jobs have used.
+
     Args:
-        limits: that section of the campaign file; what it lacks has no limit.
+        limits: The section ``limits`` of the campaign file; a missing value is no limit.
     """
 
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
@@ -55,17 +56,17 @@ class CampaignBudget:
         self._held: dict[Path, float] = {}
 
     def limits(self) -> dict[str, float | None]:
-        """Those that hold now, ``None`` for none."""
+        """Returns the limits that hold now, in hours; ``None`` for no limit."""
         found = _decoded(_bytes(self._run.raised_limits))
         if found is not None:
             self._raised = {name: found[name] for name in LIMITS if name in found}
         return {**self._planned, **self._raised}
 
     def raise_to(self, limits: Mapping[str, float | None]) -> None:
-        """Changes limits of a run that exists; pods that run hear of it at their next look.
+        """Changes limits of an existing run; running pods see them at their next look.
 
         Raises:
-            ConfigError: there is no such limit, or it is no number above 0.
+            ConfigError: There is no such limit, or its value is not above 0.
         """
         for name, value in limits.items():
             if name not in LIMITS or (value is not None and not value > 0):
@@ -74,7 +75,7 @@ class CampaignBudget:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
     def exceeded(self) -> str:
-        """Reads what pods and servers have said; which limit is passed, or nothing."""
+        """Returns a sentence on the limit that is exceeded; empty if none is."""
         core_h, gpu_h, wall = (self.limits()[name] for name in LIMITS)
         files = sorted(self._run.events.glob("*.jsonl")) if core_h or wall else []
         if core_h is not None and (used_h := sum(self._core_s(file) for file in files) / 3600) >= core_h:
@@ -118,10 +119,10 @@ class CampaignBudget:
 
 
 class Meter:
-    """Notes how long one engine server has held its GPUs, over all its starts.
+    """Reports the GPU time of one engine server, over all its starts.
 
     Args:
-        gpus: how many it holds.
+        gpus: Number of GPUs that it holds.
     """
 
     def __init__(self, run: RunDir, server: str, gpus: int) -> None:
@@ -130,7 +131,7 @@ class Meter:
         self._next = 0.0
 
     def tick(self, now: bool = False) -> None:
-        """Writes it down when that is due, or ``now``; a start that is killed loses what it held since.
+        """Reports when that is due, or ``now``; a start that is killed loses the time since its last report.
 
         Raises:
             OSError: the run directory cannot be written.
@@ -146,14 +147,14 @@ class Meter:
 
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
-    """GPUs that an engine server holds: what Slurm gave its element, else what was ``planned`` for it."""
+    """Returns the GPUs of an engine server: what Slurm gave its element, else the ``planned`` number."""
     given = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     return int(given) * int(nodes) if given.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:
-    """GPU-seconds that a server noted; 0 where it has noted nothing."""
+    """Returns the GPU-seconds that a server has reported; 0 without a report."""
     try:
         return float((_decoded(_bytes(file)) or {}).get("gpu_s") or 0.0)
     except (TypeError, ValueError):

@@ -38,7 +38,12 @@ class EnginePool:
         self.servers, self.members = self.path / "servers", self.path / "members"
 
     def create(self, policies: Mapping[str, int], share: str) -> None:
-        """Makes the directories. ``policies``: servers of each."""
+        """Makes the directories.
+
+        Args:
+            policies: Number of servers of each policy.
+            share: ``user`` or ``group``: who may use the pool.
+        """
         group = share == "group"
         # The bit of the group: what is written here is of the group that the run directory has, not of its writer's.
         if group:
@@ -49,10 +54,10 @@ class EnginePool:
         write_json(self.path / "about.json", {"policies": dict(policies), "share": share}, 0o640)
 
     def policy(self, name: str) -> str:
-        """The pool's policy that a campaign's of this name uses: its namesake, else the only one there is.
+        """Returns the pool's policy that a campaign's policy ``name`` uses: its namesake, else the only one.
 
         Raises:
-            ConfigError: There are several, and none of that name.
+            ConfigError: The pool has several policies, and none of that name.
         """
         known = self.about()
         if name not in known and len(known) != 1:
@@ -60,10 +65,10 @@ class EnginePool:
         return name if name in known else next(iter(known))
 
     def about(self) -> dict[str, int]:
-        """Servers by policy.
+        """Returns the number of servers by policy.
 
         Raises:
-            ConfigError: It is no pool, or not one that we may use.
+            ConfigError: It is no pool, or this user may not use it.
         """
         try:
             return dict(json.loads((self.path / "about.json").read_text())["policies"])
@@ -90,11 +95,14 @@ class EnginePool:
         return [endpoint for endpoint in found if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
-        """Makes a campaign a member; its key goes into its run directory.
+        """Makes a campaign a member of the pool and writes its key into its run directory.
 
         Args:
-            policy: The campaign's own, whose model this pool is.
+            policy: The campaign's policy whose model this pool is.
             theirs: The pool's policy.
+
+        Raises:
+            ConfigError: This user may not write there.
         """
         key = secrets.token_urlsafe(32)
         digest = digest_of(key)
@@ -106,7 +114,7 @@ class EnginePool:
             raise ConfigError(f"{self.members}: cannot enrol in this pool: {error.strerror}") from None
 
     def users(self) -> dict[str, str]:
-        """Who enrolled each digest."""
+        """Returns the login name of the user who enrolled each digest."""
         found = {}
         for path in self.members.iterdir():
             if DIGEST.fullmatch(path.name):
@@ -121,4 +129,5 @@ class EnginePool:
 
 
 def digest_of(key: str) -> str:
+    """Returns the SHA-256 of a key in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -42,12 +42,12 @@ SHARED = stat.S_ISGID | stat.S_IRGRP
 
 @functools.lru_cache(maxsize=256)
 def file_mode(folder: Path) -> int:
-    """What a new file in ``folder`` gets: 0640 where its group shares it, else 0600. Asked once a process."""
+    """Returns the mode of new files in ``folder``: 0640 where its group shares it, else 0600. Cached per process."""
     return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory, if it is not there, that is as open as the one it lies in."""
+    """Makes a directory, if it does not exist, with the permissions of its parent."""
     if not path.is_dir():
         path.mkdir(mode=0o700, exist_ok=True)
         if file_mode(path.parent) == 0o640:
@@ -55,10 +55,10 @@ def make_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None:
-    """Publishes ``data`` at ``path``: whole or not at all, durable before it is visible (write, fsync, rename).
+    """Publishes ``data`` at ``path`` atomically, and durably before it is visible (write, fsync, rename).
 
     Args:
-        mode: whatever the umask; default: :func:`file_mode`.
+        mode: Permission bits, whatever the umask. Default: :func:`file_mode`.
     """
     raw = data.encode() if isinstance(data, str) else data
     mode = file_mode(path.parent) if mode is None else mode
@@ -78,7 +78,7 @@ def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None
 
 
 def user_name(uid: int) -> str:
-    """Login name, or the number where there is none."""
+    """Returns the login name, or the number where there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -86,10 +86,12 @@ def user_name(uid: int) -> str:
 
 
 def to_json(value: Any) -> str:
+    """Returns indented JSON with sorted keys; what JSON does not know becomes a string."""
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 
 def write_json(path: Path, value: Any, mode: int | None = None) -> None:
+    """Publishes ``value`` as JSON; see :func:`write_atomic`."""
     write_atomic(path, to_json(value), mode)
 
 
@@ -120,7 +122,7 @@ class RunDir:
         return str(self.path)
 
     def create(self, share: str = "user") -> None:
-        """Makes the directory and its rooms; ``share="group"`` lets the group that it gets by its place read them."""
+        """Makes the directory and those in it; with ``share="group"`` its group may read them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.endpoints.mkdir(mode=0o700, exist_ok=True)
@@ -131,7 +133,8 @@ class RunDir:
             make_directory(self.path / room)
 
     def check_ours(self) -> None:
-        """
+        """Checks that the run directory is this user's.
+
         Raises:
             ConfigError: It is another user's, who alone may change it.
         """
@@ -152,10 +155,10 @@ class RunDir:
         return self.events / f"{pod}.{start}.jsonl"
 
     def log(self, role: str) -> str:
-        """Slurm's pattern for the log of an array element: ``%A`` array job, ``%a`` element."""
+        """Returns Slurm's pattern for the log of an array element: ``%A`` array job, ``%a`` element."""
         return str(self.logs / f"{role}-%A_%a.log")
 
 
 def new_run_name(campaign: str) -> str:
-    """``<campaign>-<UTC stamp>-<4 hex>``."""
+    """Returns ``<campaign>-<UTC stamp>-<4 hex digits>``."""
     return f"{campaign}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"

@@ -35,11 +35,11 @@ from megaflow_hpc.rundir.record import read_run
 ABOUT = "megaflow-weights.json"
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
-"""What makes a directory a LoRA adapter's, as PEFT writes it."""
+"""A directory with this file is a LoRA adapter, as PEFT writes it."""
 LORA_RANK = 16
-"""The largest rank that vLLM takes where ``max-lora-rank`` does not say."""
+"""vLLM's default of ``max-lora-rank``."""
 SMALL = 64 * 2**20
-"""Bytes up to which a file of the campaign's model that a version lacks (configuration, tokenizer) is added to it."""
+"""Bytes up to which a file of the campaign's model (configuration, tokenizer) is copied to a version without it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Version:
 
 
 def current(run: RunDir, policy: str) -> Version:
-    """What shall be served now: one open and read, also where the file system caches attributes."""
+    """Returns the version to serve now; one open and read, also where the file system caches attributes."""
     try:
         found = json.loads(_pointer(run, policy).read_text())
         # A run directory may have been moved since: the number says where the files are.
@@ -69,7 +69,7 @@ def current(run: RunDir, policy: str) -> Version:
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
-    """Every published version (of one policy), oldest first."""
+    """Returns every published version, of one policy or of all, oldest first."""
     found = []
     for number in _numbers(run):
         try:
@@ -90,7 +90,7 @@ def publish(
     move: bool = False,
     keep: int | None = None,
 ) -> Version:
-    """Makes the model directory ``source`` the policy's next version and points the servers at it.
+    """Publishes the model directory ``source`` as the policy's next version; its servers load it.
 
     Args:
         run: The campaign's run directory.
@@ -129,7 +129,7 @@ def publish(
 
 
 def point(run: RunDir, policy: str) -> Version:
-    """Moves the pointer to the policy's highest version; looks again afterwards, so the last writer is never behind."""
+    """Moves the pointer to the policy's highest version; repeats until no higher one was published meanwhile."""
     written = None
     while written != (newest := (versions(run, policy) or [Version(policy=policy)])[-1]):
         write_json(_pointer(run, policy), asdict(newest))
@@ -138,7 +138,7 @@ def point(run: RunDir, policy: str) -> Version:
 
 
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
-    """Removes all but the ``keep`` newest versions of a policy, never the one the pointer names."""
+    """Removes all but the ``keep`` newest versions of a policy, and never the current one; returns their numbers."""
     now = current(run, policy).version
     old = [v for v in versions(run, policy)[: -max(1, keep)] if v.version != now]
     for version in old:

@@ -32,12 +32,15 @@ class JobState:
 
     @property
     def held(self) -> bool:
-        """Whether it waits for somebody to let it go, be it from the beginning or after a requeue."""
+        """Whether it waits for a release, from the beginning or after a requeue."""
         return self.state == "REQUEUE_HOLD" or (self.state == "PENDING" and "held" in self.reason.lower())
 
 
 def expand(job_id: str) -> list[str]:
-    """``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``, ``7+1`` (a part of a heterogeneous job) → ``7``; others as they are."""
+    """Returns the elements of an id as squeue prints it.
+
+    ``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``; ``7+1`` (a part of a heterogeneous job) → ``7``; others stay as they are.
+    """
     job_id = job_id.partition("+")[0]
     match = re.fullmatch(r"(\d+)_\[([\d,\-:]+)(?:%\d+)?\]", job_id)
     if not match:
@@ -51,10 +54,10 @@ def expand(job_id: str) -> list[str]:
 
 
 def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """What squeue still knows of these jobs, by element.
+    """Returns what squeue still knows of these jobs, by element.
 
     Raises:
-        SiteError: a controller cannot be asked; the caller must not conclude that the jobs are gone.
+        SiteError: A controller does not answer; the caller must not conclude that the jobs are gone.
     """
     found: dict[str, JobState] = {}
     for cluster, numbers in by_cluster(job_ids).items():
@@ -74,7 +77,7 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
 
 
 def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """What accounting says of these jobs, by element; empty where a site keeps no accounting."""
+    """Returns what accounting says of these jobs, by element; empty on a site without accounting."""
     found = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
@@ -102,10 +105,10 @@ class Use:
 
 
 def uses(job_ids: Iterable[str]) -> list[Use]:
-    """What jobs have held, every requeued start of them by itself: one sacct query for each cluster.
+    """Returns what jobs have held, one entry per start of an element; one sacct query for each cluster.
 
     Raises:
-        SiteError: there is no accounting, or it does not answer.
+        SiteError: There is no accounting, or it does not answer.
     """
     fields = "JobID,Start,End,AllocCPUS,AllocTRES"
     found = []

@@ -53,10 +53,15 @@ def pod_jobs(
     engines: int = 0,
     beside: Sequence[Amounts] = (),
 ) -> Iterator[Job]:
-    """The pod arrays of all pools here, ``count`` elements in all (default: as many as the campaign asks for).
+    """Yields the pod arrays of all pools at this cluster.
 
-    Where few jobs may run at once, or few resources be used, the arrays are throttled so that ``engines`` can run, of
-    which a pod would otherwise take the place when an engine is requeued; ``beside`` is what each of these asks for.
+    Where limits let few jobs run at once, the arrays are throttled so that no pod takes the place of an engine that is
+    requeued.
+
+    Args:
+        count: Elements in all. Default: as many as the campaign asks for.
+        engines: Number of engine servers that must be able to run beside the pods.
+        beside: What each of these servers asks for.
     """
     pods = config.slurm.pods
     left = pods.here if count is None else count
@@ -76,10 +81,10 @@ def pod_jobs(
 def pod_jobs_elsewhere(
     config: CampaignConfig, run: RunDir, array_size: Callable[[str], int] = site.max_array_size
 ) -> Iterator[Job]:
-    """The pod arrays of pools at other clusters, which keep to their limits on jobs themselves.
+    """Yields the pod arrays of pools at other clusters, whose limits are enforced there.
 
     Args:
-        array_size: of a cluster.
+        array_size: Returns a cluster's MaxArraySize.
     """
     for pool in config.slurm.pods.pools:
         for elements in chunks(pool.count, array_size(pool.cluster)) if pool.cluster else ():
@@ -87,22 +92,23 @@ def pod_jobs_elsewhere(
 
 
 class Arrays:
-    """
+    """The submissions of one run.
+
     Args:
-        recorded: submissions that stand in ``run.json`` (of runs made by an earlier version).
+        recorded: Submissions in ``run.json``, where an earlier version kept them.
     """
 
     def __init__(self, run: RunDir, recorded: Sequence[JobRecord] = ()) -> None:
         self.run = run
         self._recorded = list(recorded)
         self.handles: list[ArrayJob] = []
-        """submitit's, of what this process has submitted."""
+        """submitit's handles of what this process has submitted."""
 
     def queue(self, job: Job) -> list[str]:
         """Submits one array and returns its elements' ids.
 
         Raises:
-            SiteError: sbatch refused.
+            SiteError: sbatch refuses.
         """
         from megaflow_hpc.slurm.submission import submit
 
@@ -124,13 +130,14 @@ class Arrays:
         return sorted(found.values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:
+        """Returns the ids of every submission, or of those of one role."""
         return [record.id for record in self.records() if role in (None, record.role)]
 
     def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
-        """Writes down what bears this run's comment and was queued by a process that was killed before it could.
+        """Records jobs with this run's comment that a killed process had queued and not recorded.
 
         Raises:
-            SiteError: the controller cannot be asked.
+            SiteError: The controller does not answer.
         """
         known = set(self.ids())
         for cluster in clusters:
@@ -143,13 +150,13 @@ class Arrays:
                     self._record(array, _role(self.run, array), None)
 
     def leave(self, pod: str) -> None:
-        """Asks a running element to drain and not to come back."""
+        """Asks a running element to drain, and not to be requeued."""
         Marks(self.run).leave(pod)
         scancel([pod], "--batch", "--signal=USR2")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One process of this user changes the number of jobs at a time, as far as the file system can lock."""
+        """Lets one process of this user at a time change the number of jobs, as far as the file system can lock."""
         with open(self.run.ledger / "jobs.lock", "w") as file:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)

@@ -13,26 +13,27 @@ from megaflow_hpc.slurm import site
 
 
 def named(job_id: str, cluster: str) -> str:
-    """``123_4`` at a cluster; at our own, which has no name here, as it is."""
+    """Returns ``123_4@name`` for ``123_4`` at another cluster; ``123_4`` at our own, whose name is empty."""
     return f"{job_id}@{cluster}" if cluster else job_id
 
 
 def number(job_id: str) -> str:
-    """``123_4`` of ``123_4@name``: what the cluster itself calls it."""
+    """Returns ``123_4`` of ``123_4@name``: the cluster's own id."""
     return job_id.partition("@")[0]
 
 
 def cluster_of(job_id: str) -> str:
+    """Returns ``name`` of ``123_4@name``; empty for our own cluster."""
     return job_id.partition("@")[2]
 
 
 def array_of(job_id: str) -> str:
-    """``123@name`` of ``123_4@name``."""
+    """Returns ``123@name`` of ``123_4@name``."""
     return named(number(job_id).partition("_")[0], cluster_of(job_id))
 
 
 def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
-    """Cluster → numbers of its jobs."""
+    """Returns the own ids of each cluster's jobs."""
     found: dict[str, list[str]] = {}
     for job_id in job_ids:
         found.setdefault(cluster_of(job_id), []).append(number(job_id))
@@ -40,15 +41,15 @@ def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
 
 
 def on(cluster: str) -> tuple[str, ...]:
-    """What a Slurm command is told to ask that cluster."""
+    """Returns the options by which a Slurm command asks a cluster."""
     return ("-M", cluster) if cluster else ()
 
 
 def scancel(job_ids: Iterable[str], *options: str) -> None:
-    """One ``scancel`` per cluster.
+    """Cancels jobs, by one ``scancel`` per cluster.
 
     Raises:
-        SiteError: a cluster does not answer, or refuses; those named before it were asked.
+        SiteError: A cluster does not answer, or refuses; those before it were asked.
     """
     for cluster, numbers in by_cluster(job_ids).items():
         site.ask("scancel", *on(cluster), "--quiet", *options, *numbers)

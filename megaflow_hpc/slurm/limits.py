@@ -21,38 +21,38 @@ from megaflow_hpc.slurm.resources import Cap
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one more campaign of this user may have. ``None``: no limit."""
+    """What one more campaign of this user may queue and run. ``None``: no limit."""
 
     array_size: int = 1001
-    """Elements one array may have (MaxArraySize)."""
+    """Maximum number of elements of one array (MaxArraySize)."""
     submit: int | None = None
-    """Jobs, an array element counting as one, that may be queued or running at once, by the narrowest limit."""
+    """Maximum number of queued and running jobs, by the narrowest limit; each array element counts as one."""
     queued: int = 0
-    """How many of those there are already."""
+    """Number of those jobs now."""
     running: int | None = None
-    """Jobs that may run at once."""
+    """Maximum number of running jobs."""
     why: str = ""
-    """Which limit ``submit`` is, for messages."""
+    """The limit that ``submit`` is, for messages."""
     caps: tuple[Cap, ...] = ()
     """Limits on resources."""
 
     @property
     def room(self) -> int | None:
-        """Jobs that can still be queued."""
+        """Number of jobs that can still be queued."""
         return None if self.submit is None else max(0, self.submit - self.queued)
 
 
 def chunks(count: int, size: int) -> list[int]:
-    """``count`` elements as arrays of at most ``size``, about equal."""
+    """Splits ``count`` elements into arrays of at most ``size``, about equal."""
     arrays = -(-count // max(1, size))
     return [count * (n + 1) // arrays - count * n // arrays for n in range(arrays)]
 
 
 def allowance(options: Mapping[str, Any]) -> Allowance:
-    """The limits that hold for jobs with these sbatch options (``account``, ``qos`` and ``partition`` count).
+    """Returns the limits of jobs with these sbatch options (``account``, ``qos`` and ``partition`` matter).
 
     Raises:
-        SiteError: the controller does not answer.
+        SiteError: The controller does not answer.
     """
     array_size = site.max_array_size()
     user = getpass.getuser()
@@ -74,7 +74,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    """The limits on resources that hold for jobs with these sbatch options; none where nobody can say."""
+    """Returns the limits on resources of jobs with these sbatch options; none where Slurm cannot tell."""
     try:
         return _caps(_rows(getpass.getuser(), options), options)
     except SiteError:

@@ -1,4 +1,4 @@
-"""What a job asks for in Slurm's trackable resources (TRES), and how much of them associations and QOS allow.
+"""Slurm's trackable resources (TRES): what a job asks for, and what associations and QOS allow.
 
 Resources are named as Slurm names them: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit
 is of one job, or of all jobs together that run at once for a user, an account, an association or a QOS. Of the same
@@ -39,7 +39,7 @@ class Cap(NamedTuple):
 
 
 def amounts(text: str) -> Amounts:
-    """``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it; what is no number limits nothing."""
+    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it; what is no number is no limit."""
     found: Amounts = {}
     for resource, _, value in (part.partition("=") for part in text.split(",")):
         with contextlib.suppress(ValueError):
@@ -48,10 +48,10 @@ def amounts(text: str) -> Amounts:
 
 
 def megabytes(text: str) -> int:
-    """``100G``, ``2000`` (MB).
+    """Returns MB of ``100G`` or ``2000`` (MB).
 
     Raises:
-        ValueError: it is neither.
+        ValueError: It is neither.
     """
     match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text.strip().upper())
     if not match:
@@ -60,10 +60,10 @@ def megabytes(text: str) -> int:
 
 
 def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
-    """The limits that hold.
+    """Returns the limits that hold.
 
     Args:
-        rows: whose it is, and its fields by sacctmgr's names; those that take precedence first.
+        rows: Whose limits they are, and sacctmgr's fields by name; those that take precedence first.
     """
     found: dict[tuple[str, str], Cap] = {}
     for of, row in rows:
@@ -74,7 +74,7 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
 
 
 def asked(options: Mapping[str, Any]) -> Amounts:
-    """What one job with these sbatch options needs at least."""
+    """Returns what one job with these sbatch options needs at least."""
     given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks", nodes * _number(given, "ntasks-per-node", 1))
@@ -95,7 +95,7 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 
 
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
-    """What of a job's needs counts under these limits."""
+    """Returns the part of a job's needs that counts under these limits."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
 
@@ -119,13 +119,13 @@ def _gres(text: str) -> Amounts:
 
 
 def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
-    """The limit under which not even one such job can start; ``None`` if there is none."""
+    """Returns the limit under which not even one such job can start; ``None`` if there is none."""
     over = [cap for cap in limits if job.get(cap.resource, 0) > cap.value]
     return max(over, key=lambda cap: job[cap.resource] / max(1, cap.value), default=None)
 
 
 def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
-    """How many such jobs may run at once beside ``others``, and by which limit; ``None``: as many as one likes."""
+    """Returns how many such jobs may run at once beside ``others``, and by which limit; ``None`` without a limit."""
     others = list(others)
     found = []
     for cap in limits:

@@ -54,7 +54,7 @@ class Job:
 
 
 def script(job: Job) -> str:
-    """The whole batch script."""
+    """Returns the whole batch script."""
     lines = ["#!/bin/bash", *(f"# {line}".rstrip() for line in job.header)]
     options = dict(job.options)
     if job.elements is not None:
@@ -126,7 +126,14 @@ def pod_job(
     pool: PodPoolConfig | None = None,
     throttle: int | None = None,
 ) -> Job:
-    """One pod array: each element one MPI world on ``pods.nodes`` nodes; of a pool, where one is given."""
+    """Returns a pod array: each element is one MPI world on ``pods.nodes`` nodes.
+
+    Args:
+        count: Elements. Default: the pool's or the campaign's.
+        dependency: As sbatch takes it.
+        pool: A further pool of pods. Default: ``slurm.pods`` itself.
+        throttle: Maximum number of elements that run at once.
+    """
     pods = config.slurm.pods
     own = {name: getattr(pool, name) for name in ("partition", "account", "time", "nodes")} if pool else {}
     own = {name: value for name, value in own.items() if value is not None}
@@ -163,12 +170,14 @@ def server_job(
     held: bool = False,
     nodes: int = 1,
 ) -> Job:
-    """An engine array: each element one engine server; its index is the server's in ``run.json``.
+    """Returns an engine array: each element is one engine server; its index is the server's in ``run.json``.
 
     Args:
-        largest: highest array index that the site allows; servers beyond are counted from 0 and a base.
-        held: they wait in the queue until somebody lets them go (``scontrol release``).
-        nodes: of each server; ``gpus`` on each of them.
+        gpus: GPUs of each server on each of its nodes.
+        first: Index of the first server.
+        largest: Highest array index that the site allows; servers beyond are counted from 0 and a base.
+        held: Whether they wait in the queue for a release (``scontrol release``).
+        nodes: Nodes of each server.
     """
     servers = config.slurm.servers
     options = {
@@ -190,7 +199,11 @@ def server_job(
 
 
 def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int]) -> Job:
-    """Pod and engine servers (``gpus``: of each) as one heterogeneous job: one allocation, one MPI world."""
+    """Returns a pod and engine servers as one heterogeneous job: one allocation, one MPI world.
+
+    Args:
+        gpus: GPUs of each server.
+    """
     pod = pod_job(config, run, 1)
     kept = ("partition", "nodes", "ntasks", "gres")
     servers = [server_job(config, run, 1, count).options for count in gpus]
@@ -200,7 +213,7 @@ def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int]) -> Jo
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
-    """The follow-up: writes trajectories.h5 and ends those of the given engine arrays that are left."""
+    """Returns the follow-up job, which writes trajectories.h5 and ends the engine arrays ``servers``."""
     options = {
         **_common(config, run, "gather"),
         "output": str(run.logs / "gather-%j.log"),
@@ -217,7 +230,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
 
 
 def by_hand(role: Role) -> str:
-    """The script under ``sbatch/`` for a role: no campaign in it, the run directory is its argument."""
+    """Returns the script under ``sbatch/`` for a role: without a campaign, with the run directory as its argument."""
     common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
     if role == "pods":
         header = [

@@ -1,4 +1,4 @@
-"""What this site has: partitions, MPI plug-ins, limits. Each question is asked once, with one command."""
+"""The site: its partitions, MPI plug-ins and configuration. Each question is asked once, with one command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ask(*command: str) -> str:
     """Runs a Slurm command and returns its output.
 
     Raises:
-        SiteError: the command is missing, fails, or does not answer.
+        SiteError: The command is missing, fails, or does not answer.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
@@ -51,12 +51,13 @@ def ask(*command: str) -> str:
 
 
 def has_slurm() -> bool:
+    """Tells whether Slurm's commands are on PATH."""
     return all(shutil.which(tool) for tool in ("sbatch", "squeue", "srun"))
 
 
 @functools.cache
 def partitions(cluster: str = "") -> dict[str, Partition]:
-    """The partitions this user can see, by name; of another cluster where one is named."""
+    """Returns the partitions that this user sees, by name, of this or the named cluster."""
     found: dict[str, Partition] = {}
     for line in ask("sinfo", *(("-M", cluster) if cluster else ()), "-h", "-o", "%R|%P|%a|%D|%c|%m|%G|%l").splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
@@ -86,10 +87,10 @@ def mpi_plugin() -> str:
 
 @functools.cache
 def mpi_plugins() -> tuple[str, ...]:
-    """The types worth a try, the likeliest first; only ``MEGAFLOW_MPI`` where it is set.
+    """Returns the types worth trying, the likeliest first; ``MEGAFLOW_MPI`` alone where it is set.
 
     Raises:
-        SiteError: srun offers none that is known.
+        SiteError: srun offers none of those known.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI"):
         return (chosen,)
@@ -102,29 +103,30 @@ def mpi_plugins() -> tuple[str, ...]:
 
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
-    """``scontrol show config`` by name; asked once, of another cluster where one is named."""
+    """Returns ``scontrol show config`` by name, of this or the named cluster."""
     said = ask("scontrol", *(("-M", cluster) if cluster else ()), "show", "config")
     pairs = (line.partition("=") for line in said.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
 def max_array_size(cluster: str = "") -> int:
-    """Largest array index + 1 that the site, or another cluster of it, allows."""
+    """Returns MaxArraySize (the largest array index + 1) of this or the named cluster."""
     size = configuration(cluster).get("MaxArraySize", "")
     return int(size) if size.isdigit() else 1001
 
 
 def enforces_limits() -> bool:
-    """Whether limits on associations and QOS mean anything (AccountingStorageEnforce)."""
+    """Tells whether limits of associations and QOS are enforced (AccountingStorageEnforce)."""
     return bool({"limits", "safe"} & set(configuration().get("AccountingStorageEnforce", "").lower().split(",")))
 
 
 def cluster_name() -> str:
+    """Returns the name of this cluster."""
     return configuration().get("ClusterName", "")
 
 
 def partition_qos(names: str) -> set[str]:
-    """The QOS that partitions bring with them, whose limits hold beside the job's own; ``names`` as sbatch takes it."""
+    """Returns the QOS of partitions, whose limits hold beside the job's own; ``names`` as sbatch takes them."""
     wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
     return {known for name, known in _partition_qos().items() if name in wanted}
 
@@ -136,10 +138,13 @@ def _partition_qos() -> dict[str, str]:
 
 
 def check_site(config: CampaignConfig, where: Any) -> None:
-    """Partitions that the campaign names must exist here. ``where``: dotted key → ``file:line``.
+    """Checks that the partitions of the campaign exist.
+
+    Args:
+        where: Returns ``file:line`` of a dotted key.
 
     Raises:
-        ConfigError: names the partition and those there are.
+        ConfigError: One does not; names it and those that do.
     """
     known = partitions()
     pods = config.slurm.pods
