@@ -46,6 +46,7 @@ example:
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``tasks`` and its verbs."""
     parser = subparsers.add_parser("tasks", help="import, build, validate and list tasks", description=__doc__)
     verbs = parser.add_subparsers(dest="tasks_verb", metavar="VERB", required=True)
 
@@ -92,6 +93,7 @@ def register(subparsers: Any) -> None:
 
 
 def run_build(arguments: argparse.Namespace) -> int:
+    """Makes task directories, and their image where a base is given; returns the exit status."""
     from megaflow_hpc.tasks.releases import image as bug_image
     from megaflow_hpc.tasks.releases import sdists
     from megaflow_hpc.tasks.releases import tasks as bugs
@@ -121,7 +123,11 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 
 def task_directories(directory: str) -> list[Path]:
-    """``directory`` itself if it is a task, else the tasks in it."""
+    """Returns ``directory`` itself if it is a task, else the tasks in it.
+
+    Raises:
+        ConfigError: there is none.
+    """
     root = Path(directory).absolute()
     if (root / "task.toml").is_file():
         return [root]
@@ -134,6 +140,7 @@ def task_directories(directory: str) -> list[Path]:
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
+    """Validates tasks and prints the evidence; returns 1 if one is not valid."""
     from megaflow_hpc.agents.oracle import OracleAgent
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
@@ -207,6 +214,7 @@ def _image_beside(task: Path, name: str) -> Path:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
+    """Prints the tasks of a directory; returns the exit status."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]

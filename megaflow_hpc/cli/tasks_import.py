@@ -28,6 +28,11 @@ examples:
 
 
 def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds ``tasks import``.
+
+    Args:
+        verb: adds a verb, given its name, help and epilog.
+    """
     parser = verb("import", "check SWE-bench style JSONL files, and write them in one form", EPILOG)
     parser.add_argument("files", metavar="X.jsonl", nargs="+", help="files to read")
     parser.add_argument("--to", metavar="DIR", help="write DIR/NAME.jsonl; without it the files are only checked")
@@ -48,6 +53,7 @@ def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
+    """Checks files and writes them where asked to; returns the exit status."""
     from megaflow_hpc.tasks.swebench.instances import LineSource, read_instances, read_tasks
     from megaflow_hpc.tasks.swebench.plan import settle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.cli import main
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.host.files import remove_tree
@@ -59,3 +61,19 @@ def test_a_limit_of_processor_time_holds_for_both(limited_by: str, rootfs: str, 
     assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("failed", "verifier", None)
     assert (found.after.reward, found.after.error) == (None, trajectory.error)
     assert "cpu time limit: 2 of 2 s" in found.after.output
+
+
+def test_tasks_validate_takes_limits_and_images_from_a_campaign(
+    rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
+    files = {"task.toml": TOML, "instruction.md": "Write 1 into answer.\n", "tests/test.sh": BUSY}
+    write_files(tmp_path / "tasks" / "busy", {**files, "solution/solve.sh": "echo 1 > answer\n"})
+    campaign = tmp_path / "campaign.yaml"
+    environment = {"network": "none", "limits": {"cpu_s": 2}, "images": {"base": rootfs}}
+    campaign.write_text(json.dumps({"name": "x", "tasks": "tasks/*", "agent": "oracle", "environment": environment}))
+    assert main(["tasks", "validate", str(tmp_path / "tasks"), "--campaign", str(campaign), "--json"]) == 1
+    (evidence,) = json.loads(capsys.readouterr().out)["tasks"]
+    assert (evidence["reward_after"], evidence["valid"]) == (None, False)
+    assert any("reward.txt" in problem for problem in evidence["problems"])
+    remove_tree(tmp_path / "scratch")

@@ -20,6 +20,7 @@ CHANGED = 90
 
 
 def main() -> int:
+    """Downloads as ``pip download``; returns its exit status, or ``CHANGED`` where pip's insides changed."""
     try:
         from pip._internal.commands.download import DownloadCommand
         from pip._vendor.packaging.specifiers import SpecifierSet

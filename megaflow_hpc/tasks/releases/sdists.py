@@ -96,7 +96,7 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
-    """The archive of each release, downloaded where the cache has none. A release that does not exist is left out.
+    """Returns the archive of each release, downloaded where the cache has none; one that does not exist is left out.
 
     Raises:
         SiteError: pip could not be run, or could not reach its index.

@@ -96,6 +96,7 @@ class Bug(Section):
 
     @property
     def releases(self) -> tuple[Release, Release]:
+        """The buggy and the fixed release."""
         return Release(self.package, self.buggy), Release(self.package, self.fixed)
 
 
@@ -119,6 +120,8 @@ class BugFile(Section):
 
 @dataclass(frozen=True)
 class BuiltTask:
+    """A task directory made of a bug."""
+
     id: str
     path: Path
     bug: Bug
@@ -192,7 +195,7 @@ def build_tasks(
 
 
 def fingerprint(content: BugFile, bug: Bug) -> str:
-    """What a task directory was made from, this code included; the same value means nothing to do."""
+    """Digest of what a task directory is made from, this code included; the same value means nothing to do."""
     code = [Path(file).read_text() for file in (__file__, sdists.__file__, named_tests.__file__)]
     made_from = [content.image, bug.model_dump(mode="json"), code]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
@@ -220,7 +223,7 @@ def _publish(task: Path, target: Path, replaced: Path) -> None:
 
 
 def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path, stamp: str, where: str) -> Path:
-    """One task directory, under ``scratch``."""
+    """Writes one task directory under ``scratch``."""
     buggy, fixed = (unpack(archive, scratch / archive.stem) for archive in archives)
     old_tests, new_tests = ([name for name in tree_files(tree) if is_test(name)] for tree in (buggy, fixed))
     for entry in (*bug.failing, *bug.passing):
@@ -261,6 +264,11 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
 
 
 def check_patch(bug: Bug, patch: Patch, where: str) -> None:
+    """Checks that a fix changes code, and no more than an agent can be asked to write.
+
+    Raises:
+        ConfigError: names the bug's line in the bug file, given as ``where``.
+    """
     if not patch.lines:
         raise ConfigError(
             f"{where}: no code differs between {bug.buggy} and {bug.fixed} of {bug.package}; choose other releases"
@@ -295,7 +303,7 @@ def _script(path: Path, text: str) -> None:
 
 
 def instruction(bug: Bug) -> str:
-    """What the agent is told: the issue, and where things are."""
+    """The instruction of a task: the issue, and where things are."""
     run = "python3 -m pytest -o addopts="
     return f"""\
 {bug.issue.strip()}
