@@ -15,7 +15,7 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
 from megaflow_hpc.types import Task, Verdict
 
-Agent = Callable[[int, Task], Awaitable[None]]
+RunAgent = Callable[[int, Task], Awaitable[None]]
 """Runs the agent on a step, given its number from 0 and itself."""
 
 
@@ -39,7 +39,7 @@ async def run_steps(
     task: Task,
     sandbox: ApptainerSandbox,
     context: VerificationContext,
-    agent: Agent,
+    run_agent: RunAgent,
     *,
     verdicts: list[StepVerdict] | None = None,
     under_way: bool = False,
@@ -66,7 +66,7 @@ async def run_steps(
         if not under_way:
             await found.begin_step(step, sandbox)
         under_way = False
-        await agent(number, step)
+        await run_agent(number, step)
         await sandbox.kill_processes()
         with verifying():
             verdict = await verify(step, sandbox, context, stay=number < len(steps) - 1)

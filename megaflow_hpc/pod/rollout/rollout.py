@@ -146,13 +146,13 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             await _prepare(task, sandbox, resumed)
         if resumed:
             resumed.carry_over(trajectory)
-        turn = _AgentTurn(services, rollout, policy, sandbox, trajectory, resumed)
+        agent_run = _AgentRun(services, rollout, policy, sandbox, trajectory, resumed)
         verdict = await run_steps(
             task,
             sandbox,
             verification_context(services.config.environment, services.images, services.provider.start),
-            turn.run,
-            verdicts=turn.verdicts,
+            agent_run.run,
+            verdicts=agent_run.verdicts,
             under_way=resumed is not None,
             verifying=lambda: _timed(trajectory, "verify_s"),
         )
@@ -171,7 +171,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             print(f"{rollout.id}: {error}", file=sys.stderr)
 
 
-class _AgentTurn:
+class _AgentRun:
     """The agent's part of each step: it runs, and what it did goes into the trajectory.
 
     Args:
