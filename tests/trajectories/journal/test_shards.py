@@ -153,7 +153,7 @@ def test_a_shard_that_is_torn_foreign_or_of_another_journal_is_passed_over(run, 
 def test_rank_0_makes_shards_in_a_child_as_parts_finish(tmp_path):
     run = run_dir(tmp_path / "run")
     maker = ShardMaker(run)
-    with JournalWriter(run.journal_file("a", "0"), 40_000, on_rotate=maker.add) as journal:
+    with JournalWriter(run.journal_file("a", "0"), 60_000, on_rotate=maker.add) as journal:
         for n in range(ROWS):
             journal.append(record(0, 0, trajectory(n)))
             journal.commit()
