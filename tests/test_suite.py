@@ -1,0 +1,95 @@
+"""How the suite is run (tests/support/suite.py): failed tests once more by themselves, long ones first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+FLAKY = """
+import pathlib, pytest
+here = pathlib.Path(__file__).parent
+
+def test_sound():
+    assert True
+
+@pytest.mark.parametrize("name", ["a b", "c[d]"])
+def test_fails_the_first_time(name):
+    mark = here / f"{name} was here"
+    if not mark.exists():
+        mark.touch()
+        assert False
+"""
+BROKEN = """
+import pytest
+
+def test_broken():
+    assert False
+
+@pytest.fixture
+def missing():
+    raise OSError("no such thing")
+
+def test_without_its_fixture(missing):
+    pass
+"""
+
+
+def suite(folder: Path, files: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  lab\n  engine\n  slow\n")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.suite", "-ra", "--color=no", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2", "--dist", "loadscope")], ids=["one by one", "two at a time"])
+def test_what_passes_alone_passes_and_is_named(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    done = suite(tmp_path, {"test_flaky.py": FLAKY}, "--once-more", "20", *workers)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    for name in ("a b", "c[d]"):
+        assert f"passed only alone: test_flaky.py::test_fails_the_first_time[{name}]" in lines
+    assert " 3 passed in " in lines[-1]
+    assert not any(line.startswith("FAILED") for line in lines)
+
+
+def test_what_fails_twice_fails_the_suite(tmp_path: Path) -> None:
+    done = suite(tmp_path, {"test_flaky.py": FLAKY, "test_broken.py": BROKEN}, "--once-more", "20")
+    assert done.returncode == 1
+    assert "passed only alone: test_broken" not in done.stdout
+    assert " 1 failed, 3 passed, 1 error in " in done.stdout.splitlines()[-1]
+
+
+def test_more_failures_than_allowed_are_not_run_again(tmp_path: Path) -> None:
+    done = suite(tmp_path, {"test_flaky.py": FLAKY}, "--once-more", "1")
+    assert done.returncode == 1
+    assert "once more" not in done.stdout
+    assert " 2 failed, 1 passed in " in done.stdout.splitlines()[-1]
+
+
+def test_a_file_that_cannot_be_read_fails_the_suite(tmp_path: Path) -> None:
+    done = suite(tmp_path, {"test_flaky.py": FLAKY, "test_torn.py": "import nothing_of_this_name"}, "--once-more", "20")
+    assert done.returncode not in (0, None)
+
+
+def test_long_tests_begin_first_and_time_is_added_up_by_room(tmp_path: Path) -> None:
+    short = "def test_it():\n    pass\n"
+    files = {
+        "tests/a/test_short.py": short,
+        "tests/b/test_slow.py": f"import pytest\n@pytest.mark.slow\n{short}",
+        "tests/b/test_engine.py": f"import pytest\npytestmark = pytest.mark.engine\n{short}",
+        "tests/lab/test_lab.py": f"import pytest\npytestmark = pytest.mark.lab\n{short}",
+    }
+    done = suite(tmp_path, files, "-v", "--quick-limit", "0.000001")
+    ran = [line.split("::")[0] for line in done.stdout.splitlines() if " PASSED " in line]
+    assert ran == ["tests/lab/test_lab.py", "tests/b/test_engine.py", "tests/b/test_slow.py", "tests/a/test_short.py"]
+    assert "tests/b (2 tests)" in done.stdout
+    assert done.stdout.count("should be marked slow") == 4
