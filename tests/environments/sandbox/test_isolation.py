@@ -248,7 +248,7 @@ def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) ->
 
 
 def test_directories_deeper_than_a_path_is_long_go_with_their_sandbox(rootfs: str, scratch: Path) -> None:
-    deep = ["python3", "-c", "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"]
+    deep = ["python3", "-c", "import os\nfor _ in range(1500): os.mkdir('dir'); os.chdir('dir')"]
 
     async def main() -> list[str]:
         async with ApptainerProvider(scratch) as provider:
@@ -264,7 +264,7 @@ def test_directories_deeper_than_a_path_is_long_go_with_their_sandbox(rootfs: st
 
 def test_the_janitor_removes_directories_deeper_than_a_path_is_long(tmp_path: Path) -> None:
     (tmp_path / "owners" / "1-1").mkdir(parents=True)
-    nest(tmp_path / "owners" / "1-1" / "s1", 3000, "d")
+    nest(tmp_path / "owners" / "1-1" / "s1", 1500, "dir")
     assert sweep(tmp_path)["left"] == 0
     assert list((tmp_path / "owners").iterdir()) == []
 

@@ -19,7 +19,7 @@ def test_preferred_libraries_go_whatever_the_rights_of_their_directory(tmp_path:
     preferred.mkdir(parents=True)
     (preferred / "libc.so.6").touch()
     (preferred / "libmine.so").touch()
-    nest(preferred.parent / "deep", 3000, "d")
+    nest(preferred.parent / "deep", 1500, "dir")
     preferred.chmod(mode)
     assert restore_programs(upper, image) == ["usr/lib/glibc-hwcaps/x86-64-v3/libc.so.6"]
     assert [path.name for path in preferred.iterdir()] == ["libmine.so"]
