@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 
+from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
 from megaflow_hpc.host.mpi import find_mpiexec
-from megaflow_hpc.rundir.layout import RunDir, file_mode
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
 
 STOP_S = 60.0

@@ -25,9 +25,10 @@ from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.rundir.engine_pool import EnginePool
-from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
 from megaflow_hpc.types import Rollout, Task
 from megaflow_hpc.version import __version__

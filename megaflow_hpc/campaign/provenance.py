@@ -20,8 +20,9 @@ from typing import Any
 from megaflow_hpc.config import ModelConfig, Policy
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.apptainer import find_apptainer, version
+from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.model.engines.adapters import interpreter
-from megaflow_hpc.rundir.layout import RunDir, make_directory, write_atomic
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
 from megaflow_hpc.version import __version__
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaflow_hpc.cli.output import add_json, note, print_json, table
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.layout import write_atomic
+from megaflow_hpc.host.atomic import write_atomic
 
 EPILOG = """\
 Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and

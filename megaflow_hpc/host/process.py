@@ -6,6 +6,7 @@ Light to import: the parent of an engine's processes does.
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -165,3 +166,11 @@ def mapped_files(pid: int) -> set[str]:
             return {f"/{path}" for line in file if (path := line.rstrip("\n").partition("/")[2])}
     except OSError:
         return set()
+
+
+def user_name(uid: int) -> str:
+    """Returns the login name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

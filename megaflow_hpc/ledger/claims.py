@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
 from megaflow_hpc.ledger.rules import Claim, Rules
-from megaflow_hpc.rundir.layout import RunDir, make_directory, write_atomic
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 ROOMS = ("claims", "released", "done", "leases", "gone", "hungry")

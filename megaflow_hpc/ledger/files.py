@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.host.atomic import file_mode, make_directory, to_json, write_json
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -34,7 +35,7 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
-from megaflow_hpc.rundir.layout import RunDir, file_mode, make_directory, to_json, write_json
+from megaflow_hpc.rundir.layout import RunDir
 
 STALE_TRIES = 5
 RETRY_S = 1.0

@@ -11,7 +11,8 @@ import json
 import time
 from collections.abc import Callable
 
-from megaflow_hpc.rundir.layout import RunDir, write_json
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.layout import RunDir
 
 SCALER = "scaler"
 """Role: releases held elements of the engine array when there is work for them."""

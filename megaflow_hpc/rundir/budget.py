@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.events import ProgressEvent, decode
-from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
+from megaflow_hpc.rundir.layout import RunDir
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
 LOOK_S = 30.0

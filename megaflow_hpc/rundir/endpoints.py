@@ -19,7 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
-from megaflow_hpc.rundir.layout import RunDir, write_json
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.layout import RunDir
 
 T = TypeVar("T")
 FAILED, LOADING = ".failed.json", ".loading"

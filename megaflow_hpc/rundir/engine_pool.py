@@ -24,8 +24,10 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_atomic, write_json
+from megaflow_hpc.host.process import user_name
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership, read
-from megaflow_hpc.rundir.layout import RunDir, user_name, write_atomic, write_json
+from megaflow_hpc.rundir.layout import RunDir
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 

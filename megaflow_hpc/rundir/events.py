@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from megaflow_hpc.rundir.layout import file_mode
+from megaflow_hpc.host.atomic import file_mode
 
 FORMAT_VERSION = 1
 """Stands in the first line of a file; absent in those of the first releases, which are of version 1 too."""

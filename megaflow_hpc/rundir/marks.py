@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaflow_hpc.rundir.layout import RunDir, make_directory
+from megaflow_hpc.host.atomic import make_directory
+from megaflow_hpc.rundir.layout import RunDir
 
 DRAIN = "drain"
 STATE = "state"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.layout import RunDir, write_json
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.layout import RunDir
 
 if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 
 ABOUT = "megaflow-weights.json"

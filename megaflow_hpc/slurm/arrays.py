@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.rundir.layout import RunDir, make_directory, write_json
+from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup
 from megaflow_hpc.slurm import site

@@ -19,7 +19,7 @@ from pathlib import Path
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.rundir.layout import write_atomic, write_json
+from megaflow_hpc.host.atomic import write_atomic, write_json
 from megaflow_hpc.types import Artifact
 
 NOTE = "checkout.json"

@@ -10,9 +10,10 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.endpoints import Endpoint
 from megaflow_hpc.rundir.engine_pool import EnginePool
-from megaflow_hpc.rundir.layout import RunDir, write_json
+from megaflow_hpc.rundir.layout import RunDir
 from tests.support.campaigns import Make
 from tests.support.second_user import as_second_user
 

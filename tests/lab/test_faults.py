@@ -11,7 +11,7 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
-from megaflow_hpc.rundir.layout import write_atomic
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.slurm import limits
 from megaflow_hpc.trajectories.journal.frames import read_frames
 from megaflow_hpc.trajectories.journal.writer import JournalWriter

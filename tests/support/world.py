@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.bench.programs.dispatch_ranks import make_pod
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling import stragglers
 from megaflow_hpc.rundir import budget
-from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Attempt, Rollout, Trajectory
 
 SLOTS = 4

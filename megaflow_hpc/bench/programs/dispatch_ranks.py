@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.rundir.layout import RunDir, write_json
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from typing import Any
 
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.rundir.layout import write_json
 
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
 """Directories, separated by colons; the first is the one written to."""

@@ -28,9 +28,9 @@ from megaflow_hpc.host.apptainer import (
     last_line,
     version,
 )
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
-from megaflow_hpc.rundir.layout import write_atomic
 
 FORMAT = 2
 PROBE_S = 20.0

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.rundir.layout import write_json
 
 FORMAT = 1
 COPY_S = 600.0

@@ -20,6 +20,7 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.pod.comm import Comm
@@ -27,7 +28,7 @@ from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.rundir.events import EventWriter
-from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.events import AttemptEvent, EventReader
-from megaflow_hpc.rundir.layout import RunDir, write_atomic
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Attempt
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from megaflow_hpc.environments.images.resolve import BUILD_OPTIONS
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
-from megaflow_hpc.rundir.layout import write_json
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.tasks.releases.sdists import fetch_wheels
 from megaflow_hpc.tasks.releases.tasks import WORKDIR, Bug, BugFile, Progress
 

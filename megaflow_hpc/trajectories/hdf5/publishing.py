@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.host.process import Identity, boot_id
-from megaflow_hpc.rundir.layout import file_mode
 
 FOREIGN_AGE_S = 86400.0
 """Seconds without a change after which another host's temporary file is taken to be abandoned."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.layout import file_mode
+from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.trajectories.journal.frames import (
     FRAME_SIZE,
     HEADER_SIZE,

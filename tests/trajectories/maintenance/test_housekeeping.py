@@ -16,8 +16,8 @@ import pytest
 
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.rundir.layout import write_json
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.schema import OPTIONAL

@@ -19,7 +19,7 @@ from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.environments.images.resolve import Images, source_key
 from megaflow_hpc.environments.images.store import digest_in
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.rundir.layout import write_json
+from megaflow_hpc.host.atomic import write_json
 
 FORMAT = "megaflow-hpc/images"
 FORMAT_VERSION = 1

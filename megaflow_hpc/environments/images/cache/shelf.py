@@ -31,9 +31,9 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.copy_log import CopyLog
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.rundir.layout import write_json
 
 POLL_S = (0.005, 0.1)
 """Wait for a lock or for room: first, and at most."""

@@ -1,0 +1,61 @@
+"""Files that appear whole or not at all, as open to their group as the directory they lie in."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+SHARED = stat.S_ISGID | stat.S_IRGRP
+"""Bits that tell a directory which its group shares."""
+
+
+@functools.lru_cache(maxsize=256)
+def file_mode(folder: Path) -> int:
+    """Returns the mode of new files in ``folder``: 0640 where its group shares it, else 0600. Cached per process."""
+    return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, if it does not exist, with the permissions of its parent."""
+    if not path.is_dir():
+        path.mkdir(mode=0o700, exist_ok=True)
+        if file_mode(path.parent) == 0o640:
+            path.chmod(0o2750)
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None:
+    """Publishes ``data`` at ``path`` atomically, and durably before it is visible (write, fsync, rename).
+
+    Args:
+        mode: Permission bits, whatever the umask. Default: :func:`file_mode`.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    mode = file_mode(path.parent) if mode is None else mode
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if mode != 0o600:
+                os.fchmod(descriptor, mode)
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def to_json(value: Any) -> str:
+    """Returns indented JSON with sorted keys; what JSON does not know becomes a string."""
+    return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
+
+
+def write_json(path: Path, value: Any, mode: int | None = None) -> None:
+    """Publishes ``value`` as JSON; see :func:`write_atomic`."""
+    write_atomic(path, to_json(value), mode)
