@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,16 @@ pytest_plugins = ["tests.support.sandboxes", "tests.support.second_user", "tests
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so in all that the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_site() -> Iterator[None]:
+    """What one test learned of its Slurm is no answer to the next, which may have another or none."""
+    yield
+    module = sys.modules.get("megaflow_hpc.slurm.site")
+    for value in vars(module).values() if module else ():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -149,8 +149,10 @@ def listeners(pid: int, loopback: bool = True) -> tuple[list[int], list[str]]:
 
 def descendants(pid: int) -> Sequence[int]:
     """Processes that ``pid`` started, and theirs."""
-    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    pairs = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pairs.append((int(entry.name), int((entry / "stat").read_text().rpartition(")")[2].split()[1])))
     found, todo = [], [pid]
     while todo:
         parent = todo.pop()
