@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
 import itertools
 import json
@@ -26,6 +27,7 @@ PACKAGE = "megaflow_hpc"
 Graph = Mapping[str, set[str]]
 
 
+@functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Dotted name → file of every module of the package; a package stands for its ``__init__``."""
     found = {}
@@ -35,6 +37,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imported(path: Path, own: str = "") -> set[str]:
     """Dotted names that a file imports, wherever in it; ``own`` is its package, for relative imports."""
     found: set[str] = set()

@@ -2,16 +2,87 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import megaflow_hpc
-from tests.rooms import circles_of_levels, imported, module_graph
+from tests.rooms import circles_of_levels, imported, module_graph, room_graph, room_of
 from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
+
+EVERYBODYS = {"types", "errors", "version", "host"}
+"""Rooms that every room may use; they use nothing but one another."""
+
+DOORS: dict[str, str] = {
+    "__init__": "campaign trajectories",
+    "__main__": "cli",
+    "types": "",
+    "errors": "",
+    "version": "",
+    "host": "",
+    # The campaign file, and everything under RUN.
+    "config": "",
+    "rundir": "config",
+    "ledger": "rundir",
+    # Sandboxes and images know no task, no agent, no model, no run directory.
+    "environments": "environments/sandbox",
+    "environments/images": "environments/images/dockerfile",
+    "environments/images/cache": "environments/images",
+    "environments/images/dockerfile": "",
+    "environments/sandbox": "environments/images/cache environments/sandbox/commands environments/sandbox/limits "
+    "environments/sandbox/rootfs",
+    "environments/sandbox/commands": "environments/sandbox",
+    "environments/sandbox/limits": "environments/sandbox environments/sandbox/commands",
+    "environments/sandbox/rootfs": "environments/images/cache environments/sandbox",
+    # Task formats are peers; they know sandboxes, and no pod.
+    "tasks": "config environments/images environments/images/dockerfile environments/sandbox "
+    "environments/sandbox/rootfs",
+    "tasks/harbor": "tasks environments/images environments/images/dockerfile environments/sandbox "
+    "environments/sandbox/rootfs",
+    "tasks/releases": "tasks config environments/images",
+    "tasks/swebench": "tasks environments/images/dockerfile environments/sandbox",
+    # A gateway and an engine server meet over HTTP and the endpoint files alone.
+    "model": "",
+    "model/engines": "model",
+    "model/engines/scripted": "model",
+    "model/gateway": "model model/gateway/dialects",
+    "model/gateway/dialects": "model/gateway",
+    "model/server": "model model/engines rundir ledger",
+    "agents": "tasks environments/sandbox",
+    # Trajectories are read without anything that made them; a trainer reads trajectories.
+    "trajectories": "trajectories/journal trajectories/reading trajectories/maintenance",
+    "trajectories/hdf5": "rundir",
+    "trajectories/journal": "trajectories/hdf5 rundir ledger",
+    "trajectories/reading": "trajectories/hdf5 trajectories/journal rundir ledger",
+    "trajectories/maintenance": "trajectories/hdf5 trajectories/journal trajectories/reading rundir ledger",
+    "trajectories/exports": "trajectories/hdf5 trajectories/journal trajectories/reading",
+    "training": "trajectories/reading",
+    "integrations": "environments environments/images environments/images/dockerfile",
+    # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
+    "pod": "pod/master rundir",
+    "pod/scheduling": "ledger",
+    "pod/master": "pod pod/scheduling config rundir ledger trajectories/journal",
+    "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories",
+    # Only what follows may speak to Slurm.
+    "slurm": "config rundir",
+    "monitor": "rundir",
+    "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/images environments/sandbox "
+    "model/engines model/server trajectories trajectories/journal trajectories/reading",
+    "cli": "campaign slurm bench config rundir agents tasks tasks/harbor tasks/releases tasks/swebench "
+    "environments/images environments/images/cache environments/images/dockerfile environments/sandbox "
+    "trajectories trajectories/exports trajectories/maintenance trajectories/reading",
+    "bench": "__init__ bench/programs environments environments/images environments/images/cache environments/sandbox "
+    "pod/scheduling rundir trajectories trajectories/hdf5",
+    "bench/programs": "bench environments/images/cache ledger model/gateway pod pod/master rundir trajectories/journal",
+}
+"""Room → rooms it may import from, beside :data:`EVERYBODYS`; what is not listed is a wall."""
+
+ROOM_MODULES = 17
+"""Modules that one room may hold, its ``__init__`` among them: what a person takes in at a glance."""
 
 HEAVY = {"mpi4py": {"pod/comm.py"}, "torch": {"training/dataset.py"}, "vllm": set()}
 """Libraries that only these files may import."""
@@ -33,6 +104,21 @@ def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() 
         assert not {name.partition(".")[0] for name in names} & outside, path.name
 
 
+def test_every_hop_of_the_walks_in_the_docs_is_there() -> None:
+    """docs/architecture.md walks a task, a token and a weight version through files and functions."""
+    rows = re.findall(
+        r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 25
+    missing = []
+    for file, names in rows:
+        tree = ast.parse((PACKAGE / file).read_text())
+        here = {getattr(node, "name", "") for node in tree.body}
+        here |= {f"{c.name}.{getattr(m, 'name', '')}" for c in tree.body if isinstance(c, ast.ClassDef) for m in c.body}
+        missing += [f"{file}: {name}" for name in re.findall(r"`([\w.]+)`", names) if name not in here]
+    assert missing == []
+
+
 def test_heavy_libraries_stay_in_their_files() -> None:
     for path in FILES:
         relative = str(path.relative_to(PACKAGE))
@@ -41,12 +127,38 @@ def test_heavy_libraries_stay_in_their_files() -> None:
             assert not used or relative in allowed, f"{relative} imports {library}"
 
 
-KNOWN = ("megaflow_hpc: environments → tasks → environments",)
+def test_no_room_reaches_through_a_wall() -> None:
+    broken = []
+    for module, others in sorted(module_graph().items()):
+        room = room_of(module)
+        allowed = {room, *EVERYBODYS, *DOORS[room].split()}
+        for other in sorted(others):
+            if room_of(other) not in allowed:
+                broken.append(f"{module} imports {other}: {room} has no door to {room_of(other)}")
+    assert broken == []
+
+
+def test_every_door_is_used() -> None:
+    """One that nobody goes through any more is a wall again."""
+    rooms = room_graph(module_graph())
+    assert rooms.keys() == DOORS.keys()
+    unused = {room: set(doors.split()) - rooms[room] for room, doors in DOORS.items()}
+    assert {room: doors for room, doors in unused.items() if doors} == {}
+
+
+def test_rooms_are_taken_in_at_a_glance_and_say_what_they_are() -> None:
+    rooms: dict[str, list[str]] = {}
+    for module in module_graph():
+        rooms.setdefault(room_of(module), []).append(module)
+    assert {room: len(members) for room, members in rooms.items() if len(members) > ROOM_MODULES} == {}
+    documents = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in PACKAGE.rglob("__init__.py")}
+    silent = [str(path) for path, text in documents.items() if len(text) < 80]
+    assert silent == []
 
 
 def test_there_is_no_import_circle() -> None:
     """On no level, deferred imports and those for types included; ``python -m tests.rooms`` prints the same."""
-    assert [line for line in circles_of_levels(module_graph()) if not line.startswith(KNOWN)] == []
+    assert circles_of_levels(module_graph()) == []
 
 
 def test_no_test_imports_a_test() -> None:
