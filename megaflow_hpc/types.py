@@ -76,10 +76,12 @@ class Task:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON and msgpack take them; :meth:`from_dict` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
+        """Returns the task that :meth:`to_dict` wrote; keys of a later version are ignored."""
         return cls(**{**_known(cls, data), "limits": Limits(**data.get("limits", {}))})
 
 
@@ -95,6 +97,7 @@ class Rollout:
 
     @property
     def id(self) -> str:
+        """``<task>/<policy>/<sample>``: the name under which the rollout is scheduled, stored and shown."""
         return f"{self.task_id}/{self.policy}/{self.sample_index}"
 
     @property
@@ -103,7 +106,12 @@ class Rollout:
         return f"{self.task_id}/{self.policy}"
 
     def seed(self, campaign: int, attempt: int) -> int:
-        """Of its sampling, below 2**31: always the same for one attempt under one seed of the campaign."""
+        """Returns the seed of the sampling, below 2**31; always the same for one attempt under one campaign seed.
+
+        Args:
+            campaign: the campaign's own ``seed``.
+            attempt: number of the attempt, from 0.
+        """
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
 
@@ -123,10 +131,12 @@ class ExecResult:
 
     @property
     def stdout(self) -> str:
+        """Standard output as text; bytes that are not UTF-8 become lone surrogates."""
         return self.stdout_bytes.decode("utf-8", "surrogateescape")
 
     @property
     def stderr(self) -> str:
+        """Standard error as text; bytes that are not UTF-8 become lone surrogates."""
         return self.stderr_bytes.decode("utf-8", "surrogateescape")
 
 
@@ -141,19 +151,31 @@ class Sandbox(Protocol):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user_input: bytes | str | None = None,
-    ) -> ExecResult: ...
+    ) -> ExecResult:
+        """Runs a command to its end; one that fails is a result, not an error.
 
-    async def upload(self, source: str, target: str) -> None: ...
+        Args:
+            command: a string goes to ``/bin/sh -c``, a sequence is run as it is.
+            timeout_s: seconds after which the command and its children are killed (exit code 124); ``None``: no limit.
+            cwd: directory inside the sandbox; default: the task's work directory.
+            env: variables added to the sandbox's own.
+            user_input: what the command reads on standard input; nothing by default.
+        """
 
-    async def download(self, source: str, target: str) -> None: ...
+    async def upload(self, source: str, target: str) -> None:
+        """Copies a file or directory of the host into the sandbox, at the absolute path ``target``."""
+
+    async def download(self, source: str, target: str) -> None:
+        """Copies a file or directory of the sandbox to ``target`` on the host."""
 
     async def kill_processes(self) -> None:
         """Ends every process of the sandbox but its runner: nothing of the agent is left to watch the verifier."""
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket on the sandbox's own 127.0.0.1 (port 0: any free one), served by the caller outside."""
+        """Returns a socket that listens on the sandbox's own 127.0.0.1 (port 0: any free one); the caller serves it."""
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Ends every process of the sandbox and removes its files; idempotent."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +202,8 @@ class AgentResult:
     sandbox_s: list[float] = field(default_factory=list)
     """Seconds spent in the sandbox after each model call, where the agent knows."""
     state: dict[str, Any] | None = None
-    """Of an agent whose model call was refused because the rollout is suspended: what its ``resume`` needs, of
-    msgpack's types."""
+    """What ``resume`` needs, in msgpack's types, from an agent whose model call was refused because its rollout is
+    suspended."""
 
 
 class Agent(Protocol):
@@ -191,7 +213,16 @@ class Agent(Protocol):
     ``model.sandbox_url`` is then filled. What it needs to see of the host stands in ``binds`` (``SRC:DEST[:ro]``).
     """
 
-    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult: ...
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Works on the task until it is done or a limit of the agent ends it.
+
+        Args:
+            model: where to ask; ``None`` in a campaign without a model.
+
+        Raises:
+            ModelServiceError: the model could not be asked; the rollout is tried again.
+            SandboxError: the sandbox is lost; the rollout is tried again.
+        """
 
 
 class ResumableAgent(Agent, Protocol):
@@ -222,11 +253,12 @@ class TokenSequence:
     """-1 where not sampled."""
 
     def to_record(self) -> dict[str, Any]:
-        """A dict that msgpack takes: columns as native-endian bytes."""
+        """Returns the sequence as a mapping that msgpack takes, with columns as native-endian bytes."""
         return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TokenSequence:
+        """Returns the sequence that :meth:`to_record` packed."""
         found = cls(policy=record["policy"])
         for name in _COLUMNS:
             getattr(found, name).frombytes(record[name])
@@ -267,6 +299,8 @@ class Attempt:
 
 @dataclass
 class Artifact:
+    """A file that is kept of a rollout (a log, a patch, an agent's own output)."""
+
     name: str
     data: bytes
     """Bounded by the one who collects it."""

@@ -86,18 +86,41 @@ class Source(Protocol):
     def column(self, path: str) -> NDArray[Any]:
         """Returns a column by its path in the schema; text as ``S`` bytes or objects. Not to be changed."""
 
-    def reward_names(self) -> list[str]: ...
-    def reward_column(self, name: str) -> NDArray[np.float32]: ...
-    def flat(self, rows: NDArray[np.int64]) -> Flat: ...
-    def ids(self) -> list[str]: ...
-    def scalar(self, name: str, row: int) -> Any: ...
-    def rewards(self, row: int) -> dict[str, float]: ...
-    def messages(self, row: int) -> list[dict[str, Any]]: ...
-    def sequences(self, row: int) -> list[SequenceView]: ...
-    def turns(self, row: int) -> list[Turn]: ...
-    def attempts(self, row: int) -> list[Attempt]: ...
-    def artifacts(self, row: int) -> list[Artifact]: ...
-    def close(self) -> None: ...
+    def reward_names(self) -> list[str]:
+        """Returns the names of the rewards that any row has, sorted."""
+
+    def reward_column(self, name: str) -> NDArray[np.float32]:
+        """Returns one named reward of every row (n), NaN where a row lacks it. Not to be changed."""
+
+    def flat(self, rows: NDArray[np.int64]) -> Flat:
+        """Returns the token sequences of many rows at once, in the order of ``rows``."""
+
+    def ids(self) -> list[str]:
+        """Returns the rollout ids of all rows."""
+
+    def scalar(self, name: str, row: int) -> Any:
+        """Returns one value of ``/trajectories/<name>``, without reading the whole column where that is long."""
+
+    def rewards(self, row: int) -> dict[str, float]:
+        """Returns the named rewards that a row has."""
+
+    def messages(self, row: int) -> list[dict[str, Any]]:
+        """Returns the conversation in OpenAI message form."""
+
+    def sequences(self, row: int) -> list[SequenceView]:
+        """Returns the token sequences of one row."""
+
+    def turns(self, row: int) -> list[Turn]:
+        """Returns the model calls of one row, in their order; their sequences are numbered within the row."""
+
+    def attempts(self, row: int) -> list[Attempt]:
+        """Returns every attempt at the rollout, the failed ones included."""
+
+    def artifacts(self, row: int) -> list[Artifact]:
+        """Returns the files that were kept of the rollout."""
+
+    def close(self) -> None:
+        """Closes what is open; reading afterwards is an error."""
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
