@@ -96,7 +96,7 @@ class Progress:
         self._name = name
         self._bar: Any = None
         self._task: Any = None
-        self._said = ("", 0.0)
+        self._last_line = ("", 0.0)
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -129,11 +129,11 @@ class Progress:
             self._bar.update(self._task, completed=done, total=counts["total"], detail=f"{status['state']}: {detail}")
             return
         line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
-        said, when = self._said
+        said, when = self._last_line
         settled = status["state"] in ("finished", "cancelled") or not said
         if line != said and (settled or time.monotonic() - when > self.LINE_EVERY_S):
             note(line)
-            self._said = (line, time.monotonic())
+            self._last_line = (line, time.monotonic())
 
     def close(self) -> None:
         """Removes the bar."""
