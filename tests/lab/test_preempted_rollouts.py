@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
+from megaflow_hpc.environments.sandbox.processes import is_runner
+from megaflow_hpc.host import process
 from tests.support.scripted import ENGINE, block
 from tests.support.waiting import until
 
@@ -24,6 +26,12 @@ slurm:
 """
 LATE_S = 12.0
 """Longer than Slurm takes to preempt: the agent waits for its model then."""
+
+
+def idle(mark: str) -> bool:
+    """Whether the sandbox with the directory ``/<mark>`` runs nothing but the shells of its runner."""
+    inside = [pid for pid in process.processes() if os.path.isdir(f"/proc/{pid}/root/{mark}")]
+    return bool(inside) and all(map(is_runner, inside))
 
 
 def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_died_of_it_is_judged(
@@ -42,7 +50,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     path = make_campaign(1, extra, agent="oracle", test=test, solution=solution)
     run = Campaign.from_yaml(path).submit()
     until(lambda: list(tmp_path.glob(f"scratch/megaflow-*/owners/*/*/layer/upper/{mark}")), "the first command has run")
-    time.sleep(3.0)  # its answer is on the way to the agent, which then waits for the model for far longer
+    until(lambda: idle(mark), "it has ended; the agent is told, and then waits for the model for far longer")
     command = ["sbatch", "--parsable", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
     subprocess.run(command, check=True, capture_output=True)
     summary = run.wait(timeout_s=240)

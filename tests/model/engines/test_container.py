@@ -142,7 +142,7 @@ def test_a_plan_names_the_image_wherever_the_campaign_file_lies(
     model = {"engine": "scripted", "script": "script.yaml", "image": "e.sif", "binds": ["$SHARED/data:/data:ro"]}
     also = [{"image": str(tmp_path / "e.sif"), "gpus": 4}]
     made = plan.make(parse({"name": "x", "model": {**model, "also": also}, "pool": {}}), tmp_path, str)
-    assert [server["model"]["image"] for server in made.servers] == [str(tmp_path / "e.sif")] * 2
-    assert {tuple(server["model"]["binds"]) for server in made.servers} == {("/shared/data:/data:ro",)}
+    assert [server.model["image"] for server in made.servers] == [str(tmp_path / "e.sif")] * 2
+    assert {tuple(server.model["binds"]) for server in made.servers} == {("/shared/data:/data:ro",)}
     with pytest.raises(ConfigError, match=r"model\.image: 'f\.sif' does not exist"):
         plan.make(parse({"name": "x", "model": {**model, "image": "f.sif"}, "pool": {}}), tmp_path, str)

@@ -37,7 +37,7 @@ def test_a_server_of_several_nodes_is_an_element_of_so_many_tasks_one_on_each(tm
     run = RunDir(tmp_path / "run")
     jobs = list(arrays.server_jobs(made.config, run, made.server_groups, Allowance(1000)))
     assert [(job.indices, job.options["nodes"]) for job in jobs] == [("0-0", 2), ("1-2", 2), ("3-3", 1)]
-    assert [server["policy"] for server in made.servers] == ["p1", "p1", "p1", "p0"]
+    assert [server.policy for server in made.servers] == ["p1", "p1", "p1", "p0"]
     text = script.script(jobs[0])
     for line in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--gres=gpu:8", "--exclusive"):
         assert f"#SBATCH {line}\n" in text
