@@ -15,13 +15,13 @@ from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.dockerfile.context import Context, patterns
 from megaflow_hpc.environments.images.dockerfile.definition import write_definition
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
+from megaflow_hpc.environments.images.dockerfile.instructions import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Run
 from megaflow_hpc.environments.images.dockerfile.words import (
     Reference,
     expand,
     literal,
     shell_word,
-    take_heredocs,
     words,
 )
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images
@@ -60,17 +60,22 @@ def test_a_variable_that_only_the_image_knows_stays_one_for_the_shell() -> None:
     assert shell_word(found) == '/opt/bin:"${PATH-}"'
 
 
-def test_heredocs_are_taken_out_and_lines_keep_their_numbers() -> None:
+def test_heredocs_are_taken_out_and_lines_keep_their_numbers(tmp_path: Path) -> None:
     text = "FROM a\nRUN cat <<A <<-'B' && \\\n\n  echo '<<C'\none\nA\n\ttwo $X\n\tB\n"
     text += 'RUN echo $((1<<2)) "<<D"\nCOPY <<E /e\nE\n'
-    kept, found = take_heredocs(text.splitlines(keepends=True))
-    assert len(kept) == len(text.splitlines())
-    assert [(each.name, each.body, each.expand) for each in found[1]] == [
+    (tmp_path / "Dockerfile").write_text(text)
+    found = {each.start_line: each for each in instructions(tmp_path / "Dockerfile")}
+    assert max(each.end_line for each in found.values()) == len(text.splitlines())
+    assert [(each.name, each.content, each.expand) for each in found[2].heredocs] == [
         ("A", "one\n", True),
         ("B", "two $X\n", False),
     ]
-    assert set(found) == {1, 9}
-    assert [line for line in kept if not line.startswith("#")][-2:] == ['RUN echo $((1<<2)) "<<D"\n', "COPY <<E /e\n"]
+    assert {line for line, each in found.items() if each.heredocs} == {2, 10}
+    assert [each.original for each in found.values()][-2:] == ['RUN echo $((1<<2)) "<<D"', "COPY <<E /e"]
+    steps = Dockerfile.read(tmp_path / "Dockerfile").last.steps
+    assert [step.line for step in steps if isinstance(step, Run | Copy)] == [2, 9, 10]
+    assert isinstance(steps[0], Run)
+    assert steps[0].argv[-1] == "cat <<A <<-'B' &&   echo '<<C'\none\nA\ntwo $X\nB"
 
 
 # --- what holds at a line ---------------------------------------------------------------------------------------------
@@ -175,6 +180,47 @@ def test_what_cannot_be_built_faithfully_is_refused_with_its_line(tmp_path: Path
         parse(tmp_path, text)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("FROM a\nRUN " + "x" * 10_000_000, r"Dockerfile: more than 524288 characters"),
+        ("FROM a\nRUN " + "x" * 70_000, r"Dockerfile:2: a line of 70004 characters"),
+        ("# syntax=a" + " " * 60_000 + "b\nFROM a\n", r"Dockerfile:1: a directive of 60011 characters"),
+        ("FROM a\nRUN a\0b\n", r"Dockerfile:2: a NUL byte"),
+        ("FROM a\nCMD " + "[" * 60_000, r"Dockerfile: brackets are nested too deeply"),
+        ("FROM a\nENV A=" + "${B:-" * 10_000 + "}" * 10_000, r"Dockerfile:2: \$\{ is nested more than 32 deep"),
+        ("FROM a\n" + "ENV A=b\n" * 20_000, r"Dockerfile: 20001 instructions; at most 10000"),
+        ("FROM a\nRUN " + "9" * 5000 + "<<E\nE\n", r"Dockerfile:2: Exceeds the limit"),
+        ("FROM a\nRUN <<A\nA\nRUN x <<A <<B\nA\n", r"Dockerfile:4: the here-document <<B has no end; add a line B"),
+        ("FROM a\nRUN <<A\n#!/bin/sh '\nA\n", r"Dockerfile:2: No closing quotation"),
+        ("FROM a\nENV A=b c\n", r"Dockerfile:2: .*can't find = in \"c\". Must be of the form: name=value"),
+        ("FROM a\nFETCH x\n", r"Dockerfile:2: unknown instruction: FETCH; correct it"),
+        ("FROM a\nRUN --mount=type=cache,target=/x\n", r"Dockerfile:2: RUN without a command"),
+        ("FROM a\nCOPY [x /y\n", r"Dockerfile:2: Invalid ignore pattern '\./\[x': syntax error in pattern; correct it"),
+    ],
+)
+def test_hostile_text_is_refused_at_once(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(tmp_path, text)
+
+
+@pytest.mark.timeout(30)
+def test_long_but_honest_text_is_read(tmp_path: Path) -> None:
+    text = (
+        "\ufeff# syntax=x\nFROM a\nRUN x" + " \\\n  y" * 60_000 + "\nCOPY <<A /t\n" + ("z" * 60_000 + "\n") * 2 + "A\n"
+    )
+    run, copy = parse(tmp_path, text).last.steps
+    assert isinstance(run, Run)
+    assert run.argv[-1].count("y") == 60_000
+    assert isinstance(copy, Copy)
+    assert len(copy.texts["A"]) == 120_002
+    (tmp_path / "Dockerfile").write_bytes(b"FROM a\nRUN caf\xe9\n")
+    run = Dockerfile.read(tmp_path / "Dockerfile").last.steps[0]
+    assert isinstance(run, Run)
+    assert run.argv[-1] == "caf\udce9"
+
+
 # --- the context ------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +245,30 @@ def test_what_cannot_be_built_faithfully_is_refused_with_its_line(tmp_path: Path
 )
 def test_dockerignore_lines_mean_what_they_mean_to_docker(lines: list[str], path: str, ignored: bool) -> None:
     assert patterns(lines)(path) is ignored
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("ok\n[a\n", r"\.dockerignore:2: Invalid ignore pattern '\[a': syntax error in pattern; correct it"),
+        ("!\n", r"\.dockerignore:1: Invalid ignore pattern '!'"),
+        ("\n" * 100_000, r"\.dockerignore: more than 65536 characters"),
+        ("**/**/**/**/**/**/**/**/a\n", r"\.dockerignore: .* has too many wildcards for 'b/b/"),
+        ("**/*b*b*b*b*b*b/a\n", r"\.dockerignore: .* has too many wildcards for 'b/b/"),
+    ],
+)
+def test_hostile_ignore_patterns_are_refused_at_once(tmp_path: Path, lines: str, said: str) -> None:
+    (tmp_path / ".dockerignore").write_text(lines)
+    (tmp_path / ("b/" * 40) / ("b" * 200)).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=said):
+        list(parse(tmp_path, "FROM a\nCOPY . /x\n").context.files("."))
+
+
+def test_many_wildcards_are_no_trouble_in_ordinary_paths() -> None:
+    path = "packages/some-library/src/components/__tests__/fixtures/deep/tree/a_foo_test.spec.py"
+    assert patterns(["**/*foo*/**/*.py", "**/.*_cache/**", "**/*_foo_*/**"])(path) is False
+    assert patterns(["**/*tests*/**/*foo*.py"])(path) is True
 
 
 def test_a_link_out_of_the_context_is_refused(tmp_path: Path) -> None:

@@ -17,9 +17,14 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from e2b_dockerfile_utils import PatternMatcher
+
 from megaflow_hpc.errors import ConfigError
 
 Excluded = Callable[[str], bool]
+
+MAX_PATTERN_CHARACTERS = 2**16
+_MAX_WAYS = 100_000  # about a second for one path
 
 
 class Context:
@@ -28,8 +33,8 @@ class Context:
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
         self.root = root
         own = dockerfile.with_name(dockerfile.name + ".dockerignore") if dockerfile else None
-        lines = _lines(own) if own and own.is_file() else _lines(root / ".dockerignore")
-        self.ignored = patterns(lines)
+        path = own if own and own.is_file() else root / ".dockerignore"
+        self.ignored = patterns(_lines(path), str(path))
 
     def find(self, source: str, exclude: Sequence[str] = ()) -> list[str]:
         """Paths relative to the context that a source names; wildcards do not cross ``/``, as in Docker.
@@ -41,9 +46,9 @@ class Context:
         if clean == ".." or clean.startswith("../"):
             raise ConfigError(f"{source}: outside of the build context; put the file into {self.root}")
         if any(character in clean for character in "*?["):
-            pattern = re.compile(_regex(clean))
+            matches = patterns([f"./{clean}"])  # so that neither `#` nor `!` at the beginning is special
             depth = clean.count("/") + 1
-            names = sorted(name for name in self._names(depth) if pattern.fullmatch(name))
+            names = sorted(name for name in self._names(depth) if matches(name))
         else:
             names = [clean] if os.path.lexists(self.root / clean) else []
         excluded = patterns(exclude)
@@ -175,50 +180,51 @@ def _extract(archive: Path, target: Path) -> None:
         raise ConfigError(f"{archive}: cannot be unpacked ({why}); ADD takes whole tar archives")
 
 
-def patterns(lines: Sequence[str]) -> Excluded:
-    """The predicate of ``.dockerignore`` lines: a path is excluded with everything below it; the last line wins."""
-    rules: list[tuple[bool, re.Pattern[str]]] = []
-    for line in lines:
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        negated = text.startswith("!")
-        clean = posixpath.normpath(text[negated:].strip().lstrip("/") or ".")
-        rules.append((negated, re.compile(_regex(clean) + r"(?:/.*)?")))
+def patterns(lines: Sequence[str], where: str = "") -> Excluded:
+    """The predicate of ``.dockerignore`` lines: a path is excluded with everything below it; the last line wins.
+
+    Args:
+        where: file to name in errors, if any.
+
+    Raises:
+        ConfigError: a line is no pattern, or there are too many; by the predicate too, for a path that a pattern with
+            many wildcards could be tried on in too many ways.
+    """
+    if sum(len(line) + 1 for line in lines) > MAX_PATTERN_CHARACTERS:
+        raise ConfigError(f"{where or 'patterns'}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")
+    try:
+        matcher = PatternMatcher(list(lines))
+    except ValueError as error:
+        number = next(
+            n for n, line in enumerate(lines, 1) if str(error).startswith(f"Invalid ignore pattern '{line}': ")
+        )
+        place = f"{where}:{number}: " if where else ""
+        raise ConfigError(f"{place}{error}; correct it, or write \\ before a character that means itself") from None
+    wild = [pattern for pattern in matcher.patterns if pattern.count("*") > 2]
 
     def excluded(path: str) -> bool:
-        verdict = False
-        for negated, rule in rules:
-            if verdict == negated and rule.fullmatch(path):
-                verdict = not negated
-        return verdict
+        for pattern in wild:
+            if _ways(pattern, path) > _MAX_WAYS:
+                raise ConfigError(f"{where or 'pattern'}: {pattern!r} has too many wildcards for {path!r}; write fewer")
+        return matcher.matches(path)
 
     return excluded
 
 
-def _regex(pattern: str) -> str:
-    """``*`` and ``?`` do not match ``/``; ``**`` matches any number of directories."""
-    found = ""
-    position = 0
-    while position < len(pattern):
-        character = pattern[position]
-        if pattern.startswith("**/", position):
-            found, position = found + "(?:.*/)?", position + 3
-        elif pattern.startswith("**", position):
-            found, position = found + ".*", position + 2
-        elif character == "[" and (end := pattern.find("]", position + 2)) > 0:
-            found += pattern[position : end + 1]  # `^` negates, `!` does not, as in Go's filepath.Match
-            position = end + 1
-        elif character == "\\" and position + 1 < len(pattern):
-            found, position = found + re.escape(pattern[position + 1]), position + 2
-        else:
-            found += {"*": "[^/]*", "?": "[^/]"}.get(character, re.escape(character))
-            position += 1
-    return found
+def _ways(pattern: str, path: str) -> int:
+    """Upper bound of the ways to divide ``path`` among the wildcards of ``pattern``, as a backtracking search may."""
+    ways = 1
+    for wildcard, following in re.findall(r"(\*\*/|\*\*\Z|\*)(?=(.?))", pattern):
+        if wildcard == "**/":
+            ways *= 1 + path.count("/")
+        elif following:
+            ways *= 1 + (len(path) if following in "*?[\\" else path.count(following))
+    return ways
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
     except OSError:
         return []

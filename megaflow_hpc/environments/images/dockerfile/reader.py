@@ -1,34 +1,25 @@
 """Reads a Dockerfile's instructions into stages of steps, each with what holds at its line.
 
-dockerfile-parse finds the instructions; words, variables and here-documents are read by :mod:`.words`.
+:mod:`.instructions` finds the instructions and their here-documents; :mod:`.words` replaces variables.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
 import platform
 import posixpath
 import re
 import shlex
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from e2b_dockerfile_utils import DockerfileInstruction, parse_heredoc
 
 from megaflow_hpc.environments.images.dockerfile.context import Context
+from megaflow_hpc.environments.images.dockerfile.instructions import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import DEFAULT_SHELL, Copy, Mount, Run, Shell, Stage
-from megaflow_hpc.environments.images.dockerfile.words import (
-    Heredoc,
-    Text,
-    WordError,
-    expand,
-    json_form,
-    literal,
-    shell_word,
-    take_heredocs,
-    words,
-)
-from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.environments.images.dockerfile.words import Text, WordError, expand, literal, shell_word
+from megaflow_hpc.errors import ConfigError
 
 _IGNORED = {
     "LABEL": "a sandbox has no labels",
@@ -66,32 +57,22 @@ class Reader:
         self._args: dict[str, Text] = {}
         self._stage: Stage | None = None
         self._line = 1
-        self._heredocs: list[Heredoc] = []
 
     def read(self) -> None:
         """Fills ``stages`` and ``ignored``."""
         path = self._path
-        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
+        found = instructions(path)
         try:
-            for number, line in enumerate(lines, 1):
-                if re.match(r"\s*#\s*escape\s*=\s*`", line, re.IGNORECASE):
-                    self._line = number
-                    raise WordError("escape=` is not supported; write the file with backslashes")
-                if not re.match(r"\s*#\s*\w+\s*=", line):
-                    break
-            kept, heredocs = take_heredocs(lines)
-            parser = _parser()(fileobj=io.BytesIO("".join(kept).encode("utf-8", "surrogateescape")), env_replace=False)
-            for found in parser.structure:
-                if found["instruction"] != "COMMENT":
-                    self._line = found["startline"] + 1
-                    self._heredocs = heredocs.get(found["startline"], [])
-                    self._take(found["instruction"], found["value"] or "")
-        except (WordError, ConfigError) as error:
+            for instruction in found:
+                self._line = instruction.start_line
+                self._take(instruction)
+        except (ValueError, ConfigError) as error:
             raise ConfigError(f"{path}:{self._line}: {error}") from None
         if self._stage is None:
             raise ConfigError(f"{path}: no FROM; a Dockerfile starts with one")
 
-    def _take(self, name: str, value: str) -> None:
+    def _take(self, found: DockerfileInstruction) -> None:
+        name = found.name
         if name in _IGNORED:
             self.ignored.append((self._line, name, _IGNORED[name]))
             return
@@ -100,20 +81,20 @@ class Reader:
         handler = getattr(self, f"_take_{name.lower()}", None)
         if handler is None:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
-        handler(value.strip())
+        handler(found)
 
     # --- what holds from here on --------------------------------------------------------------------------------
 
-    def _take_from(self, value: str) -> None:
-        _, rest = _options("FROM", value, ("platform",))
-        found = [literal(word) for word in words(rest, self._global_args)]
-        if len(found) not in (1, 3) or (len(found) == 3 and found[1].upper() != "AS"):
-            raise WordError(f"FROM {value!r}; write FROM IMAGE, or FROM IMAGE AS NAME")
-        name = found[2].lower() if len(found) == 3 else str(len(self.stages))
-        if found[0] == "scratch":
+    def _take_from(self, found: DockerfileInstruction) -> None:
+        _options(found, ("platform",))
+        words = [literal(expand(word, self._global_args)) for word in found.args]
+        if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS"):
+            raise WordError(f"FROM {_value(found)!r}; write FROM IMAGE, or FROM IMAGE AS NAME")
+        name = words[2].lower() if len(words) == 3 else str(len(self.stages))
+        if words[0] == "scratch":
             raise WordError("FROM scratch: an image without a shell cannot be a sandbox; start from one that has one")
-        parent = self._stage_named(found[0])
-        self._stage = Stage(name, found[0])
+        parent = self._stage_named(words[0])
+        self._stage = Stage(name, words[0])
         if parent:
             self._stage = Stage(
                 name,
@@ -134,75 +115,72 @@ class Reader:
             return stages[int(name)]
         return next((stage for stage in reversed(stages) if stage.name == name.lower()), None)
 
-    def _take_arg(self, value: str) -> None:
+    def _take_arg(self, found: DockerfileInstruction) -> None:
         given = self._build_args
-        for word in words(value, self._scope()):
-            name, equals, _ = _split(word)
-            if name in given:
-                found: Text | None = [given[name]]
-            elif equals:
-                found = _split(word)[2]
-            else:
-                found = self._global_args.get(name) or ([_PLATFORM[name]] if name in _PLATFORM else None)
-            if found is None:
+        scope = self._scope()
+        parts = [word.partition("=") for word in found.args]
+        defaults = [(literal(expand(name, scope)), expand(text, scope) if sign else None) for name, sign, text in parts]
+        for name, default in defaults:
+            text: Text | None = [given[name]] if name in given else default
+            if text is None:
+                text = self._global_args.get(name) or ([_PLATFORM[name]] if name in _PLATFORM else None)
+            if text is None:
                 continue
             if self._stage is None:
-                self._global_args[name] = [literal(found)]
+                self._global_args[name] = [literal(text)]
             else:
-                self._args[name] = found
+                self._args[name] = text
 
-    def _take_env(self, value: str) -> None:
+    def _take_env(self, found: DockerfileInstruction) -> None:
         stage = self._now()
-        found = words(value, self._scope())
-        if not found:
+        scope = self._scope()
+        if not found.args:
             raise WordError("ENV without a variable; write ENV NAME=VALUE")
-        if not _split(found[0])[1]:  # ENV NAME value with blanks
-            name, _, rest = value.partition(" ")
-            pairs = [(name, expand(rest.strip(), self._scope()))]
-        else:
-            pairs = [(_split(word)[0], _split(word)[2]) for word in found]
-            if not all(_split(word)[1] for word in found):
-                raise WordError(f"ENV {value!r}; write ENV NAME=VALUE")
+        names, values = found.args[::3], found.args[1::3]  # the third of each three is the sign between them
+        pairs = [
+            (literal(expand(name, scope)), expand(value, scope)) for name, value in zip(names, values, strict=True)
+        ]
         for name, text in pairs:
             line = f"export {name}={shell_word(text)}"
             stage.exports.append(line)
             stage.steps.append(Shell(line))
             stage.variables[name] = text
 
-    def _take_workdir(self, value: str) -> None:
+    def _take_workdir(self, found: DockerfileInstruction) -> None:
         stage = self._now()
-        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self._text(value)))
+        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self._text(_value(found))))
         stage.steps.append(Shell(f"mkdir -p {shlex.quote(stage.workdir)}"))
 
-    def _take_user(self, value: str) -> None:
-        self._now().user = self._text(value)
+    def _take_user(self, found: DockerfileInstruction) -> None:
+        self._now().user = self._text(_value(found))
 
-    def _take_shell(self, value: str) -> None:
-        found = json_form(value)
-        if found is None:
-            raise WordError(f'SHELL {value}; write SHELL ["/bin/bash", "-c"]')
-        self._now().shell = tuple(found)
+    def _take_shell(self, found: DockerfileInstruction) -> None:
+        if not found.json or not found.args:
+            raise WordError(f'SHELL {_value(found)}; write SHELL ["/bin/bash", "-c"]')
+        self._now().shell = tuple(found.args)
 
     # --- what changes the image ---------------------------------------------------------------------------------
 
-    def _take_run(self, value: str) -> None:
+    def _take_run(self, found: DockerfileInstruction) -> None:
         stage = self._now()
-        options, rest = _options("RUN", value, ("mount", "network"))
+        options = _options(found, ("mount", "network"))
         for network in options.get("network", []):
             if network not in ("default", "host"):
                 raise WordError(f"RUN --network={network} is not supported; a build has the network of its host")
-        argv = json_form(rest)
-        if argv is None:
-            if len(self._heredocs) == 1 and rest.strip() == self._heredocs[0].word:
-                body = self._heredocs[0].body
-                script = re.match(r"#!\s*(.+)", body)
-                # A body that names its interpreter is a program of its own; any other is the shell's text.
-                argv = [*shlex.split(script[1]), "/dev/stdin"] if script else [*stage.shell, body]
-                if script:
-                    argv = [*DEFAULT_SHELL, f"{shlex.join(argv)} <<'{_unused(body)}'\n{body}{_unused(body)}"]
-            else:
-                ends = "".join(f"\n{each.body}{each.name}" for each in self._heredocs)
-                argv = [*stage.shell, rest + ends]
+        if not found.args:
+            raise WordError("RUN without a command; write RUN COMMAND")
+        if found.json:
+            argv = found.args
+        elif len(found.heredocs) == 1 and parse_heredoc(found.args[0]):
+            body = found.heredocs[0].content
+            script = re.match(r"#!\s*(.+)", body)
+            # A body that names its interpreter is a program of its own; any other is the shell's text.
+            argv = [*shlex.split(script[1]), "/dev/stdin"] if script else [*stage.shell, body]
+            if script:
+                argv = [*DEFAULT_SHELL, f"{shlex.join(argv)} <<'{_unused(body)}'\n{body}{_unused(body)}"]
+        else:
+            ends = "".join(f"\n{each.content}{each.name}" for each in found.heredocs)
+            argv = [*stage.shell, found.args[0] + ends]
         known = {name: literal(text) for name, text in self._args.items() if name not in stage.variables}
         mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
         stage.steps.append(Run(argv, stage.workdir or "/", stage.user, known, self._line, mounts))
@@ -225,36 +203,37 @@ class Reader:
         copy = self._copy_of([source], place, into=False, origin=fields.get("from"))
         return Mount(place, copy)
 
-    def _take_copy(self, value: str) -> None:
-        self._place("COPY", value, ("from", "chown", "chmod", "link", "parents", "exclude"))
+    def _take_copy(self, found: DockerfileInstruction) -> None:
+        self._place(found, ("from", "chown", "chmod", "link", "parents", "exclude"))
 
-    def _take_add(self, value: str) -> None:
-        self._place("ADD", value, ("chown", "chmod", "link", "exclude"))
+    def _take_add(self, found: DockerfileInstruction) -> None:
+        self._place(found, ("chown", "chmod", "link", "exclude"))
 
-    def _place(self, name: str, value: str, allowed: tuple[str, ...]) -> None:
-        options, rest = _options(name, value, allowed)
-        form = json_form(rest)
-        found = [expand(word, self._scope(), quotes=False) for word in form] if form else words(rest, self._scope())
-        *sources, target = [literal(word) for word in found] or [""]
+    def _place(self, found: DockerfileInstruction, allowed: tuple[str, ...]) -> None:
+        name, scope = found.name, self._scope()
+        options = _options(found, allowed)
+        words = [literal(expand(word, scope, quotes=not found.json)) for word in found.args]
+        *sources, target = words or [""]
         if not sources:
-            raise WordError(f"{name} {rest!r}; write {name} SOURCE… TARGET")
+            raise WordError(f"{name} {_value(found)!r}; write {name} SOURCE… TARGET")
         into = target.endswith("/") or target in (".", "..") or posixpath.basename(target) == "."
         if len(sources) > 1 and not into:
-            raise WordError(f"{name} {rest!r}: several sources need a target that ends with /")
+            raise WordError(f"{name} {_value(found)!r}: several sources need a target that ends with /")
         texts = {}
-        by_name = {each.word.replace('"', "").replace("'", ""): each for each in self._heredocs}
-        for source in [source for source in sources if source in by_name]:
-            here = by_name[source]
-            body = literal(expand(here.body, self._scope(), quotes=False)) if here.expand else here.body
-            texts[here.name] = body
-            sources.remove(source)
+        if found.heredocs:
+            written = [parse_heredoc(word) for word in found.args[:-1]]
+            sources = [source for source, heredoc in zip(sources, written, strict=True) if heredoc is None]
+            named = {heredoc.name for heredoc in written if heredoc}
+            for each in (each for each in found.heredocs if each.name in named):
+                text = expand(each.content, scope, quotes=False) if each.expand else [each.content]
+                texts[each.name] = literal(text)
         for source in sources:
             if re.match(r"[a-z+]+://|git@", source):
                 raise WordError(
                     f"{name} {source}: addresses are not supported; download it into the context and COPY it"
                 )
-        for each in ("chown", "chmod", "from"):
-            options[each] = [literal(expand(text, self._scope())) for text in options.get(each, [])]
+        for option in ("chown", "chmod", "from"):
+            options[option] = [literal(expand(value, scope)) for value in options.get(option, [])]
         full = posixpath.join(self._now().workdir or "/", target)
         exclude = tuple(options.get("exclude", []))
         copy = self._copy_of(sources, full, into, next(iter(options["from"]), None), exclude)
@@ -283,37 +262,31 @@ class Reader:
         assert self._stage is not None
         return self._stage
 
-    def _scope(self) -> dict[str, Text]:
+    def _scope(self) -> Mapping[str, Text]:
         if self._stage is None:
             return self._global_args
-        return {**self._args, **self._stage.variables}
+        return ChainMap(self._stage.variables, self._args)
 
     def _text(self, value: str) -> str:
         return literal(expand(value, self._scope()))
 
 
-def _options(instruction: str, value: str, allowed: tuple[str, ...]) -> tuple[dict[str, list[str]], str]:
-    """The ``--name=value`` words at the beginning, and the rest."""
-    found: dict[str, list[str]] = {}
-    rest = value.strip()
-    while rest.startswith("--"):
-        option, _, rest = rest.partition(" ")
-        name, _, text = option[2:].partition("=")
+def _options(found: DockerfileInstruction, allowed: tuple[str, ...]) -> dict[str, list[str]]:
+    """Values of the ``--name=value`` words at the beginning, by name."""
+    options: dict[str, list[str]] = {}
+    for flag in found.flags:
+        name, _, value = flag[2:].partition("=")
         if name not in allowed:
             raise WordError(
-                f"{instruction} --{name} is not supported; leave the option out, or build the image elsewhere"
+                f"{found.name} --{name} is not supported; leave the option out, or build the image elsewhere"
             )
-        found.setdefault(name, []).append(text)
-        rest = rest.strip()
-    return found, rest
+        options.setdefault(name, []).append(value)
+    return options
 
 
-def _split(word: Text) -> tuple[str, bool, Text]:
-    """``NAME=VALUE`` → name, whether there is a ``=``, value."""
-    if not word or not isinstance(word[0], str):
-        return "", False, []
-    name, equals, rest = word[0].partition("=")
-    return name, bool(equals), [*([rest] if rest else []), *word[1:]]
+def _value(found: DockerfileInstruction) -> str:
+    """What follows the instruction's name and options."""
+    return " ".join(found.args)
 
 
 def _unused(body: str) -> str:
@@ -322,13 +295,3 @@ def _unused(body: str) -> str:
     while name in body:
         name += "_"
     return name
-
-
-def _parser() -> Any:
-    """dockerfile-parse, loaded only for tasks that bring a Dockerfile to build."""
-    try:
-        return importlib.import_module("dockerfile_parse").DockerfileParser
-    except ImportError as error:
-        raise SiteError(
-            f"building Dockerfiles needs dockerfile-parse ({error}); pip install dockerfile-parse"
-        ) from error

@@ -1,4 +1,4 @@
-"""The small language inside a Dockerfile's lines: words, quotes, variables, here-documents, JSON forms.
+"""The small language inside a Dockerfile's lines: words, quotes and variables.
 
 Variables are replaced where their value is known from the file itself (``ARG``, ``ENV``). One that only the base image
 can know, such as ``PATH``, stays as a reference for the shell of the build.
@@ -6,18 +6,15 @@ can know, such as ``PATH``, stays as a reference for the shell of the build.
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_HEREDOC = re.compile(
-    r"(?<![<\w])\d*<<(?P<strip>-?)(?P<quote>[\"']?)(?P<name>[A-Za-z_][A-Za-z0-9_.]*)(?P=quote)(?=\s|$)"
-)
-_TAKES_HEREDOC = re.compile(r"\s*(?:ONBUILD\s+)?(?:RUN|COPY|ADD)\s", re.IGNORECASE)
+
+_MAX_DEPTH = 32
 
 
 class WordError(ValueError):
@@ -29,16 +26,6 @@ class Reference:
     """A variable whose value only the build knows."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Heredoc:
-    """A here-document: its ``body`` with line ends, whether variables are replaced in it, and the word as written."""
-
-    name: str
-    body: str
-    expand: bool
-    word: str
 
 
 Text = Sequence[str | Reference]
@@ -160,93 +147,20 @@ def _value(name: str, scope: Mapping[str, Text]) -> Text:
 
 def _closing(text: str, position: int) -> int:
     depth = 1
-    for index in range(position, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
+    for brace in re.compile(r"[{}]").finditer(text, position):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return index
+            return brace.start()
+        if depth > _MAX_DEPTH:
+            raise WordError(f"${{ is nested more than {_MAX_DEPTH} deep; set variables in between")
     raise WordError(f"{text!r}: ${{ is not closed; add }}")
 
 
 def _join(parts: list[str | Reference]) -> Text:
     joined: list[str | Reference] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        elif part != "":
-            joined.append(part)
+    for is_reference, run in itertools.groupby(parts, lambda part: isinstance(part, Reference)):
+        if is_reference:
+            joined += run
+        elif text := "".join(map(str, run)):
+            joined.append(text)
     return joined
-
-
-def json_form(text: str) -> list[str] | None:
-    """The words of ``["a", "b"]``; ``None`` where it is not that form, and then it is a shell's text, as in Docker."""
-    if not text.startswith("["):
-        return None
-    try:
-        value: Any = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, list) and value and all(isinstance(word, str) for word in value) else None
-
-
-def take_heredocs(lines: Sequence[str]) -> tuple[list[str], dict[int, list[Heredoc]]]:
-    """Takes the bodies of here-documents out of a Dockerfile, for a parser that does not know them.
-
-    Returns:
-        The lines with a comment in place of each that was taken and of each blank one within a continuation, so that
-        line numbers stay; and the here-documents by the number (from 0) of the line on which their instruction starts.
-    """
-    kept: list[str] = []
-    found: dict[int, list[Heredoc]] = {}
-    index = 0
-    start: int | None = None
-    logical = ""
-    while index < len(lines):
-        line = lines[index]
-        stripped = line.strip()
-        if start is None and (not stripped or stripped.startswith("#")):
-            kept.append(line)
-            index += 1
-            continue
-        if start is None:
-            start, logical = index, ""
-        elif not stripped or stripped.startswith("#"):
-            kept.append("#\n")
-            index += 1
-            continue
-        kept.append(line)
-        index += 1
-        body, backslash, _ = line.rstrip().rpartition("\\")
-        if backslash and line.rstrip().endswith("\\"):
-            logical += body
-            continue
-        logical += line
-        if _TAKES_HEREDOC.match(logical) and json_form(logical.split(None, 1)[-1].strip()) is None:
-            for match in _heredoc_words(logical):
-                index = _take_body(lines, index, match, kept, found.setdefault(start, []))
-        start = None
-    return kept, found
-
-
-def _heredoc_words(text: str) -> list[re.Match[str]]:
-    """``<<NAME`` outside of quotes."""
-    quoted = r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\""
-    without = re.sub(quoted, lambda match: match[0] if _is_name(text, match) else "x" * len(match[0]), text)
-    return [match for match in _HEREDOC.finditer(without)]
-
-
-def _is_name(text: str, match: re.Match[str]) -> bool:
-    """Whether a quoted stretch is the name of a here-document, as in ``<<'EOF'``."""
-    return re.search(r"<<-?$", text[: match.start()]) is not None
-
-
-def _take_body(lines: Sequence[str], index: int, match: re.Match[str], kept: list[str], found: list[Heredoc]) -> int:
-    body: list[str] = []
-    while index < len(lines):
-        line = lines[index].lstrip("\t") if match["strip"] else lines[index]
-        kept.append("#\n")
-        index += 1
-        if line.rstrip("\r\n") == match["name"]:
-            found.append(Heredoc(match["name"], "".join(body), not match["quote"], match[0]))
-            return index
-        body.append(line)
-    raise WordError(f"the here-document {match[0]} has no end; add a line {match['name']}")
