@@ -18,7 +18,7 @@ from e2b_dockerfile_utils import (
 from megaflow_hpc.errors import ConfigError
 
 MAX_CHARACTERS = 2**19
-MAX_INSTRUCTIONS = 10_000
+MAX_INSTRUCTIONS = 2000
 _MAX_LINE_CHARACTERS = 65_535  # BuildKit's limit
 _MAX_DIRECTIVE_CHARACTERS = 1000  # the parser's time grows with the square of a directive's length
 

@@ -31,6 +31,7 @@ _IGNORED = {
     "STOPSIGNAL": "a sandbox is always ended by SIGKILL",
     "HEALTHCHECK": "task.toml says how a task's environment is checked",
 }
+_MAX_ARGS = 1000
 _ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 _PLATFORM = {
     f"{which}{part}": value
@@ -130,6 +131,8 @@ class Reader:
                 self._global_args[name] = [literal(text)]
             else:
                 self._args[name] = text
+        if len(self._args) > _MAX_ARGS:  # each RUN step has them all
+            raise WordError(f"more than {_MAX_ARGS} arguments; remove those that no RUN needs")
 
     def _take_env(self, found: DockerfileInstruction) -> None:
         stage = self._now()
@@ -293,5 +296,5 @@ def _unused(body: str) -> str:
     """A here-document's end that the text does not hold."""
     name = "MEGAFLOW"
     while name in body:
-        name += "_"
+        name *= 2
     return name
