@@ -44,7 +44,8 @@ class View:
 
 
 class Ledger:
-    """
+    """The ledger of one run, for one pod or for a reader.
+
     Args:
         identity: the pod; a reader has none.
         clock: see :func:`~megaflow_hpc.ledger.files.boot_clock`.

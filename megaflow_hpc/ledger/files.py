@@ -62,7 +62,8 @@ def boot_clock() -> float:
 
 
 class Files:
-    """
+    """Carries out the ledger's calls on one run directory.
+
     Args:
         say: gets a line of text when the file system does not answer, and when it is back.
     """

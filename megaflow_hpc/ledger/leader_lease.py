@@ -21,7 +21,8 @@ STALE_S = 100.0
 
 
 class LeaderLease:
-    """
+    """The lease of one role, as one who may lead sees it, or an observer.
+
     Args:
         role: names the file.
         name: who we are, unique in the run; empty for an observer.

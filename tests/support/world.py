@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.bench.programs.dispatch_ranks import make_pod
+from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master.loop import Master
@@ -31,6 +32,8 @@ KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
 def lead(run: RunDir, comm: Comm) -> str:
     stragglers.AT_LEAST_S = budget.LOOK_S = 0.3
     said = json.loads((run.path / "world.json").read_text())
+    said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
+    said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
     return Master(make_pod(run, comm, **said)).run()
 
 

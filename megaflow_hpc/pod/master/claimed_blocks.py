@@ -47,7 +47,8 @@ class _HandOff:
 
 
 class ClaimedBlocks:
-    """
+    """The blocks of one pod, from claim to done mark, release or hand-off.
+
     Args:
         journal_length: bytes of whole records in the journal of a pod (``<pod>.<start>``), a dead one's or this one's.
         stored: ids of the rollouts that are stored and did not fail; asked once, when a dead pod's block is taken over.

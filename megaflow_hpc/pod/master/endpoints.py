@@ -14,7 +14,8 @@ from megaflow_hpc.rundir.layout import RunDir
 
 
 class Endpoints:
-    """
+    """The engine servers of one run, as they were listed last.
+
     Args:
         servers: engine servers that the campaign asks for, by policy.
     """

@@ -21,7 +21,8 @@ SPREAD = 64
 
 
 class BlockLookahead:
-    """
+    """Looks into free blocks, so that their images are staged before they are claimed.
+
     Args:
         count: blocks that are looked into at a time; each is one small file.
     """

@@ -84,12 +84,12 @@ class Master:
         self._estimates = Estimates()
         self._estimates.learn(pod.learned)
         self.scheduler = Scheduler(
-            pod.scheduling.get("order", "fifo"),
-            pod.scheduling.get("weights"),
+            pod.scheduling.order,
+            pod.scheduling.weights,
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
-            pod.scheduling.get("groups") == "together",
+            pod.scheduling.groups == "together",
         )
-        self._stragglers = Stragglers(self._estimates) if pod.scheduling.get("copies") else None
+        self._stragglers = Stragglers(self._estimates) if pod.scheduling.copies else None
         self._io = RunIo(_io_thread(pod))
         self._cores, self._began = cores_of(), time.monotonic()
         self._ranks = Ranks(pod.comm)

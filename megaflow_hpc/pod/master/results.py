@@ -24,12 +24,11 @@ from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
 from megaflow_hpc.types import Attempt, Status, Trajectory
 
 JUDGED = ("completed", "truncated")
-CUTS = 16
-"""``scheduling.cuts`` of runs that were planned before it was an option."""
 
 
 class Results:
-    """
+    """Takes in every attempt that ended, and sees each rollout to its one stored outcome.
+
     Args:
         drain: stops starting rollouts, for the reason it is given.
     """
@@ -45,7 +44,7 @@ class Results:
     ) -> None:
         self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
-        self._copies = bool(pod.scheduling.get("copies"))
+        self._copies = pod.scheduling.copies
         self._blame, self._pattern = Blame(), pod.pattern()
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
@@ -206,7 +205,7 @@ class Results:
             history.cuts += 1
         kind = outcome.error_kind or "preemption"
         self._pod.events.write(AttemptEvent(id=outcome.id, attempt=work.attempt, kind=kind, error=shown(outcome.error)))
-        most = int(self._pod.scheduling.get("cuts", CUTS))
+        most = self._pod.scheduling.cuts
         if history.cuts > most:
             why = f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
             self._store(work, self.outcome_without_run(work, "walltime", why))
@@ -226,7 +225,7 @@ class Results:
             self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
         if durable:
-            limit = self._pod.limits.get("failures")
+            limit = self._pod.limits.failures
             if limit is not None and self._failed >= limit:
                 self.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
             self.pause(self._pattern.systematic)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.comm import Comm
@@ -39,12 +40,10 @@ class Pod:
     """Ids of the rollouts that were stored and did not fail; asked when a block is taken over."""
     drain_file: Path | None = None
     job_id: str = ""
-    scheduling: Mapping[str, Any] = field(default_factory=dict)
-    """That section of the campaign file."""
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     learned: Sequence[Sequence[Any]] = ()
     """Durations in earlier campaigns; see :meth:`Estimates.learn`."""
-    limits: Mapping[str, Any] = field(default_factory=dict)
-    """That section of the campaign file."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
     """Samples that a group wants, by policy; spare ones not counted."""
     room: tuple[float | None, int | None] = (None, None)
@@ -53,28 +52,28 @@ class Pod:
 
     def group_rules(self) -> GroupRules:
         """Returns what the campaign file says of groups."""
-        said = self.scheduling
+        section = self.scheduling
         return GroupRules(
-            wanted=self.samples if said.get("spare") else {},
-            signal_after=said.get("signal_after") or 0,
-            retry_every=said.get("retry_every") or 0,
+            wanted=self.samples if section.spare else {},
+            signal_after=section.signal_after or 0,
+            retry_every=section.retry_every or 0,
         )
 
     def planned(self, policy: str) -> int:
         """Returns the samples that a group of this policy was planned with, spare ones counted."""
-        return self.samples.get(policy, 0) + int(self.scheduling.get("spare") or 0)
+        return self.samples.get(policy, 0) + self.scheduling.spare
 
     def budget(self) -> CampaignBudget:
         """Returns the watch over limits of the whole campaign."""
-        return CampaignBudget(self.run, self.limits)
+        return CampaignBudget(self.run, self.limits.model_dump())
 
     def pattern(self) -> Pattern:
         """Returns the watch over failures that say more about the campaign than about a rollout."""
-        return Pattern(self.limits.get("systematic"))
+        return Pattern(self.limits.systematic)
 
     def demand(self, task: str) -> Demand:
         """Returns what a task's rollouts need beside a slot, as far as the campaign packs by it."""
-        pack = self.scheduling.get("pack", ())
+        pack = self.scheduling.pack
         if not pack:
             return NOTHING
         limits = self.tasks[task].get("limits", {})
@@ -85,7 +84,7 @@ class Pod:
 
     def share(self, task: str, policy: str) -> str:
         """Returns the share that the slot time of a rollout is charged to under ``order: fair``."""
-        if self.scheduling.get("share") != "dataset":
+        if self.scheduling.share != "dataset":
             return policy
         path = Path(str(self.tasks[task].get("path", "")))
         return path.name if path.suffix else path.parent.name

@@ -42,7 +42,8 @@ def share_of(waiting: int, slots: int, wanted: int) -> int:
 
 
 class WorkStealing:
-    """
+    """Requests work for idle slots, and answers the requests of others.
+
     Args:
         clock: seconds of a clock that never jumps.
     """

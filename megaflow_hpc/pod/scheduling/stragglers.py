@@ -20,7 +20,8 @@ AT_LEAST_S = 60.0
 
 
 class Stragglers:
-    """
+    """Watches the rollouts that run for those that take far longer than expected.
+
     Args:
         estimates: as they are learned.
         at_least_s: a rollout is no straggler before this; default :data:`AT_LEAST_S`.

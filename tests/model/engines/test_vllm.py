@@ -276,7 +276,7 @@ def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: S
             plain.update_endpoints([{**vllm.record(0), "protocol": "plain"}])
             gateways, changed = [split, split, split, plain, plain], asyncio.Event()
             models = [await gateway.open(f"t/default/{n}", "default") for n, gateway in enumerate(gateways)]
-            lengths = [1200, 1200, 1200, 40, 40]
+            lengths = [1200, 900, 700, 40, 40]  # apart, so that the change finds some of them under way
             asking = [asyncio.create_task(keep_asking(m, n, changed)) for m, n in zip(models, lengths, strict=True)]
             await asyncio.sleep(1.0)
             first = await asyncio.to_thread(weights.publish, vllm.run, other_weights)
