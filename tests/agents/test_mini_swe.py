@@ -18,6 +18,7 @@ from megaflow_hpc.types import AgentResult, CallBudget, Recording, Task
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.scripted import block
 from tests.support.serving import Servers
+from tests.support.waiting import until, until_async
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-print(1 - 1)\n+print(1 + 1)\n"
 
@@ -117,8 +118,7 @@ def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Pa
 
     async def scenario() -> None:
         rolling = asyncio.create_task(roll(servers, sandbox))
-        while not (sandbox.work / "log").exists():
-            await asyncio.sleep(0.02)
+        await until_async((sandbox.work / "log").exists, "the first command has run")
         await sandbox.stop()
         await rolling
 
@@ -146,8 +146,7 @@ def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
         async with servers.gateway() as gateway:
             model = await gateway.open("sum/default/0", "default", seed=7)
             running = asyncio.create_task(agent.run(make_task(), sandbox, model))
-            while not (sandbox.work / "log").exists():
-                await asyncio.sleep(0.02)
+            await until_async((sandbox.work / "log").exists, "the first command has run")
             await asyncio.to_thread(servers.await_load, 0, 1)
             assert gateway.suspend("sum/default/0", now=now), "it waits for the slow answer"
             result = await running
@@ -183,10 +182,7 @@ def test_a_cancelled_rollout_leaves_no_thread(servers: Servers, tmp_path: Path) 
 
     async def scenario() -> float:
         rolling = asyncio.create_task(roll(servers, sandbox))
-        deadline = time.monotonic() + 60
-        while not (sandbox.work / "started").exists():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+        await until_async((sandbox.work / "started").exists, "the command has started", timeout_s=60)
         assert any(t.name.startswith("mini-swe-agent") for t in threading.enumerate())
         began = time.monotonic()
         rolling.cancel()
@@ -195,7 +191,8 @@ def test_a_cancelled_rollout_leaves_no_thread(servers: Servers, tmp_path: Path) 
         return time.monotonic() - began
 
     assert asyncio.run(scenario()) < 3
-    deadline = time.monotonic() + 5
-    while any(t.name.startswith("mini-swe-agent") for t in threading.enumerate()):
-        assert time.monotonic() < deadline, "the agent's thread goes on"
-        time.sleep(0.05)
+    until(
+        lambda: not any(t.name.startswith("mini-swe-agent") for t in threading.enumerate()),
+        "the agent's thread has ended",
+        timeout_s=5,
+    )
