@@ -71,6 +71,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         env["VLLM_RPC_BASE_PATH"] = str(private)
     if _is_cpu_build(python):
         built_in["enforce-eager"] = True
+        env["TORCHDYNAMO_DISABLE"] = "1"  # what is compiled all the same (log-probabilities) wants g++ on the node
     result = Launch(
         [python, "-m", program, *subcommand, *flags({**built_in, **options})],
         {k: os.environ.get(k, v) for k, v in env.items()},
