@@ -224,6 +224,11 @@ class _Child:
         )
 
     def answer(self) -> dict[str, Any]:
+        """Returns the program's next line.
+
+        Raises:
+            RuntimeError: the program has ended.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -232,12 +237,18 @@ class _Child:
         return found
 
     def ask(self, **message: object) -> dict[str, Any]:
+        """Sends a message and returns the answer.
+
+        Raises:
+            RuntimeError: the program has ended.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
         return self.answer()
 
     def stop(self) -> None:
+        """Closes its standard input, which ends the program; kills it where it has not ended after 20 s."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -269,7 +280,9 @@ class _Rank(_Child):
         return self._places[client]
 
     def cpu_s(self) -> float:
+        """Returns the seconds of CPU that the process has taken so far."""
         return float(self.ask(cpu=True)["cpu_s"])
 
     def end(self) -> dict[str, Any]:
+        """Closes every rollout, and returns how many turns were recorded and how many of them are ``wrong``."""
         return self.ask(end=True)

@@ -91,6 +91,12 @@ class _Client(asyncio.Protocol):
             self._answer.set_result(answer)
 
     async def ask(self, request: bytes) -> bytes:
+        """Sends a request and returns the whole answer, head and body.
+
+        Raises:
+            ConnectionError: there is no connection, or it was closed before the answer.
+            TimeoutError: there is no answer after 120 s.
+        """
         if self._transport is None:
             raise ConnectionError("not connected")
         self._answer = asyncio.get_running_loop().create_future()
@@ -98,6 +104,7 @@ class _Client(asyncio.Protocol):
         return await asyncio.wait_for(self._answer, 120)
 
     def close(self) -> None:
+        """Closes the connection, if it is open."""
         if self._transport is not None:
             self._transport.close()
 

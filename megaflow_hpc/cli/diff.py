@@ -25,6 +25,7 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``diff``."""
     diff = subparsers.add_parser(
         "diff",
         help="compare two trajectories",

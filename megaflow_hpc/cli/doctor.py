@@ -28,6 +28,7 @@ class Finding:
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``doctor``."""
     parser = subparsers.add_parser(
         "doctor",
         help="check what this site has: ok, warn or FAIL with the remedy",

@@ -32,6 +32,7 @@ their names (rewards['tests']), tokens, duration_s, weight_version_min and weigh
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``export``."""
     export = subparsers.add_parser(
         "export",
         help="write trajectories in other formats",
@@ -84,6 +85,7 @@ class Progress:
             note(text)
 
     def close(self) -> None:
+        """Clears the line of progress on a terminal."""
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -32,6 +32,7 @@ STORE = (
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``images`` and its verbs."""
     parser = subparsers.add_parser(
         "images",
         help="build, fetch, stage and list the images of tasks",

@@ -11,6 +11,7 @@ from megaflow_hpc.cli.output import add_json, print_json
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``janitor``."""
     parser = subparsers.add_parser(
         "janitor",
         help="remove what killed sandboxes left on this node",

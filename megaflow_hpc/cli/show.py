@@ -33,6 +33,7 @@ _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancel
 
 
 def register(subparsers: Any) -> None:
+    """Adds ``show``."""
     show = subparsers.add_parser(
         "show",
         help="print one trajectory",

@@ -13,6 +13,8 @@ from megaflow_hpc.errors import ConfigError
 
 
 def register(subparsers: Any) -> None:
+    """Adds verify, compact, anonymise and du."""
+
     def verb(name: str, help_: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help_, description=f"{help_}.")
         add_json(parser)

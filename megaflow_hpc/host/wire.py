@@ -78,6 +78,7 @@ class Link:
         """Opened and not yet received, the next one last."""
 
     def fileno(self) -> int:
+        """Returns the socket's file descriptor, by which ``select`` can wait for a link."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
@@ -143,4 +144,5 @@ class Link:
         return parcel
 
     def close(self) -> None:
+        """Closes the socket."""
         self._socket.close()

@@ -54,6 +54,7 @@ class PodView:
 
     @property
     def active(self) -> bool:
+        """Whether the pod has started and not ended."""
         return self.state in ("started", "draining")
 
 

@@ -90,6 +90,8 @@ class LoadingServer(msgspec.Struct, kw_only=True):
 
 
 class AdminKey(msgspec.Struct):
+    """The key that opens the paths which change an engine, and the start of the server that has it."""
+
     start: str
     key: str
 
@@ -147,9 +149,11 @@ class EndpointFiles:
         self._loading_file(endpoint.server).unlink(missing_ok=True)
 
     def publish_failed(self, server: FailedServer) -> None:
+        """Publishes that a server gave up."""
         self._write(self._folder / f"{server.server}{FAILED}", server)
 
     def publish_loading(self, server: LoadingServer) -> None:
+        """Publishes that a server is away to load weights."""
         self._write(self._loading_file(server.server), server)
 
     def publish_admin_key(self, server: str, key: AdminKey) -> None:
@@ -158,6 +162,7 @@ class EndpointFiles:
         self._write(self._admin_file(server), key)
 
     def publish_membership(self, membership: PoolMembership) -> None:
+        """Publishes that an engine pool is a policy's model, with the key to it."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
     def withdraw(self, server: str, start: str) -> bool:
@@ -170,6 +175,7 @@ class EndpointFiles:
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
+        """Withdraws that this start of a server is loading; what a later start published stays."""
         loading = read(self._loading_file(server), LoadingServer)
         if loading is not None and loading.start == start:
             self._loading_file(server).unlink(missing_ok=True)

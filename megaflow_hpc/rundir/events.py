@@ -193,6 +193,7 @@ class EventWriter:
             pass
 
     def close(self) -> None:
+        """Writes what is queued and closes the file; errors of the disk are ignored."""
         self.flush()
         try:
             self._file.close()

@@ -82,15 +82,19 @@ class RunDir:
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
 
     def block(self, number: int) -> Path:
+        """Returns the file of a block of rollouts."""
         return self.tasks / f"{number:06d}.json"
 
     def endpoint(self, server: str) -> Path:
+        """Returns the file that an engine server (``<policy>.<n>``) publishes."""
         return self.endpoints / f"{server}.json"
 
     def journal_file(self, pod: str, start: str) -> Path:
+        """Returns the journal of one start of a pod."""
         return self.journal / f"{pod}.{start}.journal"
 
     def event_file(self, pod: str, start: str) -> Path:
+        """Returns the event file of one start of a pod."""
         return self.events / f"{pod}.{start}.jsonl"
 
     def log(self, role: str) -> str:

@@ -36,10 +36,12 @@ class Marks:
 
     @property
     def finished(self) -> bool:
+        """Whether every block is done."""
         return self._finished.exists()
 
     @property
     def cancelled(self) -> bool:
+        """Whether the campaign was cancelled."""
         return self._cancelled.exists()
 
     @property
@@ -48,9 +50,11 @@ class Marks:
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
+        """Marks the campaign as cancelled."""
         self._cancelled.touch()
 
     def uncancel(self) -> None:
+        """Removes the mark of a cancelled campaign, if there is one."""
         self._cancelled.unlink(missing_ok=True)
 
     def leave(self, pod: str) -> None:

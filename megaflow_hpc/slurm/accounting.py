@@ -28,6 +28,7 @@ class JobState:
 
     @property
     def live(self) -> bool:
+        """Whether the job waits, runs, or is being requeued."""
         return self.state in LIVE
 
     @property

@@ -87,6 +87,8 @@ def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, A
 
 
 class Limit(NamedTuple):
+    """One limit on the number of jobs."""
+
     kind: str
     """``submit`` or ``jobs``."""
     value: int

@@ -20,6 +20,8 @@ ASK_S = 60.0
 
 @dataclass(frozen=True)
 class Partition:
+    """One partition as sinfo shows it: ``cpus`` and ``memory_mb`` of one node, ``time`` the limit in Slurm's form."""
+
     name: str
     default: bool
     up: bool

@@ -23,6 +23,7 @@ class ArrayJob(submitit.SlurmJob):
     """Handle of one element: ``job_id``, ``state``, ``cancel()``."""
 
     def result(self) -> Any:
+        """Raises RuntimeError: elements return nothing."""
         raise RuntimeError("array elements return nothing; wait for the campaign with run.wait() and read run.path")
 
 
@@ -33,10 +34,12 @@ class ClusterJob(ArrayJob):
 
     @property
     def state(self) -> str:
+        """The state in that cluster's Slurm, ``UNKNOWN`` where neither squeue nor sacct knows the job."""
         found = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
         return found[self.job_id].state if self.job_id in found else "UNKNOWN"
 
     def cancel(self, check: bool = True) -> None:
+        """Cancels the job at its cluster; ``check`` has no effect."""
         ids.scancel([self.job_id])
 
 

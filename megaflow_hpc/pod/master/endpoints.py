@@ -34,6 +34,7 @@ class Endpoints:
 
     @property
     def names(self) -> list[str]:
+        """The sorted names of the endpoint files; a pool's server is named ``<policy>@<server>``."""
         return sorted(self._found)
 
     def refresh(self) -> bool:

@@ -173,6 +173,7 @@ class _Hashed:
         self.digest = self._hash.digest
 
     def write(self, data: bytes) -> int:
+        """Writes ``data``, adds it to the digest, and returns the number of bytes written."""
         self._hash.update(data)
         return self._file.write(data)
 

@@ -30,6 +30,7 @@ class _Seen:
     squares: float = 0.0
 
     def add(self, value: float) -> None:
+        """Adds one value."""
         self.n += 1
         off = value - self.mean
         self.mean += off / self.n

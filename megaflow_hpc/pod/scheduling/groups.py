@@ -65,6 +65,7 @@ class _Group:
 
     @property
     def equal(self) -> bool:
+        """Whether all rewards so far are the same; ``False`` while there are none."""
         return len(set(self.rewards)) == 1
 
 

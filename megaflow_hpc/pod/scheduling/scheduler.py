@@ -56,6 +56,7 @@ class _Worker:
         return self.free - before
 
     def has_room(self, demand: Demand) -> bool:
+        """Returns whether work of this demand can start there now."""
         return (
             self.free > 0
             and self.cpus + demand.cpus <= self.room.cpus
@@ -63,6 +64,7 @@ class _Worker:
         )
 
     def could_ever(self, demand: Demand) -> bool:
+        """Returns whether work of this demand could start there if nothing else ran."""
         return demand.cpus <= self.room.cpus and demand.memory_mb <= self.room.memory_mb
 
 

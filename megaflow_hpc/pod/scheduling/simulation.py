@@ -109,12 +109,14 @@ class _Pod:
         self.free_at = 0.0
 
     def add(self, block: list[Work]) -> None:
+        """Queues a block, group by group."""
         for group, work in groupby(block, key=lambda work: work.rollout.group_id):
             samples = list(work)
             later = self.groups.admit(group, "p", [one.rollout.id for one in samples])
             self.scheduler.add(replace(one, later=one.rollout.id in later) if later else one for one in samples)
 
     def ended(self, work: Work, now: float, started: float) -> None:
+        """Notes that a rollout has ended at ``now``, and does what follows from it for its group."""
         if self.shape.copies_s:
             self.estimates.observe(work.rollout.task_id, "p", now - started)
             self.stop(work.rollout.id)
@@ -131,10 +133,12 @@ class _Pod:
                     self.stop(rollout)
 
     def stop(self, rollout: str) -> None:
+        """Ends a rollout at every worker where it runs."""
         for rank in self.scheduler.running_at(rollout):
             self.scheduler.finish(rank, rollout)
 
     def copy_stragglers(self, now: float) -> Iterator[tuple[int, Work]]:
+        """Starts a copy of each straggler for which there is room, and yields its worker rank and its work."""
         if self.scheduler.free and not self.scheduler.queued and now - self.looked > COPY_LOOK_S:
             self.looked = now
             for rollout in self.stragglers.overdue(self.scheduler.running_work(), now):
@@ -163,6 +167,7 @@ class _Simulation:
         self._all_claimed = False
 
     def run(self, progress: Callable[[int], None] | None) -> SimulationResult:
+        """Runs the campaign to its end; ``progress`` as in :func:`simulate`."""
         now, ended = 0.0, 0
         for which in range(len(self._pods)):
             self._fill(which, now)

@@ -53,6 +53,7 @@ class BackingFile(io.RawIOBase):
         return self._place
 
     def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        """Writes all of ``data`` and returns its length; keeps in memory what the file does not take."""
         view = memoryview(data).cast("B")
         done = 0
         if self.error is None:
@@ -68,6 +69,7 @@ class BackingFile(io.RawIOBase):
         return len(view)
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Reads from the file and from what is kept in memory, and returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         found = os.pread(self._file, len(view), self._place)
         view[: len(found)] = found
@@ -81,6 +83,7 @@ class BackingFile(io.RawIOBase):
         return size
 
     def truncate(self, size: int | None = None) -> int:
+        """Sets the size and returns it; once an error was kept, the size on disk stays as it is."""
         size = self._place if size is None else size
         if self.error is None:
             try:

@@ -66,6 +66,7 @@ class ChunkCache:
             self._bytes -= len(self._held.popitem(last=False)[1])
 
     def clear(self) -> None:
+        """Drops every chunk."""
         self._held.clear()
         self._bytes = 0
 

@@ -282,6 +282,7 @@ class TextColumn:
         self._crc = 0
 
     def put(self, values: Array) -> None:
+        """Appends an array (n) of strings."""
         if not len(values):
             return
         self._crc = text_crc(values, self._crc)
@@ -290,10 +291,12 @@ class TextColumn:
         self._dataset[start:] = values
 
     def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
+        """Appends entries ``[start, end)`` of a dataset, and returns 0: none is copied in compressed form."""
         self.put(source[start:end])
         return 0
 
     def finish(self) -> None:
+        """Writes the checksum; nothing can be appended afterwards."""
         self._dataset.attrs["crc32"] = np.uint32(self._crc)
 
 

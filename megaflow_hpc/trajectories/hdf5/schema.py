@@ -36,14 +36,18 @@ class Column(NamedTuple):
 
     @property
     def path(self) -> str:
+        """The dataset's path in the file."""
         return f"{self.group}/{self.name}"
 
     @property
     def is_offset(self) -> bool:
+        """Whether it is an offset column, which has one entry more than there are items."""
         return self.extent.endswith("+1")
 
 
 class Group(NamedTuple):
+    """A group of the file: its columns, and what one row of them is."""
+
     name: str
     doc: str
     columns: tuple[tuple[str, str, str, str], ...]

@@ -142,6 +142,7 @@ def _head(journal: Path) -> bytes:
 
 
 def main() -> None:
+    """Writes the shard of one journal at low priority; its arguments are the run directory and the journal."""
     os.nice(10)
     run, journal = sys.argv[1:]
     write_shard(RunDir(run), Path(journal))

@@ -99,6 +99,11 @@ class _Evaluation:
         self._table = table
 
     def of(self, node: ast.expr) -> Any:
+        """Returns the value of a node of the tree.
+
+        Raises:
+            ConfigError: the node, or one below it, is not allowed in a selection.
+        """
         match node:
             case ast.Constant(value=bool() | int() | float() | str()):
                 return node.value

@@ -43,6 +43,7 @@ def missing(content: dict[str, Any]) -> list[str]:
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
+    """Writes a manifest that everybody may read (0644)."""
     write_json(path, content, 0o644)
 
 

@@ -104,6 +104,7 @@ class Workers:
         return self._idle.popleft() if self._idle else self._add()
 
     def give_back(self, worker: Worker) -> None:
+        """Takes back a worker, which waits for its next command."""
         self._idle.append(worker)
 
     def lost(self, worker: Worker) -> None:
@@ -111,6 +112,7 @@ class Workers:
         self._idle = deque(idle for idle in self._idle if idle is not worker)
 
     def close(self) -> None:
+        """Closes the FIFOs of all workers."""
         for worker in self._all:
             os.close(worker.pipe)
         self._all = []

@@ -20,6 +20,7 @@ class CappedBuffer:
         self._dropped = 0
 
     def feed(self, data: bytes) -> None:
+        """Adds the next bytes of the stream."""
         room = self._head_limit - len(self._head)
         if room > 0:
             self._head += data[:room]
@@ -69,6 +70,7 @@ class StreamPair:
         self.descriptors = [os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) for path in self._paths]
 
     def close(self) -> None:
+        """Closes the reading ends that are open."""
         for descriptor in self.descriptors:
             if descriptor >= 0:
                 os.close(descriptor)

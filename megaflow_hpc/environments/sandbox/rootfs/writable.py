@@ -53,6 +53,7 @@ class WritableLayer:
         """Bytes below ``path`` that are a copy of the image and not the sandbox's work."""
 
     def make(self) -> None:
+        """Makes the layer's directory, unless it exists."""
         os.makedirs(self.path, mode=0o700, exist_ok=True)
 
     async def ready(self) -> None:
