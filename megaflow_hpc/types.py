@@ -342,7 +342,7 @@ class Trajectory:
     node: str = ""
     job_id: str = ""
     rank: int = -1
-    """Of the pod; -1 where unknown."""
+    """The rank in the pod that ran it; -1 where unknown."""
     seed: int = -1
     """That its sampling was given: model call n, from 0, got ``(seed + n) % 2**31``. -1 where it was given none."""
     reward: float | None = None

@@ -121,6 +121,11 @@ class _Model:
         self.calls_ended: list[float] = []
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
+        """Returns the model's answer to a conversation, with the command it asks for in ``extra["actions"]``.
+
+        Raises:
+            FormatError: The answer does not hold exactly one command; this carries the answer and what to say of it.
+        """
         sent = [_openai(m) for m in messages]
         choice = self._bridge.wait(self._client.complete(sent))
         self.calls_ended.append(time.monotonic())
@@ -139,20 +144,24 @@ class _Model:
         return {**message, "extra": {"actions": actions, "cost": 0.0}}
 
     def format_message(self, **message: Any) -> dict[str, Any]:
+        """Returns a message made of these fields."""
         return message
 
     def format_observation_messages(
         self, message: Mapping[str, Any], outputs: list[dict[str, Any]], template_vars: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
+        """Returns the messages that tell the model what its commands put out."""
         observations: list[dict[str, Any]] = _package().format_observation_messages(
             outputs, observation_template=self._settings["observation_template"], template_vars=template_vars
         )
         return observations
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
+        """Returns what the model adds to the variables of prompt templates: its name."""
         return {"model_name": self.config.model_name}
 
     def serialize(self) -> dict[str, Any]:
+        """Returns what the model adds to a saved trajectory: nothing."""
         return {}
 
     def sandbox_seconds(self, environment: _Environment) -> list[float]:
@@ -182,6 +191,11 @@ class _Environment:
         """Start by ``time.monotonic()``, and seconds."""
 
     def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
+        """Runs an action's command and returns its ``output``, ``returncode`` and ``exception_info``.
+
+        Raises:
+            Submitted: The command succeeded and the first line of its output is :data:`SUBMIT`.
+        """
         began = time.monotonic()
         result: ExecResult = self._bridge.wait(
             self._sandbox.exec(
@@ -203,9 +217,11 @@ class _Environment:
         return output
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
+        """Returns what the sandbox adds to the variables of prompt templates: its system and ``cwd``."""
         return {**self._system, "cwd": self._cwd or ""}
 
     def serialize(self) -> dict[str, Any]:
+        """Returns what the sandbox adds to a saved trajectory: nothing."""
         return {}
 
 

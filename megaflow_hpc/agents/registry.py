@@ -33,13 +33,20 @@ class AgentSpec(Protocol):
     """The resolved section of a campaign file for one agent, such as ``config.AgentConfig``."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The agent's name, short or dotted."""
+
     @property
-    def max_turns(self) -> int | None: ...
+    def max_turns(self) -> int | None:
+        """The maximum number of model calls; ``None``: no limit."""
+
     @property
-    def timeout_s(self) -> float | None: ...
+    def timeout_s(self) -> float | None:
+        """The agent's maximum run time in seconds; ``None``: the task's."""
+
     @property
-    def args(self) -> Mapping[str, Any]: ...
+    def args(self) -> Mapping[str, Any]:
+        """The keyword arguments that the agent is called with."""
 
 
 def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:

@@ -71,9 +71,11 @@ class RemoteSandbox:
         await self._ask("kill_processes", [])
 
     async def listen(self, port: int = 0) -> socket.socket:
+        """Raises :class:`~megaflow_hpc.errors.SandboxError`: a socket of the sandbox cannot be had in this process."""
         raise SandboxError("listen: an agent in a process of its own cannot listen in the sandbox")
 
     async def stop(self) -> None:
+        """Raises :class:`~megaflow_hpc.errors.SandboxError`: only the runner stops the sandbox."""
         raise SandboxError("stop: the sandbox is stopped when the rollout ends")
 
     async def _ask(self, operation: str, arguments: list[Any], options: dict[str, Any] | None = None) -> Any:

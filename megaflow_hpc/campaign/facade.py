@@ -37,6 +37,11 @@ class Campaign:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Campaign:
+        """Returns the campaign that a campaign file describes.
+
+        Raises:
+            ConfigError: names file, line, value and remedy.
+        """
         campaign = cls.__new__(cls)
         campaign.config = config_module.load(path)
         campaign.base = Path(path).absolute().parent

@@ -46,6 +46,7 @@ class LocalPod:
 
     @property
     def running(self) -> bool:
+        """Whether the pod's process has yet to end."""
         return self.pod.poll() is None
 
     def drain(self) -> None:

@@ -55,7 +55,7 @@ class Plan:
     source: str
     """The campaign as the user wrote it."""
     durations: Durations | None = None
-    """Of earlier campaigns."""
+    """The durations that earlier campaigns tell of; ``None``: the campaign names none."""
 
     @property
     def server_groups(self) -> list[ServerGroup]:
@@ -212,6 +212,11 @@ def check_together(config: CampaignConfig, where: Where) -> None:
 
 
 def check_agents(policies: dict[str, Policy], network: str, where: Where) -> None:
+    """Checks that each policy's agent can be made, and that it can reach a model if it needs one.
+
+    Raises:
+        ConfigError: names the place in the campaign file, and the agent.
+    """
     from megaflow_hpc.agents import create
     from megaflow_hpc.agents.registry import WITHOUT_MODEL
 

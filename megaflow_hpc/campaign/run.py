@@ -65,6 +65,7 @@ class Run:
 
     @property
     def path(self) -> Path:
+        """The run directory."""
         return self.dir.path
 
     @property

@@ -45,6 +45,7 @@ class QuotasConfig(Section):
 
     @property
     def any(self) -> bool:
+        """Whether any limit is set."""
         return any(value is not None for value in self.model_dump().values())
 
 

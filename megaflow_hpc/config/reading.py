@@ -19,6 +19,11 @@ class _Loader(yaml.SafeLoader):
     """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and with duplicate keys refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Returns a node's mapping.
+
+        Raises:
+            ConstructorError: A key is given twice.
+        """
         seen: set[Any] = set()
         for key, _ in node.value:
             if key.value in seen:

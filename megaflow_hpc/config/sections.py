@@ -204,6 +204,7 @@ class EnvironmentConfig(Section):
         return min(self.network, task.network or self.network, key=widths.index)
 
     def mode_of(self, task: Task) -> SandboxMode:
+        """Returns the sandbox mode that a task asks for, or else the campaign's."""
         return task.mode or self.mode
 
 

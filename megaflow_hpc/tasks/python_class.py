@@ -345,10 +345,13 @@ class WaitingSandbox:
         self._loop = loop
 
     def exec(self, command: Any, **options: Any) -> ExecResult:
+        """Runs a command to its end; ``options`` are those of the sandbox's own ``exec``."""
         return asyncio.run_coroutine_threadsafe(self._sandbox.exec(command, **options), self._loop).result()
 
     def upload(self, source: str, target: str) -> None:
+        """Copies a file or directory of the host into the sandbox."""
         asyncio.run_coroutine_threadsafe(self._sandbox.upload(source, target), self._loop).result()
 
     def download(self, source: str, target: str) -> None:
+        """Copies a file or directory of the sandbox to the host."""
         asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()

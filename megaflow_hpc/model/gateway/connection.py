@@ -78,12 +78,15 @@ class _Exchange(asyncio.Protocol):
     # --- httptools ---
 
     def on_message_begin(self) -> None:
+        """Begins a new response."""
         self._response, self._parts, self._size = Response(0), [], 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Adds a header to the response, its name in lower case."""
         self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_body(self, data: bytes) -> None:
+        """Adds a part of the body; an answer longer than :data:`MAX_ANSWER` fails the exchange."""
         self._size += len(data)
         if self._size > MAX_ANSWER:
             self._fail(f"its answer is longer than {MAX_ANSWER} bytes")
@@ -92,6 +95,7 @@ class _Exchange(asyncio.Protocol):
             self._parts.append(data)
 
     def on_message_complete(self) -> None:
+        """Hands the whole response to the caller; interim ones (status below 200) are skipped."""
         status = self._parser.get_status_code()
         if status < 200:  # "100 Continue" and the like announce the answer
             self._parser = httptools.HttpResponseParser(self)
@@ -105,6 +109,11 @@ class _Exchange(asyncio.Protocol):
     # --- a call ---
 
     async def ask(self, request: bytes) -> Response:
+        """Sends a request, given as the bytes of its head and body, and returns the answer to it.
+
+        Raises:
+            Broken: The connection was closed, or what came is not a whole answer.
+        """
         if self.transport is None:
             raise Broken("the connection was closed")
         self.used, self.heard = True, False
@@ -113,6 +122,7 @@ class _Exchange(asyncio.Protocol):
         return await answer
 
     def close(self) -> None:
+        """Closes the connection at once; it serves no other call."""
         self.keep = False
         if self.transport is not None:
             self.transport.abort()

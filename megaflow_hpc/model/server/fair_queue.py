@@ -33,6 +33,7 @@ class _User:
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
     def account(self, now: float) -> None:
+        """Adds to ``used_s`` the slot-seconds from ``at`` to ``now``, divided by the share."""
         self.used_s, self.at = self.used_s + self.held * (now - self.at) / self.share, now
 
 

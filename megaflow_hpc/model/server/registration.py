@@ -30,6 +30,7 @@ class Assignment(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The server's name, ``POLICY.NUMBER``."""
         return f"{self.policy}.{self.number}"
 
 
@@ -104,6 +105,7 @@ class Registration:
         )
 
     def unregister(self) -> None:
+        """Withdraws the endpoint, from the pool too, unless a later start has replaced it."""
         self.beats = 0
         if self._files.withdraw(self.what.name, self.start) and self._pool is not None:
             self._pool.withdraw(self.what.name)
@@ -134,5 +136,6 @@ def in_slurm() -> bool:
 
 
 def job_id() -> str:
+    """Returns the Slurm job's id, ``ARRAY_ELEMENT`` for an element of a job array; empty outside Slurm."""
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array and element else os.environ.get("SLURM_JOB_ID", "")

@@ -36,6 +36,7 @@ class _Caps:
 
     @classmethod
     def of(cls, caps: Mapping[str, Any], name: str) -> _Caps:
+        """Returns the caps of the user ``name``: the user's own where ``caps`` has any, else those of everyone."""
         own = (caps.get("users") or {}).get(name) or {}
         merged = {**caps, **{key: value for key, value in own.items() if value is not None}}
         rate = merged.get("requests_per_s")

@@ -51,16 +51,18 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """Returns the spec of an empty module if the top package of ``name`` is in :data:`ABSENT`, else ``None``."""
         loader: Any = _Finder
         return ModuleSpec(name, loader, is_package=True) if name.partition(".")[0] in ABSENT else None
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> types.ModuleType:
+        """Returns an empty module."""
         return _Absent(spec.name)
 
     @staticmethod
     def exec_module(module: types.ModuleType) -> None:
-        pass
+        """Does nothing: an empty module has no code."""
 
 
 def prepare_import() -> None:
@@ -174,6 +176,7 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Answers the request on standard input, to ``plan`` or to ``grade``; names a package that is ``missing``."""
     request = json.load(sys.stdin)
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever the package prints
     try:
