@@ -64,6 +64,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         built_in["master-port"] = free_port("")
         program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server alone knows no --headless
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if count == 1:
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # else torch.distributed listens where the host's name leads, if anywhere
     env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy passes them with the admin key only
     if options.get("enable-lora") or options.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
