@@ -436,6 +436,7 @@ def built(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     remove_tree(tree)
 
 
+@pytest.mark.slow
 def test_a_built_image_ran_every_step_in_its_order_directory_shell_and_user(built: Path) -> None:
     assert (built / "log").read_text() == LOG
 
