@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
@@ -29,6 +28,7 @@ from megaflow_hpc.ledger.files import Files, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
 from megaflow_hpc.ledger.rules import Claim, Rules
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.types import Rollout
 
 ROOMS = ("claims", "released", "done", "leases", "gone", "hungry")
@@ -63,7 +63,7 @@ class Ledger:
         say: Callable[[str], None] = lambda text: None,
         files: Files | None = None,
     ) -> None:
-        self.run = run
+        self.run, self._marks = run, Marks(run)
         self.identity = identity
         self._files = files or Files(run, clock, say)
         self._rules = Rules(identity, times) if identity else None
@@ -196,18 +196,13 @@ class Ledger:
     # --- reading ---
 
     @property
-    def finished_mark(self) -> Path:
-        """The file that is there once every block is done."""
-        return self.run.path / names.FINISHED
-
-    @property
     def finished(self) -> bool:
-        """Every block is done."""
-        return self.finished_mark.exists()
+        """Whether every block is done."""
+        return self._marks.finished
 
     def reopen(self) -> None:
         """Withdraws the finished mark, because blocks were added."""
-        self.finished_mark.unlink(missing_ok=True)
+        self._marks.reopen()
 
     def view(self) -> View:
         """Lists which blocks are claimed, and which are done but for what they handed off."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
-GONE, REQUESTS, FINISHED, TASKS = "ledger/gone", "ledger/hungry", "ledger/finished", "tasks"
+GONE, REQUESTS, TASKS = "ledger/gone", "ledger/hungry", "tasks"
 
 FIRST_HANDED_OFF = 1_000_000
 """Number of the first block that a pod hands off; planned ones lie below."""

@@ -25,7 +25,6 @@ from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
     DONE,
-    FINISHED,
     FIRST_HANDED_OFF,
     RELEASED,
     REQUESTS,
@@ -38,6 +37,7 @@ from megaflow_hpc.ledger.names import (
     pairs,
     task_path,
 )
+from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.types import Rollout
 
 

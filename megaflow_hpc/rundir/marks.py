@@ -19,6 +19,8 @@ from pathlib import Path
 from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.rundir.layout import RunDir
 
+FINISHED = "ledger/finished"
+"""Path of the finished mark in the run directory; the ledger's rules publish it."""
 DRAIN = "drain"
 STATE = "state"
 LAST_WORDS = ("done", "drained", "paused", "lost")
@@ -31,13 +33,17 @@ class Marks:
     """The mark files of one run."""
 
     def __init__(self, run: RunDir) -> None:
-        self._finished, self._cancelled = run.ledger / "finished", run.ledger / "cancelled"
+        self._finished, self._cancelled = run.path / FINISHED, run.ledger / "cancelled"
         self._leaving: Path = run.ledger / "leaving"
 
     @property
     def finished(self) -> bool:
         """Whether every block is done."""
         return self._finished.exists()
+
+    def reopen(self) -> None:
+        """Withdraws the finished mark, because blocks were added."""
+        self._finished.unlink(missing_ok=True)
 
     @property
     def cancelled(self) -> bool:

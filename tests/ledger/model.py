@@ -19,7 +19,6 @@ from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, R
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
-    FINISHED,
     GONE,
     LEASES,
     RELEASED,
@@ -30,6 +29,7 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
+from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.trajectories.journal.records import Entry, counts
 from megaflow_hpc.trajectories.journal.winners import decide
 from megaflow_hpc.types import Rollout

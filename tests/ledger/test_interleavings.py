@@ -13,7 +13,6 @@ from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Rewrite
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import (
     DONE,
-    FINISHED,
     GONE,
     LEASES,
     RELEASED,
@@ -23,6 +22,7 @@ from megaflow_hpc.ledger.names import (
     earlier,
 )
 from megaflow_hpc.ledger.rules import Rules
+from megaflow_hpc.rundir.marks import FINISHED
 from tests.ledger.model import TIMES, Broken, Model, pod, reader
 
 Make = Callable[..., Rules]

@@ -17,7 +17,7 @@ import pytest
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.schema import OPTIONAL
@@ -107,9 +107,8 @@ def test_journals_go_only_when_the_finished_file_holds_them(tmp_path):
     write_parts(run, "a", range(60))
     with pytest.raises(ConfigError, match="not finished"):
         drop_journals(run)
-    ledger = Ledger(run)
-    ledger.finished_mark.parent.mkdir(parents=True, exist_ok=True)
-    write_json(ledger.finished_mark, {"by": "a.0"})
+    run.ledger.mkdir(parents=True, exist_ok=True)
+    write_json(run.path / FINISHED, {"by": "a.0"})
     with pytest.raises(ConfigError, match="does not hold all"):
         drop_journals(run)
     path = gather(run)
