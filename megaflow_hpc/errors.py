@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+LONGEST = 20_000
+"""Characters of a message: what it quotes may be a file of somebody else's."""
+
 
 class MegaflowError(Exception):
-    """Base of everything raised on purpose. ``exit_status`` is what the command line returns for it."""
+    """Base of everything raised on purpose. ``exit_status`` is what the command line returns for it.
+
+    Of a message longer than :data:`LONGEST` the beginning, which names the place, and the end, which says what to do,
+    are kept.
+    """
 
     exit_status = 1
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message)
+        if len(text) > LONGEST:
+            text = f"{text[: LONGEST // 2]} […] {text[-LONGEST // 2 :]}"
+        super().__init__(text)
 
 
 class ConfigError(MegaflowError):

@@ -49,11 +49,15 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
         "HOME": os.environ.get("HOME", "/"),
         "TMPDIR": str(temporary or os.environ.get("TMPDIR", "/tmp")),
     }
-    for name in (*_PASSED, *(_PROXIES if proxies else ())):
-        if name in os.environ:
-            environment[name] = os.environ[name]
+    environment |= {name: os.environ[name] for name in _PASSED if name in os.environ}
+    environment |= proxy_variables() if proxies else {}
     environment.setdefault("LANG", "C.UTF-8")
     return environment
+
+
+def proxy_variables() -> dict[str, str]:
+    """Returns the variables by which the caller's programs find their proxies."""
+    return {name: os.environ[name] for name in _PROXIES if name in os.environ}
 
 
 @functools.cache

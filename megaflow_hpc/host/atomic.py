@@ -28,11 +28,15 @@ def make_directory(path: Path) -> None:
             path.chmod(0o2750)
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None:
+def write_atomic(path: Path, data: bytes | str, mode: int | None = None, exclusive: bool = False) -> None:
     """Publishes ``data`` at ``path`` atomically, and durably before it is visible (write, fsync, rename).
 
     Args:
         mode: Permission bits, whatever the umask. Default: :func:`file_mode`.
+        exclusive: Nothing may be there.
+
+    Raises:
+        FileExistsError: ``exclusive``, and something is.
     """
     raw = data.encode() if isinstance(data, str) else data
     mode = file_mode(path.parent) if mode is None else mode
@@ -45,7 +49,11 @@ def write_atomic(path: Path, data: bytes | str, mode: int | None = None) -> None
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if exclusive:
+            os.link(temporary, path)
+            temporary.unlink()
+        else:
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -56,6 +64,6 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 
-def write_json(path: Path, value: Any, mode: int | None = None) -> None:
+def write_json(path: Path, value: Any, mode: int | None = None, exclusive: bool = False) -> None:
     """Publishes ``value`` as JSON; see :func:`write_atomic`."""
-    write_atomic(path, to_json(value), mode)
+    write_atomic(path, to_json(value), mode, exclusive)

@@ -1,15 +1,15 @@
-"""Trees of files: removed however hostile, copied in, unpacked from what a sandbox hands out."""
+"""Trees of files: removed however hostile, and copied in."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from megaflow_hpc.errors import SandboxError
 
@@ -17,22 +17,43 @@ from megaflow_hpc.errors import SandboxError
 def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:
     """Removes a file or a tree of any depth, whatever modes its directories have. Follows no links; idempotent.
 
-    Several may remove one tree at once: what another has removed is no error, and nothing is left for it.
+    Several may remove one tree at once: what another has removed is no error, and nothing is left for it. Files of the
+    caller's subordinate ids, which builds of images leave, are removed as well. What cannot be removed stays, with the
+    directories that lead to it, and all else goes.
 
     Raises:
-        OSError: something cannot be removed, such as a file of another uid; not with ``ignore_errors``.
+        OSError: something could not be removed, such as a file of another user; not with ``ignore_errors``.
     """
+    failed: list[OSError] = []
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):
-            _walk(os.fspath(path), _unlink_files, _rmdir)
+            _walk(os.fspath(path), lambda here: _unlink_files(here, failed), _rmdir, failed)
             _rmdir(None, os.fspath(path))
         else:
             os.unlink(path)
     except FileNotFoundError:
         return
+    except OSError as error:
+        failed.append(error)
+    if failed and not (isinstance(failed[0], PermissionError) and _removed_as_root(path)) and not ignore_errors:
+        raise failed[0]
+
+
+def _removed_as_root(path: str | os.PathLike[str]) -> bool:
+    """Empties a directory as uid 0 of a namespace with the caller's subordinate ids; whether it could be removed."""
+    from megaflow_hpc.host.subordinate import all_ids  # rarely needed: who only removes trees is spared it
+
+    place = os.path.abspath(path)
+    if os.geteuid() != 0 and all_ids():
+        words = [*all_ids(), "find", place, "-xdev", "-mindepth", "1", "-delete"]
+        subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        os.rmdir(place)
+    except FileNotFoundError:
+        return True
     except OSError:
-        if not ignore_errors:
-            raise
+        return False
+    return True
 
 
 def open_directories(path: str | os.PathLike[str]) -> None:
@@ -45,7 +66,12 @@ def open_directories(path: str | os.PathLike[str]) -> None:
     _walk(os.fspath(path), opened, lambda parent, name: None)
 
 
-def _walk(root: str, enter: Callable[[int], list[str]], leave: Callable[[int, str], None]) -> None:
+def _walk(
+    root: str,
+    enter: Callable[[int], list[str]],
+    leave: Callable[[int, str], None],
+    failed: list[OSError] | None = None,
+) -> None:
     """Visits every directory of a tree, holding two descriptors whatever its depth.
 
     A sandbox can nest directories deeper than Python recurses, than a path is long and than descriptors may be open.
@@ -54,17 +80,30 @@ def _walk(root: str, enter: Callable[[int], list[str]], leave: Callable[[int, st
     Args:
         enter: gets the descriptor of a directory; returns the names of those in it to go down to.
         leave: gets the parent's descriptor and the name of a directory whose whole tree was visited.
+        failed: gets the first error of these and of directories that cannot be opened, and the walk goes on; ``None``:
+            it is raised.
     """
+
+    def note(error: OSError, name: str) -> None:
+        error.filename = os.path.join(root, *(name for _, _, name in above), name)
+        if failed is None:
+            raise error
+        if not failed:
+            failed.append(error)
+
     above: list[tuple[tuple[int, int], list[str], str]] = []  # (identity, names still to visit, name gone down to)
-    here = _open_directory(root)
+    here = open_directory(root)
     try:
         waiting = enter(here)
         while waiting or above:
             if waiting:
                 name = waiting.pop()
                 try:
-                    below = _open_directory(name, here)
+                    below = open_directory(name, here)
                 except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    note(error, name)
                     continue
                 above.append((_identity(here), waiting, name))
                 os.close(here)
@@ -77,9 +116,13 @@ def _walk(root: str, enter: Callable[[int], list[str]], leave: Callable[[int, st
                 identity, waiting, name = above.pop()
                 if _identity(here) != identity:
                     raise OSError(errno.ESTALE, "moved elsewhere while it was walked through", name)
-                leave(here, name)
+                try:
+                    leave(here, name)
+                except OSError as error:
+                    note(error, name)
     except OSError as error:
-        error.filename = os.path.join(root, *(name for _, _, name in above), str(error.filename or ""))
+        if not os.path.isabs(str(error.filename)):
+            error.filename = os.path.join(root, *(name for _, _, name in above), str(error.filename or ""))
         raise
     finally:
         os.close(here)
@@ -88,8 +131,8 @@ def _walk(root: str, enter: Callable[[int], list[str]], leave: Callable[[int, st
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def _open_directory(name: str, parent: int | None = None) -> int:
-    """Opens a directory after its owner, who we may be, was given every right on it."""
+def open_directory(name: str, parent: int | None = None) -> int:
+    """Opens a directory, no link, after its owner, who we may be, was given every right on it; returns a descriptor."""
     try:
         found = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:
@@ -118,15 +161,21 @@ def _entries(directory: int) -> list[os.DirEntry[str]]:
         return []
 
 
-def _unlink_files(directory: int) -> list[str]:
+def _unlink_files(directory: int, failed: list[OSError]) -> list[str]:
     """Removes what is no directory; returns the names of the directories."""
     directories = []
     for entry in _entries(directory):
         if entry.is_dir(follow_symlinks=False):
             directories.append(entry.name)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(entry.name, dir_fd=directory)
+            continue
+        try:
+            os.unlink(entry.name, dir_fd=directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if not failed:
+                error.filename = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), entry.name)
+                failed.append(error)
     return directories
 
 
@@ -146,41 +195,3 @@ def copy_tree(source: Path, target: Path) -> None:
         return []
 
     shutil.copytree(source, target, symlinks=True, ignore=special)
-
-
-def unpack(data: bytes, target: Path) -> None:
-    """Writes a tar archive from a sandbox, which may be hostile, under ``target``.
-
-    Names that leave ``target`` are refused; links come last, so that no member can be written through one; devices
-    and FIFOs are left out; modes lose setuid, setgid and sticky.
-    """
-    import tarfile  # 10 ms, which whoever only removes trees is spared
-
-    target.mkdir(parents=True, exist_ok=True)
-    links: list[tuple[Path, str]] = []
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for member in archive:
-                parts = [part for part in PurePosixPath(member.name).parts if part not in (".", "/")]
-                if ".." in parts:
-                    raise SandboxError(f"download: the archive names {member.name!r}, which leaves the directory")
-                place = target.joinpath(*parts)
-                if member.isdir():
-                    place.mkdir(parents=True, exist_ok=True)
-                elif member.isreg() or member.islnk():
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    content = archive.extractfile(member)
-                    place.write_bytes(content.read() if content else b"")
-                    place.chmod(member.mode & 0o777 | 0o600)
-                elif member.issym() and not member.linkname.startswith("/"):
-                    resolved = os.path.normpath(os.path.join(os.path.dirname("/".join(parts)), member.linkname))
-                    if not resolved.startswith(".."):
-                        links.append((place, member.linkname))
-    except (tarfile.TarError, KeyError) as error:
-        raise SandboxError(f"download: the sandbox sent a broken archive ({error})") from error
-    for place, destination in links:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if place.is_symlink() or place.is_file():
-            place.unlink()
-        if not place.exists():
-            os.symlink(destination, place)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -26,39 +28,46 @@ def make_pod_directory() -> Path:
 def sweep_pod_directories(base: str | os.PathLike[str]) -> int:
     """Removes the pod directories under ``base`` whose process on this host is gone; returns how many."""
     prefix, removed = f"{POD_DIRECTORY}.{os.uname().nodename}.", 0
-    for entry in os.scandir(base):
-        owner = Identity.parse(entry.name.removeprefix(prefix).rpartition(".")[0])
-        if not (entry.name.startswith(prefix) and owner) or owner.alive():
-            continue
-        try:
-            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                continue
-        except FileNotFoundError:
-            continue  # another janitor's
-        remove_tree(entry.path, ignore_errors=True)
-        removed += 1
+    for path in _ours(base, prefix):
+        owner = Identity.parse(os.path.basename(path).removeprefix(prefix).rpartition(".")[0])
+        if owner and not owner.alive():
+            remove_tree(path, ignore_errors=True)
+            removed += 1
     return removed
 
 
-def sweep_shared_memory(pattern: str = "mpich*") -> int:
+def sweep_shared_memory(prefix: str = "mpich") -> int:
     """Removes MPI's shared memory that a world left which was killed as it started; returns how many files.
 
     Ranks unlink theirs as soon as all have it mapped, so what lies there, is ours and mapped by nobody is garbage.
     """
-    found = [path for path in Path(SHARED_MEMORY).glob(pattern) if _old_and_ours(path)]
+    before = time.time() - STALE_S
+    found = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]
     if not found:
         return 0
     # Another user's processes cannot be read; they have not mapped ours.
     mapped = set().union(*map(mapped_files, processes()))
-    gone = [path for path in found if str(path) not in mapped]
-    for path in gone:
-        path.unlink(missing_ok=True)
-    return len(gone)
+    removed = 0
+    for path in found:
+        with contextlib.suppress(OSError):
+            if path not in mapped:
+                os.unlink(path)
+                removed += 1
+    return removed
 
 
-def _old_and_ours(path: Path) -> bool:
+def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
+    """What in a directory of everybody's begins with ``prefix`` and is this user's. No link is followed: whoever it
+    leads to, who made it decides."""
+    found: dict[str, os.stat_result] = {}
     try:
-        status = path.stat()
+        names = [name for name in os.listdir(base) if name.startswith(prefix)]
     except OSError:
-        return False
-    return status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_S
+        return found  # there is none, or it cannot be listed
+    for name in names:
+        path = os.path.join(base, name)
+        with contextlib.suppress(OSError):  # gone meanwhile
+            status = os.lstat(path)
+            if status.st_uid == os.getuid():
+                found[path] = status
+    return found

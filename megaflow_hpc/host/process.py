@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Identity:
     @classmethod
     def parse(cls, text: str) -> Identity | None:
         """Reads what :meth:`__str__` wrote; ``None`` if ``text`` is of another form."""
-        pid, _, start = text.partition("-")
-        return cls(int(pid), int(start)) if pid.isdecimal() and start.isdecimal() else None
+        found = re.fullmatch(r"([0-9]{1,20})-([0-9]{1,20})", text)
+        return cls(int(found[1]), int(found[2])) if found else None
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:

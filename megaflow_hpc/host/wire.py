@@ -42,16 +42,30 @@ def unpack(data: bytes | bytearray | memoryview) -> Message:
     Raises:
         ValueError: ``data`` is not exactly one.
     """
-    return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
+    try:
+        return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
+    except (TypeError, ValueError) as error:  # TypeError: a map as the key of a map
+        raise ValueError(f"{type(error).__name__}: {error}") from None  # msgpack's own carry what they read
 
 
 def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
-    """Yields the messages of a parcel, in order."""
+    """Yields the messages of a parcel, in order.
+
+    Raises:
+        ValueError: something in it is no message.
+    """
+    # The buffer's size bounds what a length in the parcel makes the unpacker ask for, too.
     unpacker = msgpack.Unpacker(
-        unicode_errors="surrogatepass", strict_map_key=False, max_buffer_size=MAX_MESSAGE, read_size=1 << 16
+        unicode_errors="surrogatepass", strict_map_key=False, max_buffer_size=max(len(parcel), 1), read_size=1
     )
     unpacker.feed(parcel)
-    yield from unpacker
+    try:
+        for message in unpacker:
+            if not isinstance(message, dict):
+                raise ValueError(f"a {type(message).__name__} for a message")
+            yield message
+    except TypeError as error:  # a map as the key of a map
+        raise ValueError(str(error)) from None
 
 
 def frame(parcel: bytes) -> bytes:
@@ -93,12 +107,15 @@ class Link:
         """Returns the next message, or ``None`` if there is none yet.
 
         Raises:
-            EOFError: the peer closed.
+            EOFError: the peer closed, or is broken: what it sends is no message.
         """
         if not self._messages:
             parcel = self.receive_parcel(0)
             if parcel is not None:
-                self._messages = list(unpack_all(parcel))[::-1]
+                try:
+                    self._messages = list(unpack_all(parcel))[::-1]
+                except ValueError as error:
+                    raise EOFError(f"what arrived is no message ({error})") from None
         return self._messages.pop() if self._messages else None
 
     def receive_parcel(self, enough: int = 1 << 20) -> bytes | None:

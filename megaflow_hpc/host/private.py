@@ -1,0 +1,96 @@
+"""Directories of this user's alone, where others may write too: in ``/tmp`` anybody may take a name first."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megaflow_hpc.errors import SiteError
+
+_TURN_S = 5.0
+"""Wait for our own processes that are choosing a name; whoever else holds the lock delays us by no more."""
+
+
+def is_private(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a directory, no link, of this user's, into which nobody else could have put anything."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def private_directory(path: Path) -> Path:
+    """Makes ``path`` with mode 0700; raises :class:`SiteError` if it is another user's or a link."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise SiteError(
+            f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def own_directory(base: Path, name: str) -> Path:
+    """Returns the private directory ``name`` below ``base`` that all processes of this user share; made if need be.
+
+    Where somebody else has taken that name it is ``name.<random>``, found again by whom it belongs to.
+
+    Raises:
+        SiteError: nothing can be made in ``base``.
+    """
+    plain = base / name
+    with suppress(OSError):
+        plain.mkdir(mode=0o700)
+    if is_private(plain):
+        return private_directory(plain)
+    try:
+        with _turn(base):
+            others = _others(base, name)
+            return private_directory(others[0]) if others else Path(tempfile.mkdtemp(prefix=f"{name}.", dir=base))
+    except OSError as error:
+        raise SiteError(
+            f"{plain}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+        ) from error
+
+
+def own_directories(base: Path, name: str) -> list[Path]:
+    """Returns every directory that :func:`own_directory` has ever returned for these and that is still there."""
+    plain = base / name
+    return [*([plain] if is_private(plain) else []), *_others(base, name)]
+
+
+def _others(base: Path, name: str) -> list[Path]:
+    try:
+        found = sorted(entry for entry in os.listdir(base) if entry.startswith(f"{name}."))
+    except OSError:  # a directory in which users may make names but not list them
+        return []
+    return [base / entry for entry in found if is_private(base / entry)]
+
+
+@contextmanager
+def _turn(base: Path) -> Iterator[None]:
+    """One of this user's processes after the other, unless a stranger is in the way."""
+    descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _TURN_S
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.005)
+        yield
+    finally:
+        os.close(descriptor)
