@@ -2,6 +2,8 @@
 
 The key of an image is a hash of what goes into it: a definition file and the files it copies, an address, or a
 Dockerfile with what it copies and its bases. A mapping that names a SIF file or a directory is used where it lies.
+
+What a task or a Dockerfile says is a name and nothing else: only the mapping makes an address or a path of it.
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from megaflow_hpc.environments.images.dockerfile.definition import build_options, write_definition
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore, digest_in
@@ -26,6 +27,9 @@ BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-le
 
 BUILD_S = 3600.0
 """Longest build of a Dockerfile that states no time."""
+
+MOST_BUILD_S = 6 * 3600.0
+"""Longest build, whatever a task states."""
 
 KEY_LENGTH = 32
 
@@ -57,30 +61,68 @@ class ImageMapping:
     """The mapping as messages call it."""
 
 
+class DockerfileBuilder(Protocol):
+    """Makes an image of a Dockerfile: :class:`megaflow_hpc.environments.builds.builder.Builder`."""
+
+    def build(self, target: Path, dockerfile: Dockerfile, images: Mapping[str, str], timeout_s: float) -> None:
+        """Writes a SIF.
+
+        Args:
+            images: a file or a directory for each of ``dockerfile.bases``.
+
+        Raises:
+            ConfigError: a source that cannot be copied.
+            SiteError: a step that failed, or took too long; nothing is left.
+        """
+        ...
+
+
 def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
     """What ``mapping`` gives for an image name: its own entry, else that of the longest pattern.
 
     A pattern has one ``*``, which stands for any text; in what it is mapped to, ``*`` is that text again:
-    ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``.
+    ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``. The text comes from
+    a task: in a path it may name nothing beside or above what the pattern leads to, and no variable.
+
+    Raises:
+        ConfigError: it would.
     """
     if name in mapping:
-        return mapping[name]
+        return _path(mapping[name])
     for pattern in sorted((key for key in mapping if key.count("*") == 1), key=len, reverse=True):
         head, tail = pattern.split("*")
         if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
-            return mapping[pattern].replace("*", name[len(head) : len(name) - len(tail)])
+            text, source = name[len(head) : len(name) - len(tail)], mapping[pattern]
+            if "*" in source and not is_remote(source) and not _FILE_NAME.fullmatch(text):
+                raise ConfigError(
+                    f"image {name!r}: {text!r} in {source!r}, which {pattern!r} is mapped to, leads elsewhere; map "
+                    "this name by itself"
+                )
+            return _path(source).replace("*", text)
     return None
+
+
+_FILE_NAME = re.compile(r"(?!~)(?!.*(^|/)\.{0,2}(/|$))[^\0$]+", re.DOTALL)
+"""A relative path without ``..`` or a variable."""
+
+
+def _path(source: str) -> str:
+    return source if is_remote(source) else os.path.expanduser(os.path.expandvars(source))
 
 
 class Images:
     """Image names → files, made and kept in a store. Building needs Apptainer, looking does not."""
 
-    def __init__(self, store: ImageStore, registries: Registries | None = None) -> None:
+    def __init__(
+        self, store: ImageStore, registries: Registries | None = None, builder: DockerfileBuilder | None = None
+    ) -> None:
         """
         Args:
             registries: mirrors, and whether anything may be fetched; default: what the environment says.
+            builder: builds Dockerfiles; without one, they must be in the store.
         """
         self.store = store
+        self.builder = builder
         self.registries = registries or Registries.configured()
         self.dockerfiles = Dockerfiles()
         self.used: dict[str, tuple[str, Path | None]] = {}
@@ -141,7 +183,10 @@ class Images:
         key = context_digest(dockerfile, "\0".join(_identity(path) for path in bases.values()))
 
         def make(target: Path) -> None:
-            _build_dockerfile(target, dockerfile, {name: str(path) for name, path in bases.items()}, timeout_s)
+            if self.builder is None:
+                raise SiteError(f"{dockerfile.path}: not in the image store, and nothing here builds Dockerfiles")
+            files = {name: str(path) for name, path in bases.items()}
+            self.builder.build(target, dockerfile, files, min(timeout_s, MOST_BUILD_S))
 
         return self._made(key, str(dockerfile.path), make, build=build)
 
@@ -161,14 +206,12 @@ class Images:
         build: bool = True,
         task_path: str = "",
     ) -> Path:
-        """The image file that ``mapping`` gives for ``name``.
-
-        A name that is itself the path of an image is taken without a mapping, if absolute.
-        """
+        """The image file that ``mapping`` gives for ``name``."""
         where = mapping.where
-        source = match_name(name, mapping.names)
-        if source is None and name.startswith("/") and os.path.exists(name):
-            source = name
+        try:
+            source = match_name(name, mapping.names)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if source is None:
             place = f"{task_path}/task.toml" if os.path.isdir(task_path) else task_path
             asked = f", which {place} asks for," if place else ""
@@ -182,7 +225,7 @@ class Images:
             return self._made(
                 source_key(source), source, lambda target: self.registries.pull(source, target), build=build
             )
-        path = Path(mapping.base_dir, os.path.expanduser(os.path.expandvars(source))).absolute()
+        path = Path(mapping.base_dir, source).absolute()
         if path.is_dir():
             return path
         if not path.is_file():
@@ -258,17 +301,3 @@ def _identity(path: Path) -> str:
 def _build_definition(target: Path, definition: Path) -> None:
     # Relative paths in a definition are relative to it.
     runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS, cwd=definition.parent)
-
-
-def _build_dockerfile(target: Path, dockerfile: Dockerfile, images: Mapping[str, str], timeout_s: float) -> None:
-    # Assembled on local disk: a network file system keeps no files of other uids, which images have.
-    with tempfile.TemporaryDirectory(prefix="megaflow-build-", ignore_cleanup_errors=True) as name:
-        work = Path(os.path.realpath(name))
-        definition = write_definition(dockerfile, images, work)
-        options = (*BUILD_OPTIONS, *build_options(work))
-        try:
-            runtime.build(
-                runtime.find_apptainer(), target, str(definition), *options, temporary=work, timeout_s=timeout_s
-            )
-        except SiteError as error:
-            raise SiteError(f"{dockerfile.path}: {error}") from error

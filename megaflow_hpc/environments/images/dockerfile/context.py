@@ -1,30 +1,39 @@
 """The build context of a Dockerfile: what ``COPY`` and ``ADD`` take from it, as ``.dockerignore`` lets them.
 
 :func:`lay_out` makes of one such instruction a directory of finished items, so that the build only has to put them in
-their place: here are patterns, exclusions and archives dealt with, on the host, whatever tools the image lacks.
+their place: here are patterns, exclusions and archives dealt with, on the host, whatever tools the image lacks. A
+context is somebody else's: every component of every path is resolved within it, and what is taken is bounded.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import posixpath
 import re
-import shutil
 import stat
-import subprocess
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from e2b_dockerfile_utils import PatternMatcher
 
+from megaflow_hpc.environments.images.dockerfile.archive import is_archive, unpack
+from megaflow_hpc.environments.images.dockerfile.bounds import Bounds
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host import beneath
 
 Excluded = Callable[[str], bool]
 
 MAX_PATTERN_CHARACTERS = 2**16
-_MAX_WAYS = 100_000  # about a second for one path
+MAX_WAYS = 100_000
+"""Most :func:`ways` in which a pattern is tried on one path: about a second's worth."""
+_CHUNK = 1 << 20
+
+
+class LinkOut(ConfigError):
+    """A link of the context leads out of it."""
 
 
 class Context:
@@ -32,9 +41,64 @@ class Context:
 
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
         self.root = root
-        own = dockerfile.with_name(dockerfile.name + ".dockerignore") if dockerfile else None
-        path = own if own and own.is_file() else root / ".dockerignore"
-        self.ignored = patterns(_lines(path), str(path))
+        self.ignored: Excluded = lambda name: False
+        """Whether ``.dockerignore`` leaves a path out."""
+        own = Context(dockerfile.parent) if dockerfile and dockerfile.parent != root else self
+        for context, name in ((own, f"{dockerfile.name}.dockerignore" if dockerfile else ""), (self, ".dockerignore")):
+            found = context._status(name, follow=True) if name else None
+            if found and stat.S_ISREG(found.st_mode):
+                self.ignored = patterns(context._lines(name), str(context.root / name))
+                break
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, name: str, *, follow: bool = False) -> Iterator[tuple[int, str, os.stat_result]]:
+        """Yields an ``O_PATH`` descriptor of what lies at ``name``, its path without links, and its status.
+
+        Raises:
+            ConfigError: a link in it leads out of the context, or nothing is there.
+        """
+        with ExitStack() as stack:
+            try:
+                root = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, root)
+                place, real = stack.enter_context(beneath.opened(root, name, follow=follow))
+            except OSError as error:
+                if error.errno == errno.EXDEV:
+                    raise LinkOut(f"{name}: a link out of the build context; copy the file into {self.root}") from None
+                raise ConfigError(
+                    f"{name}: no such file in {self.root} ({error.strerror}); add it, or correct the line"
+                ) from None
+            yield place, real, os.fstat(place)
+
+    def _status(self, name: str, *, follow: bool = False) -> os.stat_result | None:
+        """The status of what lies at ``name``, ``None`` if nothing does; :class:`LinkOut` if it leads out."""
+        try:
+            with self.opened(name, follow=follow) as (_, _, found):
+                return found
+        except LinkOut:
+            raise
+        except ConfigError:
+            return None
+
+    def _is_directory(self, name: str) -> bool:
+        found = self._status(name)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
+    def _listed(self, name: str) -> list[os.DirEntry[str]]:
+        with self.opened(name) as (place, _, _):
+            directory = beneath.reopen(place, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                with os.scandir(directory) as entries:
+                    return list(entries)
+            finally:
+                os.close(directory)
+
+    def _lines(self, name: str) -> list[str]:
+        with self.opened(name, follow=True) as (place, _, _):
+            with open(beneath.reopen(place, os.O_RDONLY), encoding="utf-8-sig", errors="surrogateescape") as file:
+                return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
 
     def find(self, source: str, exclude: Sequence[str] = ()) -> list[str]:
         """Paths relative to the context that a source names; wildcards do not cross ``/``, as in Docker.
@@ -50,56 +114,105 @@ class Context:
             depth = clean.count("/") + 1
             names = sorted(name for name in self._names(depth) if matches(name))
         else:
-            names = [clean] if os.path.lexists(self.root / clean) else []
+            names = [clean] if self._status(clean) else []
         excluded = patterns(exclude)
         found = [name for name in names if name == "." or not (self.ignored(name) and not self._holds(name))]
         found = [name for name in found if not excluded(name)]
         if not found:
             ignored = " that .dockerignore lets through" if names else ""
             raise ConfigError(f"{source}: no such file in {self.root}{ignored}; add it, or correct the line")
+        for name in found:
+            self._status(name, follow=True)
         return found
 
-    def _names(self, depth: int, below: str = "") -> Iterator[str]:
-        for name in os.listdir(self.root / below):
-            path = posixpath.join(below, name)
-            yield path
-            if depth > 1 and (self.root / path).is_dir() and not (self.root / path).is_symlink():
-                yield from self._names(depth - 1, path)
+    def _names(self, depth: int) -> Iterator[str]:
+        bounds = Bounds()
+        waiting = [(depth, ".")]
+        while waiting:
+            left, below = waiting.pop()
+            for entry in self._listed(below):
+                bounds.count()
+                path = posixpath.normpath(posixpath.join(below, entry.name))
+                yield path
+                if left > 1 and entry.is_dir(follow_symlinks=False):
+                    waiting.append((left - 1, path))
 
     def _holds(self, name: str) -> bool:
         """Whether an ignored directory holds something that an exception (``!…``) lets through."""
-        return (self.root / name).is_dir() and any(True for _ in self.files(name))
+        return self._is_directory(name) and any(True for _ in self.files(name))
 
     def files(self, name: str, excluded: Excluded | None = None) -> Iterator[str]:
-        """Files and links at or below ``name``, relative to the context; directories too if they stay empty."""
-        path = self.root / name
-        if path.is_symlink() or not path.is_dir():
-            if not self.ignored(name) and not (excluded and excluded(name)):
+        """Files and links at or below ``name``, relative to the context; directories too if they stay empty.
+
+        Raises:
+            ConfigError: more entries than a build may take.
+        """
+
+        def left_out(path: str) -> bool:
+            return self.ignored(path) or bool(excluded and excluded(path))
+
+        if not self._is_directory(name):
+            if not left_out(name):
                 yield name
             return
-        for directory, names, files in os.walk(path):
-            names.sort()
-            relative = os.path.relpath(directory, self.root)
-            links = [each for each in names if os.path.islink(os.path.join(directory, each))]
-            if not names and not files and relative != "." and not self.ignored(relative):
-                yield relative
-            for each in sorted([*files, *links]):
-                inner = posixpath.normpath(posixpath.join(relative, each))
-                if not self.ignored(inner) and not (excluded and excluded(inner)):
-                    yield inner
+        bounds = Bounds()
+        waiting = [posixpath.normpath(name)]
+        while waiting:
+            directory = waiting.pop()
+            entries = sorted(self._listed(directory), key=lambda entry: entry.name)
+            if not entries and directory != "." and not self.ignored(directory):
+                yield directory
+            below = []
+            for entry in entries:
+                bounds.count()
+                path = posixpath.normpath(posixpath.join(directory, entry.name))
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(path)
+                elif not left_out(path):
+                    yield path
+            waiting += reversed(below)
 
     def update(self, digest: hashlib._Hash, names: Sequence[str]) -> None:
         """Feeds names, modes and contents of what is at or below ``names`` to a digest."""
+        bounds = Bounds()
         for name in names:
-            for file in self.files(name):
-                path = self.root / file
-                found = path.lstat()
-                digest.update(f"\0{file}\0{found.st_mode:o}\0".encode("utf-8", "surrogateescape"))
-                if stat.S_ISLNK(found.st_mode):
-                    digest.update(os.readlink(path).encode("utf-8", "surrogateescape"))
-                elif stat.S_ISREG(found.st_mode):
-                    with open(path, "rb") as content:
-                        digest.update(hashlib.file_digest(content, "sha256").digest())
+            with self.opened(name, follow=True) as (_, real, _):
+                pass
+            for file in [name, *self.files(real)] if real != posixpath.normpath(name) else self.files(name):
+                with self.opened(file) as (place, _, found):
+                    digest.update(f"\0{file}\0{found.st_mode:o}\0".encode("utf-8", "surrogateescape"))
+                    if stat.S_ISLNK(found.st_mode):
+                        digest.update(os.readlink("", dir_fd=place).encode("utf-8", "surrogateescape"))
+                    elif stat.S_ISREG(found.st_mode):
+                        bounds.take(found.st_size)
+                        with open(beneath.reopen(place, os.O_RDONLY), "rb") as content:
+                            digest.update(hashlib.file_digest(content, "sha256").digest())
+
+    # --- copying ------------------------------------------------------------------------------------------------
+
+    def copy(self, name: str, target: Path, bounds: Bounds) -> os.stat_result:
+        """Copies one file, or one link as a link, with its mode and times; makes a directory. Returns its status.
+
+        Raises:
+            ConfigError: it is something else, or more than a build may take.
+        """
+        bounds.count()
+        with self.opened(name) as (place, _, found):
+            if stat.S_ISLNK(found.st_mode):
+                os.symlink(os.readlink("", dir_fd=place), target)
+                return found
+            if stat.S_ISDIR(found.st_mode):
+                target.mkdir(exist_ok=True)
+            elif stat.S_ISREG(found.st_mode):
+                with open(beneath.reopen(place, os.O_RDONLY), "rb", 0) as source, open(target, "xb", 0) as copied:
+                    while chunk := source.read(_CHUNK):
+                        bounds.take(len(chunk))
+                        copied.write(chunk)
+            else:
+                raise ConfigError(f"{name}: neither a file nor a directory; it cannot be copied into an image")
+        target.chmod(stat.S_IMODE(found.st_mode) | (0o700 if stat.S_ISDIR(found.st_mode) else 0))
+        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+        return found
 
 
 def lay_out(
@@ -111,73 +224,48 @@ def lay_out(
     parents: bool = False,
     exclude: Sequence[str] = (),
 ) -> None:
-    """Copies what ``names`` hold to ``target/<number>/<name>``, archives unpacked where ``extract``."""
+    """Copies what ``names`` hold to ``target/<number>/<name>``, archives unpacked where ``extract``.
+
+    Raises:
+        ConfigError: a link leads out of the context, or what a name holds is more than a build may take.
+    """
     excluded = patterns(exclude)
+    bounds = Bounds()
     for number, name in enumerate(names):
         place = target / str(number)
         place.mkdir(parents=True)
-        source = context.root / name
-        if source.is_symlink():  # what it points at is copied, under its own name
-            real = source.resolve()
-            if not real.is_relative_to(context.root.resolve()):
-                raise ConfigError(f"{name}: a link out of the build context; copy the file into {context.root}")
-            name = str(real.relative_to(context.root.resolve()))
-            source, label = context.root / name, source.name
-        else:
-            label = source.resolve().name if name == "." else source.name
+        with context.opened(name, follow=True) as (_, real, found):  # what a link leads to, under the link's name
+            pass
+        item = place / (context.root.resolve().name if name == "." else posixpath.basename(name))
         if parents:
-            item = place / "parents" / name
+            item = place / "parents" / real
             item.parent.mkdir(parents=True)
+        if stat.S_ISDIR(found.st_mode):
+            made = {real}
+            context.copy(real, item, bounds)
+            for file in context.files(real, excluded):
+                _make_parents(context, file, real, item, made, bounds)
+                if file != real:
+                    made.add(file)
+                    context.copy(file, item / os.path.relpath(file, real), bounds)
         else:
-            item = place / label
-        if extract and source.is_file() and is_archive(source):
-            item.mkdir()
-            _extract(source, item)
-        elif source.is_dir():
-            item.mkdir(exist_ok=True)
-            shutil.copystat(source, item)
-            for file in context.files(name, excluded):
-                _copy(context.root / file, item / os.path.relpath(context.root / file, source), source, item)
-        elif source.is_file():
-            shutil.copy2(source, item)
-        else:
-            raise ConfigError(f"{name}: neither a file nor a directory; it cannot be copied into an image")
+            context.copy(real, item, bounds)
+            if extract and is_archive(item):
+                packed = item.rename(place.with_name(f"{number}.archive"))
+                item.mkdir()
+                unpack(packed, item, bounds)
+                packed.unlink()
 
 
-def _copy(source: Path, target: Path, top: Path, top_target: Path) -> None:
-    missing = [parent for parent in target.parents if not parent.exists()]
-    for parent in reversed(missing):
-        parent.mkdir()
-        shutil.copystat(top / parent.relative_to(top_target), parent)
-    mode = source.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        os.symlink(os.readlink(source), target)
-    elif stat.S_ISDIR(mode):
-        target.mkdir(exist_ok=True)
-        shutil.copystat(source, target)
-    elif stat.S_ISREG(mode):
-        shutil.copy2(source, target)
-    else:
-        raise ConfigError(f"{source}: neither a file nor a directory; it cannot be copied into an image")
-
-
-def is_archive(path: Path) -> bool:
-    """Whether ``ADD`` unpacks it: a tar archive, plain or compressed, known by its content."""
-    with open(path, "rb") as file:
-        if file.read(4) == b"\x28\xb5\x2f\xfd":
-            raise ConfigError(
-                f"{path}: archives compressed with zstd are not unpacked here; use gzip, or COPY and RUN tar"
-            )
-    return tarfile.is_tarfile(path)
-
-
-def _extract(archive: Path, target: Path) -> None:
-    # The host's tar strips what leads out of the target, and makes links last; archives of tasks may be hostile.
-    argv = ["tar", "-x", "--no-same-owner", "-f", str(archive), "-C", str(target)]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["tar said nothing"])[0]
-        raise ConfigError(f"{archive}: cannot be unpacked ({why}); ADD takes whole tar archives")
+def _make_parents(context: Context, file: str, top: str, item: Path, made: set[str], bounds: Bounds) -> None:
+    missing = []
+    parent = posixpath.dirname(file) or "."
+    while parent not in made and parent != top:
+        missing.append(parent)
+        parent = posixpath.dirname(parent) or "."
+    for each in reversed(missing):
+        context.copy(each, item / os.path.relpath(each, top), bounds)
+        made.add(each)
 
 
 def patterns(lines: Sequence[str], where: str = "") -> Excluded:
@@ -204,27 +292,19 @@ def patterns(lines: Sequence[str], where: str = "") -> Excluded:
 
     def excluded(path: str) -> bool:
         for pattern in wild:
-            if _ways(pattern, path) > _MAX_WAYS:
+            if ways(pattern, path) > MAX_WAYS:
                 raise ConfigError(f"{where or 'pattern'}: {pattern!r} has too many wildcards for {path!r}; write fewer")
         return matcher.matches(path)
 
     return excluded
 
 
-def _ways(pattern: str, path: str) -> int:
+def ways(pattern: str, path: str) -> int:
     """Upper bound of the ways to divide ``path`` among the wildcards of ``pattern``, as a backtracking search may."""
-    ways = 1
+    found = 1
     for wildcard, following in re.findall(r"(\*\*/|\*\*\Z|\*)(?=(.?))", pattern):
         if wildcard == "**/":
-            ways *= 1 + path.count("/")
+            found *= 1 + path.count("/")
         elif following:
-            ways *= 1 + (len(path) if following in "*?[\\" else path.count(following))
-    return ways
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-            return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
-    except OSError:
-        return []
+            found *= 1 + (len(path) if following in "*?[\\" else path.count(following))
+    return found

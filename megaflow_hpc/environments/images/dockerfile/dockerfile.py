@@ -1,6 +1,6 @@
 """A Dockerfile as stages of steps, in the file's own order.
 
-:mod:`.reader` reads it and :mod:`.definition` writes the steps as an Apptainer definition. What cannot be
+:mod:`.reader` reads it, and :mod:`megaflow_hpc.environments.builds` carries the steps out. What cannot be
 expressed faithfully is refused with its line; what means nothing in a sandbox is in ``ignored``, with the reason.
 """
 
@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.context import Context
+from megaflow_hpc.environments.images.dockerfile.instructions import MAX_CHARACTERS
 from megaflow_hpc.environments.images.dockerfile.reader import Reader
-from megaflow_hpc.environments.images.dockerfile.steps import Shell, Stage, copies
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, Run, Stage, copies
 from megaflow_hpc.environments.images.dockerfile.words import is_known, literal
 
 
@@ -72,7 +73,7 @@ class Dockerfile:
     @property
     def needs_build(self) -> bool:
         """Whether there is more than a base image, variables, a directory and a user."""
-        made = any(not isinstance(step, Shell) for step in self.last.steps)
+        made = any(isinstance(step, Copy | Run) for step in self.last.steps)
         return made or not all(map(is_known, self.last.variables.values()))
 
     @property
@@ -121,7 +122,8 @@ def last_workdir(path: Path) -> str | None:
     ``None`` if there is none, or if it depends on variables.
     """
     workdir: str | None = None
-    text = re.sub(r"\\\s*\n", " ", path.read_text(encoding="utf-8", errors="replace"))
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = re.sub(r"\\\s*\n", " ", file.read(MAX_CHARACTERS))
     for line in text.splitlines():
         name, _, value = line.strip().partition(" ")
         value = value.strip().strip("\"'")
@@ -134,7 +136,7 @@ def last_workdir(path: Path) -> str | None:
 
 def context_digest(dockerfile: Dockerfile, base: str = "") -> str:
     """SHA-256 of what a build depends on: the Dockerfile, its base and arguments, and the files it copies."""
-    digest = hashlib.sha256(f"megaflow-dockerfile-2\0{base}\0{sorted(dockerfile.build_args.items())}\0".encode())
+    digest = hashlib.sha256(f"megaflow-dockerfile-3\0{base}\0{sorted(dockerfile.build_args.items())}\0".encode())
     digest.update(dockerfile.path.read_bytes())
     for stage in dockerfile.needed:
         for copy in copies(stage):

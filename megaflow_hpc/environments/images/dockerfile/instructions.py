@@ -46,6 +46,9 @@ def instructions(path: Path) -> list[DockerfileInstruction]:
         raise ConfigError(f"{path}: brackets are nested too deeply to be read; write fewer") from None
     if len(found) > MAX_INSTRUCTIONS:
         raise ConfigError(f"{path}: {len(found)} instructions; at most {MAX_INSTRUCTIONS}: join some with &&")
+    for each in found:
+        if each.json:
+            _check_words(path, each)
     for heredoc in (heredoc for each in found for heredoc in each.heredocs):
         if heredoc.chomp:
             heredoc.content = chomp_heredoc_content(heredoc.content)
@@ -67,6 +70,17 @@ def _check(path: Path, lines: list[str]) -> None:
             refusal = "escape=` is not supported; write the file with backslashes"
         if refusal:
             raise ConfigError(f"{path}:{number}: {refusal}")
+
+
+def _check_words(path: Path, found: DockerfileInstruction) -> None:
+    """JSON spells what no path and no argument of a program holds."""
+    for word in found.args:
+        try:
+            spelled = b"\0" not in word.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            spelled = False
+        if not spelled:
+            raise ConfigError(f"{path}:{found.start_line}: {word[:100]!r}: a NUL or half a character; remove it")
 
 
 def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:

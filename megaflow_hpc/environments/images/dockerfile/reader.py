@@ -17,7 +17,7 @@ from e2b_dockerfile_utils import DockerfileInstruction, parse_heredoc
 
 from megaflow_hpc.environments.images.dockerfile.context import Context
 from megaflow_hpc.environments.images.dockerfile.instructions import instructions
-from megaflow_hpc.environments.images.dockerfile.steps import DEFAULT_SHELL, Copy, Mount, Run, Shell, Stage
+from megaflow_hpc.environments.images.dockerfile.steps import DEFAULT_SHELL, Copy, Env, Mount, Run, Stage, Workdir
 from megaflow_hpc.environments.images.dockerfile.words import Text, WordError, expand, literal, shell_word
 from megaflow_hpc.errors import ConfigError
 
@@ -146,13 +146,13 @@ class Reader:
         for name, text in pairs:
             line = f"export {name}={shell_word(text)}"
             stage.exports.append(line)
-            stage.steps.append(Shell(line))
+            stage.steps.append(Env(line))
             stage.variables[name] = text
 
     def _take_workdir(self, found: DockerfileInstruction) -> None:
         stage = self._now()
         stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self._text(_value(found))))
-        stage.steps.append(Shell(f"mkdir -p {shlex.quote(stage.workdir)}"))
+        stage.steps.append(Workdir(stage.workdir, self._line))
 
     def _take_user(self, found: DockerfileInstruction) -> None:
         self._now().user = self._text(_value(found))
@@ -228,6 +228,8 @@ class Reader:
             sources = [source for source, heredoc in zip(sources, written, strict=True) if heredoc is None]
             named = {heredoc.name for heredoc in written if heredoc}
             for each in (each for each in found.heredocs if each.name in named):
+                if not re.fullmatch(r"[\w+-][\w.+-]*", each.name):
+                    raise WordError(f"{name} <<{each.name}: it names the file; write letters, digits and _.+-")
                 text = expand(each.content, scope, quotes=False) if each.expand else [each.content]
                 texts[each.name] = literal(text)
         for source in sources:

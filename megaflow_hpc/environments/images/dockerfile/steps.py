@@ -1,4 +1,4 @@
-"""What a Dockerfile does to an image, step by step: plain data between its reader and the writer of definitions."""
+"""What a Dockerfile does to an image, step by step: plain data between its reader and who builds it."""
 
 from __future__ import annotations
 
@@ -46,17 +46,24 @@ class Copy:
     exclude: tuple[str, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)
     """File name → content, of here-documents."""
-    number: int = 0
 
 
 @dataclass
-class Shell:
-    """A line of the build's own script: ``ENV``, and the directory of a ``WORKDIR``."""
+class Env:
+    """``ENV``: a line of shell that exports a variable from here on."""
 
     text: str
 
 
-Step = Run | Copy | Shell
+@dataclass
+class Workdir:
+    """``WORKDIR``: a directory that is made where it is missing."""
+
+    path: str
+    line: int
+
+
+Step = Run | Copy | Env | Workdir
 
 
 @dataclass

@@ -1,0 +1,42 @@
+"""Images built of Dockerfiles as a task brings them, and the files they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+from megaflow_hpc.environments.images.store import ImageStore
+
+
+def build(
+    context: Path,
+    text: str,
+    images: Mapping[str, str],
+    *,
+    args: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+    **limits: Any,
+) -> Path:
+    """Builds the Dockerfile ``text`` in ``context``, beside which the store lies; returns the SIF.
+
+    Args:
+        limits: of the builder.
+    """
+    context.mkdir(exist_ok=True)
+    path = context / "Dockerfile"
+    path.write_text(text, encoding="utf-8")
+    store = Images(ImageStore(context.parent / "store"), builder=Builder(**limits))
+    return store.resolve_dockerfile(
+        Dockerfile.read(path, build_args=args), ImageMapping(images, context.parent), timeout_s=timeout_s
+    )
+
+
+def unpacked(image: Path, target: Path) -> Path:
+    """Unpacks the files of a SIF below ``target``, which must not be there."""
+    assert sif.unpack(image, target, sif.system_partition(image))
+    return target
