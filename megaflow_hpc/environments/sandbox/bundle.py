@@ -15,6 +15,7 @@ import asyncio
 import os
 
 from megaflow_hpc.environments.sandbox.commands.container import Container
+from megaflow_hpc.environments.sandbox.limits.disk import BLOCK
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watch
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
@@ -43,6 +44,8 @@ class Bundle:
         self.start_timeout_s = start_timeout_s
         self._apptainer = apptainer
         self._containers = 0
+        self._laid_out: dict[str, int] = {}
+        """Directory of our own bound into the sandbox → bytes that we laid out there before."""
 
     def make(self) -> None:
         """Makes the directory; raises :class:`SandboxError` if scratch does not take it."""
@@ -71,7 +74,9 @@ class Bundle:
         container = Container(control, on_started=started)
         try:
             await self.layer.ready()
-            watch.layer, watch.occupied = self.layer.path, self.layer.occupied
+            if own := self._own_binds(spec):
+                await asyncio.to_thread(self._lay_down, own)
+            self.measured_by(watch, spec)
             self.access.check()
             container.prepare(spec.env, spec.as_root, spec.workdir)
             prefix, argv = self.access.command_line(
@@ -95,6 +100,22 @@ class Bundle:
                 "is not full, and that this process may open more files (ulimit -n)"
             ) from error
         return container
+
+    def _own_binds(self, spec: SandboxSpec) -> list[str]:
+        """Directories of this bundle that a sandbox may write beside its layer (a verifier's logs)."""
+        parts = [bind.split(":") for bind in spec.binds]
+        return [part[0] for part in parts if part[0].startswith(f"{self.directory}/") and part[2:] != ["ro"]]
+
+    def _lay_down(self, own: list[str]) -> None:
+        for directory in own:
+            if directory not in self._laid_out:
+                self._laid_out[directory] = _size(directory)
+
+    def measured_by(self, watch: Watch, spec: SandboxSpec) -> None:
+        """Tells the watch which directories ``disk_mb`` bounds, and what of them is not the sandbox's work."""
+        own = self._own_binds(spec)
+        watch.directories = [self.layer.path, *own]
+        watch.occupied = self.layer.occupied + sum(self._laid_out.get(directory, 0) for directory in own)
 
     async def start_again(self, spec: SandboxSpec, watch: Watch) -> Container:
         """Starts a container; if none starts on what was left of the layer, takes what one needs from the image
@@ -140,3 +161,11 @@ class Bundle:
         if self.busy:
             return "a process runs in it"
         return self.layer.holds(spec.binds, spec.workdir or "/")
+
+
+def _size(directory: str) -> int:
+    """Bytes of a directory that only we have written, a file as a block at least."""
+    total = 0
+    for home, directories, files in os.walk(directory):
+        total += sum(max(BLOCK, os.lstat(os.path.join(home, name)).st_blocks * 512) for name in (*directories, *files))
+    return total

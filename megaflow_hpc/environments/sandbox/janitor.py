@@ -7,28 +7,46 @@ directories. A directory of an owner that lives is never touched.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.private import is_private
 from megaflow_hpc.host.process import Identity, descendants
 
 
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
     """Cleans ``SCRATCH/owners`` of dead owners, and the cache of images of what they left half made.
 
+    What lies there says which processes are killed and what is removed, so a directory into which others may have put
+    something is left alone.
+
     Returns:
         ``owners``, ``sandboxes``, ``processes`` and ``mounts`` ended or removed, and ``left``: directories that could
         not be.
+
+    Raises:
+        SiteError: ``scratch`` is not this user's, or others may write there.
     """
-    if (cache := Path(scratch) / "cache").is_dir():
-        Shelf(cache, Room(0, 0)).tidy()
-    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "mounts": sweep_mounts(scratch), "left": 0}
+    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "mounts": 0, "left": 0}
+    if not os.path.lexists(scratch):
+        return counts
+    if not is_private(scratch):
+        raise SiteError(f"{scratch}: not a directory of this user's alone; others may have put something there")
+    if is_private(cache := Path(scratch) / "cache"):
+        with suppress(OSError):
+            Shelf(cache, Room(0, 0)).tidy()
+    if is_private(Path(scratch) / "mounts"):
+        counts["mounts"] = sweep_mounts(scratch)
+    if not is_private(Path(scratch) / "owners"):
+        return counts
     try:
         owners = [entry for entry in os.scandir(Path(scratch) / "owners") if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
+    except OSError:
         return counts
     for entry in owners:
         owner = Identity.parse(entry.name)
@@ -36,7 +54,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
             continue
         try:
             sandboxes = list(Path(entry.path).iterdir())
-        except FileNotFoundError:  # another janitor was here first
+        except OSError:  # another janitor was here first
             continue
         counts["owners"] += 1
         for sandbox in sandboxes:
@@ -52,7 +70,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
 def _end(sandbox: Path) -> int:
     """Ends the container of a sandbox's directory; the number of processes that were found."""
     try:
-        identity = Identity.parse((sandbox / "owner").read_text().strip())
+        identity = Identity.parse((sandbox / "owner").read_text(errors="replace").strip())
     except OSError:
         return 0
     if identity is None or not identity.alive():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root
+from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.limits.cgroups import delegated
 from megaflow_hpc.environments.sandbox.network import how_to_listen
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
@@ -32,7 +33,7 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
-FORMAT = 2
+FORMAT = 3
 PROBE_S = 20.0
 """For one container of the probe; a node that needs longer has none to offer."""
 
@@ -70,6 +71,8 @@ class Site:
     kernel: str
     processes: str
     """Why the number of processes is not bounded by the kernel."""
+    calls: str
+    """Why sandboxes are refused no system call (commands/launcher.py)."""
     cgroup: str
     """The delegated cgroup; empty: there is none."""
 
@@ -123,6 +126,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         mount=why_no_mount(namespaces) or ("" if overlay_by == "kernel" else "the kernel gives users no overlay here"),
         kernel=release,
         processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
+        calls=_unfiltered(namespaces),
         cgroup=str(group) if group else "",
     )
 
@@ -215,6 +219,15 @@ def why_no_mount(namespaces: str) -> str:
     return ""
 
 
+def _unfiltered(namespaces: str) -> str:
+    """Why sandboxes get every system call."""
+    if namespaces:
+        return f"no user namespaces, without which a filter would take Apptainer's rights: {namespaces}"
+    filtered = launcher(filtered=True)
+    held = filtered.call(lambda: filtered.refuses)
+    return "" if held else f"the kernel takes no filter, or its calls are not known here for {os.uname().machine}"
+
+
 # --- containers of the probe ----------------------------------------------------------------------------------------
 
 
@@ -239,7 +252,8 @@ def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
         )
         if not writes:
             argv.remove("--writable")
-        return _failure_of([*namespace_root(spec), *argv], where)
+        prefix = namespace_root(spec)
+        return launcher(filtered=bool(prefix)).call(lambda: _failure_of([*prefix, *argv], where))
 
     if not start("overlay", "none"):
         return "", "", "", ""

@@ -2,7 +2,7 @@
 
 ::
 
-    SCRATCH/megaflow-<uid>/          0700
+    SCRATCH/megaflow-<uid>/          0700; with a random ending where a stranger has taken that name
       cache/<key>/rootfs             an unpacked image, shared read-only by every sandbox of the node
       owners/<pid>-<start>/s1/ …     one directory per sandbox of a process that lives (sandbox.py)
 
@@ -30,31 +30,24 @@ from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSan
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.standby import StandbyPool
-from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer, unshare
+from megaflow_hpc.host.private import own_directories, own_directory, private_directory
 from megaflow_hpc.host.process import Identity
 
 
 def default_scratch() -> Path:
-    """Returns a private directory of this user's on local scratch: :func:`.probe.scratch_base`."""
-    return Path(scratch_base()[0]) / f"megaflow-{os.getuid()}"
+    """Returns a private directory of this user's on local scratch (:func:`.probe.scratch_base`), made if need be.
+
+    Raises:
+        SiteError: none can be made there.
+    """
+    return own_directory(Path(scratch_base()[0]), f"megaflow-{os.getuid()}")
 
 
-def private_directory(path: Path) -> Path:
-    """Makes ``path`` with mode 0700; raises :class:`SiteError` if it is another user's or a link."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise SiteError(
-            f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
-        ) from error
-    if path.is_symlink() or found.st_uid != os.getuid():
-        raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
-    if found.st_mode & 0o077:
-        path.chmod(0o700)
-    return path
+def scratch_directories() -> list[Path]:
+    """Returns what :func:`default_scratch` has returned on this node, for the janitor: mostly one, or none yet."""
+    return own_directories(Path(scratch_base()[0]), f"megaflow-{os.getuid()}")
 
 
 class ApptainerProvider:
@@ -105,11 +98,14 @@ class ApptainerProvider:
     ) -> None:
         await self.close()
 
-    async def start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
+    async def start(
+        self, spec: SandboxSpec, snapshot: Snapshot | None = None, *, access: Access | None = None
+    ) -> ApptainerSandbox:
         """Returns a running sandbox, to be used as an async context manager or ended with ``stop()``.
 
         Args:
             snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
+            access: the hold on the image; default: one in the form that is cheapest here.
 
         Raises:
             ConfigError: the spec itself is wrong.
@@ -123,7 +119,7 @@ class ApptainerProvider:
         try:
             sandbox = await self._standby.take(spec) if spec.mode == "persistent" and snapshot is None else None
             if sandbox is None:
-                sandbox = await self._start(spec, snapshot)
+                sandbox = await self._start(spec, snapshot, access)
         except BaseException:
             if self._bound is not None:
                 self._bound.release()
@@ -135,10 +131,12 @@ class ApptainerProvider:
             raise SandboxError("the provider was closed meanwhile")
         return sandbox
 
-    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None = None) -> ApptainerSandbox:
+    async def _start(
+        self, spec: SandboxSpec, snapshot: Snapshot | None = None, access: Access | None = None
+    ) -> ApptainerSandbox:
         if snapshot is not None and snapshot.image != spec.image:
             raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
-        access = self.images.ready(spec.image) or await self._acquire(spec.image)
+        access = access or self.images.ready(spec.image) or await self._acquire(spec.image)
         self._number += 1
         directory = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
         sandbox = ApptainerSandbox(
@@ -165,6 +163,11 @@ class ApptainerProvider:
 
     def _kit(self) -> Path:
         return helper_python.kit(self.scratch)
+
+    def workplace(self) -> Path:
+        """Makes a directory on scratch for the caller, who removes it; the janitor does if this process is killed."""
+        self._number += 1
+        return private_directory(self._own / f"w{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}")
 
     async def standing_by(self, spec: SandboxSpec) -> bool:
         """Waits for what starts in the background; returns whether a sandbox of mode ``persistent`` stands by for

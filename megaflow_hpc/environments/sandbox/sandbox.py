@@ -20,7 +20,7 @@ from megaflow_hpc.environments.sandbox import transfer
 from megaflow_hpc.environments.sandbox.bundle import Bundle
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
-from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import MB, Breach, Watch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen_by_helper, listen_inside
 from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -29,6 +29,7 @@ from megaflow_hpc.environments.sandbox.session import ShellSession
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import LimitError, SandboxError
+from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
@@ -114,7 +115,9 @@ class ApptainerSandbox:
             self._bundle.make()
             if kept is not None:
                 await asyncio.to_thread(self._bundle.layer.restore, kept)
-            await self._bundle.start(self.spec, self._watch)
+                await self._bundle.start_again(self.spec, self._watch)
+            else:
+                await self._bundle.start(self.spec, self._watch)
         except BaseException:
             await self.stop()
             raise
@@ -185,7 +188,7 @@ class ApptainerSandbox:
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
         self._bundle = spare._bundle
-        self._watch.layer, self._watch.occupied = self._bundle.layer.path, self._bundle.layer.occupied
+        self._bundle.measured_by(self._watch, self.spec)
         self._renew()
         if self._bundle.container is not None and self._bundle.container.init is not None:
             self._watch.attach(self._bundle.container.init)
@@ -221,6 +224,18 @@ class ApptainerSandbox:
                 self._watchdog.unwatch(self._watch)
             if self._on_stop is not None:
                 self._on_stop(self)
+
+    async def finish(self, target: str | os.PathLike[str]) -> None:
+        """Ends every process and moves the files of the writable layer to ``target``, on the same file system; then
+        stops.
+
+        Where there is no overlay these are the image's as well (:meth:`.WritableLayer.take`).
+        """
+        async with self._changing:
+            await self._running().check()
+            await self._bundle.drop(self._watch)
+            await asyncio.to_thread(self._bundle.layer.take, Path(target))
+        await self.stop()
 
     def _renew(self) -> None:
         """What is counted in time begins anew: an agent's use is not the verifier's."""
@@ -262,6 +277,7 @@ class ApptainerSandbox:
         env: Mapping[str, str] | None = None,
         user_input: bytes | str | None = None,
         output_limit: int | None = None,
+        on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
         """Runs a command and waits for its end: ``str`` by ``/bin/sh -c``, a sequence as it is.
 
@@ -271,6 +287,7 @@ class ApptainerSandbox:
             env: added to the sandbox's environment for this command.
             user_input: the command's standard input; ``/dev/null`` without it.
             output_limit: bytes kept of each stream, half of them its head.
+            on_output: see :meth:`.CommandDispatcher.run`.
 
         Raises:
             SandboxError: the sandbox is stopped, no container comes up, or it was ended from outside (preemption, a
@@ -286,6 +303,7 @@ class ApptainerSandbox:
             user_input=data,
             timeout_s=timeout_s,
             limit=self._output_limit if output_limit is None else output_limit,
+            on_output=on_output,
         )
         if result.exit_code in LIKE_A_LOST_IMAGE:
             self._bundle.access.check()
@@ -317,13 +335,30 @@ class ApptainerSandbox:
         self._uploads += 1
         await transfer.upload(self, source, target, container.control, f"u{self._uploads}")
 
-    async def download(self, source: str, target: str) -> None:
-        """Copies a file, or a directory's contents, out of the sandbox; at most :data:`.transfer.DOWNLOAD_LIMIT` bytes.
+    async def download(self, source: str, target: str, budget: Budget | None = None) -> None:
+        """Copies a file, or a directory's contents, out of the sandbox.
 
-        Only regular files, directories and symbolic links that stay inside ``target`` come out. Directories need
-        ``tar`` in the image.
+        Only regular files, directories and symbolic links that stay inside ``target`` come out (host/unpack.py says
+        which). Directories need ``tar`` in the image. What stands at a place where a file goes is replaced, a link too.
+
+        Args:
+            budget: what may be written, counted down; default :meth:`download_budget`.
+
+        Raises:
+            SandboxError: there is nothing at ``source``, it is larger than ``budget``, or what the sandbox's programs
+                sent is not to be unpacked. Part of it may stand at ``target`` then.
         """
-        await transfer.download(self.exec, source, target)
+
+        async def fetch(command: str, on_output: Callable[[bytes], bool]) -> ExecResult:
+            return await self.exec(command, output_limit=transfer.WORDS_LIMIT, on_output=on_output)
+
+        await transfer.download(fetch, source, target, self.directory, budget or self.download_budget())
+
+    def download_budget(self) -> Budget:
+        """Returns what a download may bring to the host: as much as the sandbox may write, and never more than
+        :data:`.transfer.DOWNLOAD_LIMIT` bytes and :data:`.transfer.DOWNLOAD_FILES` files."""
+        allowed = transfer.DOWNLOAD_LIMIT if self.spec.disk_mb is None else self.spec.disk_mb * MB
+        return Budget(min(allowed, transfer.DOWNLOAD_LIMIT), transfer.DOWNLOAD_FILES)
 
     def session(self, *, output_limit: int | None = None) -> ShellSession:
         """Returns a shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.

@@ -145,11 +145,21 @@ def _unpack(snapshot: Snapshot, upper: Path) -> None:
 def _make_whiteouts(upper: Path, marks: str) -> None:
     program = """
 import os, stat, sys
-for place, _, names in os.walk(os.fsencode(sys.argv[1])):
-    for name in names:
-        if name.startswith(os.fsencode(sys.argv[2])):
-            os.unlink(os.path.join(place, name))
-            os.mknod(os.path.join(place, name[len(sys.argv[2]):]), stat.S_IFCHR, 0)
+waiting, mark = [os.fsencode(sys.argv[1])], os.fsencode(sys.argv[2])
+while waiting:
+    place = waiting.pop()
+    try:
+        entries = list(os.scandir(place))
+    except OSError:  # deeper than a path is long, where no mark of ours is
+        continue
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            waiting.append(entry.path)
+        elif entry.name.startswith(mark) and entry.is_file(follow_symlinks=False):
+            name = entry.name[len(mark):]
+            if name not in (b"", b".", b"..") and not os.path.lexists(os.path.join(place, name)):
+                os.unlink(entry.path)
+                os.mknod(os.path.join(place, name), stat.S_IFCHR, 0)
 """
     _run([sys.executable, "-I", "-S", "-c", program, str(upper), marks], f"{upper}: deletions cannot be marked")
 

@@ -37,6 +37,13 @@ class SandboxSpec:
     """Seconds of CPU time; what agent and verifier use is counted apart."""
     wall_s: float | None = None
     """Seconds from the start; agent and verifier apart."""
+    nested: bool = False
+    """Commands may make user namespaces of their own (bubblewrap, containers): no limit sees what they keep in memory
+    file systems there."""
+
+    fakeroot: bool = False
+    """Other uids are pretended by the host's ``fakeroot`` program, if it has one: for builds where there is uid 0
+    alone."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` for what no container could be started with."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Node, Watch, Watchdog
 from megaflow_hpc.errors import LimitError
 from megaflow_hpc.host.process import descendants
 from megaflow_hpc.types import ExecResult
@@ -37,9 +37,9 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Look:
     """Waits until the watchdog has looked at a sandbox so many times more."""
     check, looks = Watch.check, 0
 
-    def counted(watch: Watch, now: float, available: int, free: int) -> None:
+    def counted(watch: Watch, now: float, node: Node) -> None:
         nonlocal looks
-        check(watch, now, available, free)
+        check(watch, now, node)
         looks += 1
 
     async def more(number: int) -> None:

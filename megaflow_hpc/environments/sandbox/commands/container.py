@@ -9,7 +9,8 @@
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
 
 Its commands are in dispatcher.py. The container ends with its owner: the kernel kills it with the thread that started
-it, and its runner kills everything when its command pipe closes. Where Apptainer is setuid only the second holds.
+it (launcher.py), and its runner kills everything when its command pipe closes. Where Apptainer is setuid only the
+second holds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher, write_new
+from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
 from megaflow_hpc.environments.sandbox.processes import namespace_init
@@ -95,14 +97,17 @@ class Container:
         self._ready = loop.create_future()
         self._stderr_pipe, errors = _terminal()
         try:
-            self._process = subprocess.Popen(
-                [*prefix, *dies_with_parent(), *argv],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**clean_environment(temporary), **_ONE_THREAD},
-                cwd="/",
-                start_new_session=True,
+            # In a user namespace no setuid bit gives rights, so that the filter takes none from Apptainer.
+            self._process = launcher(filtered=bool(prefix)).call(
+                lambda: subprocess.Popen(
+                    [*prefix, *dies_with_parent(), *argv],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env={**clean_environment(temporary), **_ONE_THREAD},
+                    cwd="/",
+                    start_new_session=True,
+                )
             )
         except OSError as error:
             os.close(self._stderr_pipe)

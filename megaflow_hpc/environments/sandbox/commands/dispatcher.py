@@ -149,14 +149,22 @@ class CommandDispatcher:
         user_input: bytes | None,
         timeout_s: float | None,
         limit: int,
+        on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs one command to its end; see :meth:`megaflow_hpc.types.Sandbox.exec`. ``limit``: bytes kept of each
-        stream."""
+        """Runs one command to its end; see :meth:`megaflow_hpc.types.Sandbox.exec`.
+
+        Args:
+            limit: bytes kept of each stream.
+            on_output: gets its standard output piece by piece, of which nothing is kept then; ``False`` ends the
+                command.
+        """
         self._check_alive()
         started = time.monotonic()
         async with self._slots:
             self._check_alive()
             running = self.launch(command, cwd, env or {}, user_input, limit)
+            if on_output is not None:
+                running.on_output = lambda data: None if on_output(data) else self._enough(running)
             timer = None
             if timeout_s is not None:
                 left = max(0.0, timeout_s - (time.monotonic() - started))
@@ -296,8 +304,10 @@ class CommandDispatcher:
         self._withdraw(command)
         if not dead and command.worker.number != _SESSION:
             self.workers.give_back(command.worker)
-        if not self._pairs.give_back(command.pair) and not listened:
-            self._listen(command)  # somebody in the background holds them
+        if not self._pairs.give_back(command.pair):  # somebody in the background holds them
+            if not listened:
+                self._listen(command)
+            self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
         if not command.done.done():
             command.done.set_result(status)
 
@@ -312,6 +322,10 @@ class CommandDispatcher:
                 os.unlink(os.path.join(self.control, name))
             except OSError:
                 pass
+
+    def _enough(self, command: RunningCommand) -> None:
+        if not command.done.done():  # else it is one that it left in the background
+            self.kill(command)
 
     def kill(self, command: RunningCommand) -> asyncio.Task[None]:
         """Starts killing every process of a command; the task returned ends when the command has."""

@@ -40,7 +40,7 @@ class RunningCommand:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.files: list[str] = []
         self.breach = ""
-        self.on_output: Callable[[bytes], None] | None = None
+        self.on_output: Callable[[bytes], object] | None = None
         self.listening: asyncio.TimerHandle | None = None
         self.killing: asyncio.Task[None] | None = None
 

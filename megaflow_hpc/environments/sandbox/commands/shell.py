@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
+from megaflow_hpc.host.descriptors import inherited
 
 MARKER = "MEGAFLOW_COMMAND"
 """Environment variable by which a command's processes are found when it runs out of time."""
@@ -37,6 +38,8 @@ def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None 
         'case "$LD_LIBRARY_PATH" in /.singularity.d/libs) unset LD_LIBRARY_PATH ;; esac',
         "ulimit -c 0",
     ]
+    if (descriptors := inherited()) is not None:
+        lines += [f"ulimit -Sn {descriptors}"]  # the runner's own need is no program's
     if as_root:
         # uid 0 is the only uid there is, so tar must not try to give files to others.
         lines += ["export HOME=/root USER=root LOGNAME=root TAR_OPTIONS=--no-same-owner"]

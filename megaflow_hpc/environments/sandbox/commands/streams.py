@@ -8,6 +8,9 @@ from collections.abc import Callable
 READ_SIZE = 65536
 """One pipe's worth."""
 
+MOST_LEFT = 32
+"""Pairs that processes left in the background may hold in one container: two descriptors of the owner's each."""
+
 
 class CappedBuffer:
     """The first and the last ``limit // 2`` bytes of a stream, in memory bounded by twice ``limit``."""
@@ -76,14 +79,22 @@ class StreamPair:
                 os.close(descriptor)
         self.descriptors = []
 
+    def remove(self) -> None:
+        """Removes the FIFOs: nobody is to read what their holders print."""
+        for path in self._paths:
+            os.unlink(path)
+
 
 class StreamPairs:
     """The pairs of one container: lent to one command each, and taken back once nobody inside holds them."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._all: list[StreamPair] = []
+        self._made = 0
+        self._all: dict[StreamPair, None] = {}
         self._free: list[StreamPair] = []
+        self._left: dict[StreamPair, None] = {}
+        """Held by processes in the background, the longest first."""
 
     def prepare(self, count: int) -> None:
         """Opens ``count`` pairs ahead."""
@@ -96,18 +107,30 @@ class StreamPairs:
         """Returns a pair that nobody holds, a new one if there is none."""
         if self._free:
             return self._free.pop()
-        pair = StreamPair(self._directory, len(self._all))
-        self._all.append(pair)
+        pair = StreamPair(self._directory, self._made)
+        self._made += 1
+        self._all[pair] = None
         return pair
 
     def give_back(self, pair: StreamPair) -> bool:
         """Opens a pair for its next command; ``False`` if somebody inside holds it still."""
         if any(descriptor >= 0 for descriptor in pair.descriptors):
             return False
+        self._left.pop(pair, None)
         pair.descriptors = []
         pair.open()
         self._free.append(pair)
         return True
+
+    def leave(self, pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
+        """Notes that processes in the background hold a pair. Of more than :data:`MOST_LEFT` the one that was held
+        longest loses its reader: who prints into it next gets SIGPIPE."""
+        self._left[pair] = None
+        if len(self._left) > MOST_LEFT:
+            oldest = next(iter(self._left))
+            del self._left[oldest], self._all[oldest]
+            _close(oldest, remove_reader)
+            oldest.remove()
 
     def unused(self, pair: StreamPair) -> None:
         """Takes a pair back that was taken and given to no command."""
@@ -116,11 +139,15 @@ class StreamPairs:
     def close(self, remove_reader: Callable[[int], object]) -> None:
         """Closes every descriptor, after ``remove_reader`` was called with it."""
         for pair in self._all:
-            for descriptor in pair.descriptors:
-                if descriptor >= 0:
-                    remove_reader(descriptor)
-            pair.close()
-        self._all = []
+            _close(pair, remove_reader)
+        self._all = {}
+
+
+def _close(pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
+    for descriptor in pair.descriptors:
+        if descriptor >= 0:
+            remove_reader(descriptor)
+    pair.close()
 
 
 def read_available(descriptor: int) -> bytes | None:

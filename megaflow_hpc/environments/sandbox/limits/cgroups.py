@@ -97,6 +97,14 @@ class Group:
         except OSError:
             pass  # it has ended, or came from outside of what was delegated
 
+    def cpu_s(self) -> float | None:
+        """Returns the CPU seconds of all that was ever in it; ``None`` if the kernel does not say."""
+        try:
+            lines = (self.path / "cpu.stat").read_text().splitlines()
+        except OSError:
+            return None
+        return next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec ")), None)
+
     def new_ooms(self) -> int:
         """Returns how many processes the kernel has killed for memory since the last call."""
         try:

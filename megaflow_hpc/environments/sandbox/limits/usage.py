@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.host.process import children, environment, parent, stat_fields
@@ -22,6 +21,17 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 _IN_MEMORY = ("dev", "dev/shm")
 """Directories of a container that are memory: what is written there is held by no process."""
+
+
+class Process(NamedTuple):
+    """One process at one look. Times in clock ticks."""
+
+    start: int
+    parent: int
+    state: str
+    own: int
+    waited: int
+    """CPU time of children that it has waited for."""
 
 
 @dataclass
@@ -35,6 +45,7 @@ class Look:
     cpu_s: float = 0.0
     written: int = 0
     """Bytes passed to ``write`` since the container started, as far as the kernel counts them (``/proc/PID/io``)."""
+    processes: dict[int, Process] = field(default_factory=dict)
 
 
 def look(init: int, written: bool = False) -> Look:
@@ -50,7 +61,9 @@ def look(init: int, written: bool = False) -> Look:
         found.pids.append(pid)
         found.threads += threads
         found.resident += max(0, int(fields[21])) * PAGE
-        found.cpu_s += sum(map(int, fields[11:15])) / TICKS
+        own, waited = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+        found.cpu_s += (own + waited) / TICKS
+        found.processes[pid] = Process(int(fields[19]), int(fields[1]), fields[0], own, waited)
         if written:
             found.written += written_by(pid)
         waiting += children(pid, threads)
@@ -105,30 +118,41 @@ def proportional(pid: int) -> tuple[int, int]:
     return (anonymous, shared) if split else (whole, 0)  # the split is there from Linux 5.4 on
 
 
-def memory_of(init: int, pids: Iterable[int]) -> int:
-    """Returns the bytes a container occupies: its processes' share, and files of its memory that nobody has mapped."""
+def memory_of(init: int, pids: Iterable[int], files: int) -> int:
+    """Returns the bytes a container occupies: its processes' share, and files in memory that nobody has mapped.
+
+    Args:
+        files: bytes of them that are in no file system of the container (memfds).
+    """
     anonymous = shared = 0
     for pid in pids:
         own, common = proportional(pid)
         anonymous += own
         shared += common
-    return anonymous + max(shared, memory_files(init))
+    return anonymous + max(shared, memory_files(init) + files)
+
+
+def memory_devices(init: int) -> dict[int, str]:
+    """Returns the container's own memory file systems (``/dev/shm`` and ``/dev``): device → path on the host."""
+    root = f"/proc/{init}/root"
+    try:
+        own = os.stat(root).st_dev
+        found = {os.stat(f"{root}/{name}").st_dev: f"{root}/{name}" for name in _IN_MEMORY}
+    except OSError:
+        return {}
+    found.pop(own, None)
+    return found
 
 
 def memory_files(init: int) -> int:
-    """Returns the bytes in the container's own memory file systems (``/dev/shm`` and ``/dev``)."""
+    """Returns the bytes in the container's own memory file systems."""
     total = 0
-    root = f"/proc/{init}/root"
-    try:
-        seen = {os.stat(root).st_dev}
-        for name in _IN_MEMORY:
-            device = os.stat(f"{root}/{name}").st_dev
-            if device not in seen:
-                seen.add(device)
-                found = os.statvfs(f"{root}/{name}")
-                total += (found.f_blocks - found.f_bfree) * found.f_frsize
-    except OSError:
-        pass
+    for path in memory_devices(init).values():
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            continue
+        total += (found.f_blocks - found.f_bfree) * found.f_frsize
     return total
 
 
@@ -140,37 +164,6 @@ def command_of(pid: int) -> int | None:
         if entry.startswith(marker) and entry[len(marker) :].isdigit():
             return int(entry[len(marker) :])
     return None
-
-
-def start_measuring(directory: str, init: int) -> subprocess.Popen[bytes] | None:
-    """Starts ``du`` on a writable layer; ``None`` if it cannot be run.
-
-    In the container's user namespace, where the caller is root over its own files: a directory without any right
-    (``chmod 000``) hides nothing. ``du`` walks trees deeper than any path may be long.
-    """
-    nsenter, du = shutil.which("nsenter"), shutil.which("du")
-    if du is None:
-        return None
-    inside = [nsenter, "--preserve-credentials", "-U", "-t", str(init), "--"] if nsenter and os.geteuid() else []
-    try:
-        return subprocess.Popen(
-            [*inside, du, "-s", "-x", "--block-size=1", "--", directory],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C"},
-            start_new_session=True,
-        )
-    except OSError:
-        return None
-
-
-def measured(process: subprocess.Popen[bytes]) -> int | None:
-    """Returns the bytes that a finished ``du`` found; ``None`` if it failed altogether."""
-    assert process.stdout is not None
-    with process.stdout as output:
-        first = output.read(64).split(None, 1)[:1]
-    return int(first[0]) if first and first[0].isdigit() else None
 
 
 def _swap() -> bool:
@@ -185,6 +178,15 @@ SWAP = _swap()
 """Memory may be swapped out, which resident sets do not show."""
 
 
+def open_files() -> int:
+    """Returns how many files are open on this node; more than its kernel allows, and nobody opens any."""
+    try:
+        with open("/proc/sys/fs/file-nr", "rb") as file:
+            return int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def available_memory() -> int:
     """Returns the bytes of memory this node could give out now (``MemAvailable``)."""
     try:
@@ -195,12 +197,3 @@ def available_memory() -> int:
     except (OSError, ValueError):
         pass
     return 0
-
-
-def free_disk(path: str) -> int:
-    """Returns the bytes free on the file system of ``path`` (blocks promised to delayed writes are not free)."""
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return 0
-    return found.f_bfree * found.f_frsize

@@ -1,9 +1,9 @@
 """What a sandbox may use, and the watchdog that holds it to that without root: one thread for all of a process.
 
-The thread ticks 20 times a second and asks the node two cheap things: how much memory is available, how much of
-scratch is free. A sandbox is looked at when its own turn comes (twice a second while it works, every two seconds while
-it idles), or as soon as the node lost a good part of what that sandbox may still take. So the price grows with what
-happens and not with how many sandboxes there are, and a hog is seen within one tick.
+The thread ticks 20 times a second and asks the node three cheap things: how much memory is available, how much of
+scratch is free, how many files are open. A sandbox is looked at when its own turn comes (twice a second while it works,
+every two seconds while it idles), or as soon as the node lost a good part of what that sandbox may still take. So the
+price grows with what happens and not with how many sandboxes there are, and a hog is seen within one tick.
 
 What goes over is ended and said so: memory, processes and disk cost the command that uses most (the whole container
 where none can be named: a process that wiped its environment); CPU and wall time, which no command can give back, end
@@ -18,15 +18,18 @@ from __future__ import annotations
 import math
 import os
 import resource
-import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.limits import cgroups, usage
+from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime
+from megaflow_hpc.environments.sandbox.limits.descriptors import MOST, MOST_EACH, Descriptors, Held
+from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free, free_disk
 from megaflow_hpc.environments.sandbox.processes import kill_marked, limit_processes
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.process import Identity, descendants
@@ -37,14 +40,6 @@ BUSY_S = 0.5
 IDLE_S = 2.0
 """Seconds between looks at a sandbox that did nothing since the last."""
 MB = 1_000_000
-MEASURE_SHARE = 30
-"""``du`` of a layer runs at most a thirtieth of the time."""
-MEASURE_S = 2.0
-"""Seconds between two measurements at least, unless much was written."""
-MEASURE_QUIET_S = 30.0
-"""Seconds between two where nothing was written, by the kernel's count or by what the file system lost."""
-WRITTEN_BY_NOTHING = 100_000
-"""Bytes that commands print and the runner answers with."""
 FULL = 0.95
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
@@ -62,7 +57,8 @@ class Breach:
     """The sandbox cannot go on: what was used cannot be given back."""
 
     def __str__(self) -> str:
-        unit = {"memory": "MB", "disk": "MB", "processes": "processes and threads"}.get(self.limit, "s")
+        units = {"memory": "MB", "disk": "MB", "processes": "processes and threads", "descriptors": "open descriptors"}
+        unit = units.get(self.limit, "s")
         return f"{self.limit} limit: {self.value:.0f} of {self.allowed:g} {unit}"
 
 
@@ -71,24 +67,37 @@ OnBreach = Callable[[Breach, int | None, bool], None]
 whether the whole container does. Neither: it was seen, and nobody who could be blamed is left."""
 
 
+class Node(NamedTuple):
+    """What the whole node has, asked at every tick."""
+
+    available: int
+    """Bytes of memory."""
+    free: Free
+    """Scratch."""
+    opened: int
+    """Files that are open."""
+
+
 class Watch:
     """One sandbox under watch. ``attach`` and ``detach`` as its containers come and go; ``renew`` when its times
     (CPU and wall) start anew."""
 
     def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:
         self.spec = spec
-        self.layer = layer
+        self.directories = [layer]
+        """What ``disk_mb`` bounds: the writable layer first, and what else of the sandbox's own it may write."""
         self.on_breach = on_breach
         self.layer_in_memory = layer_in_memory
         """Scratch is memory: what the layer holds counts as such."""
         self.occupied = 0
-        """Bytes of the layer that a copy of the image takes, which is not the sandbox's work."""
+        """Bytes in them that are not the sandbox's work: a copy of the image, what was laid out for its verifier."""
         self.init: Identity | None = None
         self.group: cgroups.Group | None = None
         self.cpus: frozenset[int] = frozenset()
         self.due = 0.0
-        self._cpu_before = 0.0
-        self._cpu_now = 0.0
+        self._cpu = CpuTime()
+        self._descriptors = Descriptors()
+        self._disk = DiskUse()
         self._began = time.monotonic()
         self._full = 0
         self._beside = 0
@@ -96,14 +105,7 @@ class Watch:
         self._unblamed = 0
         self._memory = 0
         self._available = 0
-        self._du: subprocess.Popen[bytes] | None = None
-        self._du_began = 0.0
-        self._du_due = 0.0
-        self._du_written = 0
-        self._du_free = 0
-        self._du_cost = 0.0
-        self._du_ended = False
-        self._disk = 0
+        self._opened = 0
 
     def poke(self) -> None:
         """Asks for a look soon, since a command starts. Cheap enough for every one."""
@@ -123,6 +125,9 @@ class Watch:
                 if spec.disk_mb:
                     size = spec.disk_mb * MB
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+                most = min(MOST_EACH, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1])
+                soft = min(most, resource.prlimit(pid, resource.RLIMIT_NOFILE)[0])
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, most))
                 if self.cpus:
                     os.sched_setaffinity(pid, self.cpus)
                 with open(f"/proc/{pid}/oom_score_adj", "w") as file:
@@ -133,45 +138,43 @@ class Watch:
             limit_processes(init.pid, spec.processes)
         self._full = self._repeated = 0
         self._beside = usage.runtime_threads(init.pid)
+        self._descriptors = Descriptors()
         self.due = 0.0
         self.init = init
 
     def detach(self) -> None:
         """Ends with a container that is about to be dropped; its times go on counting."""
         self.init = None
-        self._cpu_before += self._cpu_now
-        self._cpu_now = 0.0
+        self._cpu.end()
 
     def renew(self) -> None:
-        """Counts CPU and wall time from zero again."""
-        self._cpu_before = self._cpu_now = 0.0
+        """Counts CPU and wall time from zero again; whoever runs from now on is not blamed for a layer that is full."""
+        self._cpu.renew(self.group)
+        self._disk.excuse()
         self._began = time.monotonic()
 
     def end(self) -> None:
         """Gives up a measurement under way, after the watch."""
-        du, self._du = self._du, None
-        if du is not None:
-            du.kill()
-            du.wait()
-            usage.measured(du)
+        self._disk.end()
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------
 
-    def wanted(self, now: float, available: int, free: int) -> bool:
+    def wanted(self, now: float, node: Node) -> bool:
         """Whether to look now: it is its turn, or the node lost half of what it may still take."""
         if self.init is None:
             return False
-        if self._du is not None and self._du.poll() is not None:
+        if now >= self.due or self._node_loses(node):
             return True
-        if now >= self.due:
-            return True
-        spec = self.spec
-        if spec.memory_mb and self._available - available > (spec.memory_mb * MB - self._memory) / 2:
-            return True
-        headroom = (spec.disk_mb or 0) * MB - self._disk
-        return bool(spec.disk_mb and self._du is None and self._du_free - free > max(headroom / 2, MB))
+        return bool(self.spec.disk_mb and self._disk.wanted(self.spec.disk_mb * MB, node.free))
 
-    def check(self, now: float, available: int, free: int) -> None:
+    def _node_loses(self, node: Node) -> bool:
+        """Whether it lost memory, or descriptors, as fast as a hog takes them."""
+        if node.opened - self._opened > (MOST - self._descriptors.held.count) / 2:
+            return True
+        allowed = (self.spec.memory_mb or 0) * MB
+        return bool(allowed and self._available - node.available > (allowed - self._memory) / 2)
+
+    def check(self, now: float, node: Node) -> None:
         """Looks once, and ends what goes over."""
         init = self.init
         if init is None or not init.alive():
@@ -180,16 +183,20 @@ class Watch:
         seen = usage.look(init.pid, written=bool(spec.disk_mb))
         if self.init is not init:
             return
-        worked = seen.cpu_s - self._cpu_now > 0.02 or len(seen.pids) > 8
-        self._cpu_now = seen.cpu_s
-        self._available = available
+        used = self._cpu.look(init.pid, seen, self.group, self._processors, now)
+        worked = used > 0.02 or len(seen.pids) > 8
+        urgent = self._node_loses(node)
+        self._available, self._opened = node.available, node.opened
+        self._descriptors.look(init.pid, seen, (spec.memory_mb or 0) * MB, now, urgent)
         self.due = now + (BUSY_S if worked else IDLE_S)
         if self.group is not None and self.group.new_ooms():  # the kernel was first
             most = float(spec.memory_mb or 0)
             self.on_breach(Breach("memory", most, most), None, False)
         breach = self._times(now) or self._processes(seen, now) or self._memory_over(init, seen)
+        if breach is None and (count := self._descriptors.held.count) > MOST:
+            breach = Breach("descriptors", count, MOST)
         if breach is None and spec.disk_mb:
-            breach = self._disk_over(init, seen, now, free)
+            breach = self._disk_over(init, seen, now, node.free)
         if breach is None:
             self._repeated = 0
             return
@@ -198,16 +205,22 @@ class Watch:
 
     def _times(self, now: float) -> Breach | None:
         spec = self.spec
-        used = self._cpu_before + self._cpu_now
+        used = self._cpu.seconds
         if spec.cpu_s and used > spec.cpu_s:
             return Breach("cpu time", used, spec.cpu_s, final=True)
         if spec.cpu_s:  # at most as many seconds as there are processors pass before it can be over
-            self.due = min(self.due, now + max(TICK_S, (spec.cpu_s - used) / (len(self.cpus) or os.cpu_count() or 1)))
+            self.due = min(self.due, now + max(TICK_S, (spec.cpu_s - used) / self._processors))
+            if self._cpu.leaks:
+                self.due = now
         if spec.wall_s:
             if now - self._began > spec.wall_s:
                 return Breach("wall time", now - self._began, spec.wall_s, final=True)
             self.due = min(self.due, self._began + spec.wall_s + TICK_S)
         return None
+
+    @property
+    def _processors(self) -> int:
+        return len(self.cpus) or os.cpu_count() or 1
 
     def _processes(self, seen: usage.Look, now: float) -> Breach | None:
         """Full in two looks in a row: programs that touch the limit for a moment live, fork bombs do not.
@@ -226,49 +239,32 @@ class Watch:
         if not self.spec.memory_mb:
             return None
         allowed = self.spec.memory_mb * MB
-        held = usage.memory_files(init.pid) + (self._disk if self.layer_in_memory else 0)
-        self._memory = seen.resident + held
+        held = self._descriptors.held
+        beside = held.buffers + (self._disk.bytes if self.layer_in_memory else 0)
+        self._memory = seen.resident + usage.memory_files(init.pid) + held.files + beside
         if self._memory <= allowed and not usage.SWAP:
             return None
-        self._memory = usage.memory_of(init.pid, seen.pids) + (self._disk if self.layer_in_memory else 0)
+        self._memory = usage.memory_of(init.pid, seen.pids, held.files) + beside
         return Breach("memory", self._memory / MB, self.spec.memory_mb) if self._memory > allowed else None
 
-    def _disk_over(self, init: Identity, seen: usage.Look, now: float, free: int) -> Breach | None:
-        """Measures by ``du`` beside the thread's other work. A layer over its limit may shrink, not grow."""
+    def _disk_over(self, init: Identity, seen: usage.Look, now: float, free: Free) -> Breach | None:
         assert self.spec.disk_mb is not None
-        allowed = self.spec.disk_mb * MB
-        if self._du is None:
-            headroom = max(allowed - self._disk, 0)
-            wrote = max(seen.written - self._du_written, self._du_free - free)
-            much = wrote > max(headroom / 2, MB)
-            quiet = wrote < WRITTEN_BY_NOTHING and now < self._du_began + MEASURE_QUIET_S
-            if (now >= self._du_due and not quiet) or (much and now >= self._du_began + 4 * self._du_cost):
-                self._du, self._du_began = usage.start_measuring(self.layer, init.pid), now
-                self._du_written, self._du_free = seen.written, free
-            return None
-        if self._du.poll() is None:
-            return None
-        found, self._du = usage.measured(self._du), None
-        self._du_cost = max(TICK_S, now - self._du_began)
-        self._du_due = now + max(MEASURE_S, MEASURE_SHARE * self._du_cost)
-        if found is None:
-            return None
-        self._disk, before = max(0, found - self.occupied), self._disk
-        if self._disk <= allowed:
-            return None
-        self._du_due = now + 4 * self._du_cost
-        # Who was ended last wrote on until then: the first measurement after that says where the layer stands.
-        grows, self._du_ended = self._disk > before and not self._du_ended, False
-        if grows:
-            self._du_ended = True
-            return Breach("disk", self._disk / MB, self.spec.disk_mb)
+
+        def deleted() -> int:
+            self._descriptors.look(init.pid, seen, (self.spec.memory_mb or 0) * MB, now, True)
+            return self._descriptors.held.disk
+
+        if self._disk.grows_over(
+            self.spec.disk_mb * MB, self.directories, self.occupied, init.pid, seen.written, deleted, now, free
+        ):
+            return Breach("disk", self._disk.bytes / MB, self.spec.disk_mb)
         return None
 
     def _end(self, init: Identity, seen: usage.Look, breach: Breach) -> None:
         """Ends the command that uses most; all of the container if that did not help, or no command can be blamed."""
         number = None
         if not breach.final and self._repeated < 2:
-            number = blame(seen.pids, breach.limit)
+            number = blame(seen.pids, breach.limit, self._descriptors.held)
         self._repeated += 1
         whole = number is None
         if whole and breach.limit == "disk":  # who wrote may have ended long ago; twice is somebody in hiding
@@ -281,15 +277,17 @@ class Watch:
             init.kill()
 
 
-def blame(pids: list[int], limit: str) -> int | None:
+def blame(pids: list[int], limit: str, held: Held) -> int | None:
     """Returns the command whose processes use most of what ran out; ``None`` if most of it belongs to no command."""
     used: Counter[int | None] = Counter()
     for pid in pids:
         amount = 1
         if limit == "memory":
-            amount = sum(usage.proportional(pid))
+            amount = sum(usage.proportional(pid)) + held.memory_of[pid]
         elif limit == "disk":
             amount = usage.written_by(pid)
+        elif limit == "descriptors":
+            amount = held.count_of[pid]
         used[usage.command_of(pid)] += amount
     if limit == "disk":
         del used[None]  # the runner has reaped those who wrote before, and counts what they wrote as its own
@@ -368,11 +366,11 @@ class Watchdog:
                 watches = list(self._watches)
             if not watches:
                 continue
-            available, free = usage.available_memory(), usage.free_disk(self._scratch)
+            node = Node(usage.available_memory(), free_disk(self._scratch), usage.open_files())
             now = time.monotonic()
             for watch in watches:
                 try:
-                    if watch.wanted(now, available, free):
-                        watch.check(now, available, free)
+                    if watch.wanted(now, node):
+                        watch.check(now, node)
                 except (OSError, ValueError, IndexError):
                     continue  # a process that ended while it was read

@@ -25,7 +25,7 @@ from typing import Literal
 from megaflow_hpc.environments.images.cache import cache
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.shelf import Room
-from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root
+from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
 from megaflow_hpc.environments.sandbox.probe import Kind, Site
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.mounts import Mounted, mount
@@ -94,8 +94,11 @@ class Access:
         mounted: Mounted | None = None,
         *,
         copies: bool = False,
+        namespace: Sequence[str] | None = None,
     ) -> None:
         self.form = form
+        self.namespace = namespace
+        """Argv prefix that enters the user namespace of the sandbox; ``None``: one of uid 0 alone."""
         self.copies = copies
         """Each sandbox writes to a copy of the image: there is no overlay here."""
         self.rootfs = rootfs
@@ -115,13 +118,14 @@ class Access:
             for bind in (*points, *binds):
                 _bind_point(root, bind)
             argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
-            return namespace_root(spec), argv
+            return self.namespace or namespace_root(spec) or namespace_user(spec), argv
         merged = f"{layer}.root"
-        uid = None if spec.as_root else os.getuid()
         if self._mounted is not None:
-            prefix: Sequence[str] | None = self._mounted.argv_prefix(layer, merged, uid)
+            prefix: Sequence[str] | None = self._mounted.argv_prefix(layer, merged, spec)
         else:
-            prefix = overlay.argv_prefix(self.rootfs, layer, merged, uid) if self.form == "tree" else None
+            prefix = None
+            if self.form == "tree":
+                prefix = overlay.argv_prefix(self.rootfs, layer, merged, spec, self.namespace)
         if prefix is None:
             argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
             return namespace_root(spec), argv

@@ -19,12 +19,12 @@ it may read the owner's files whatever their modes say. It imports little, so th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.parent_death import dies_with_parent
@@ -33,6 +33,8 @@ DELETED = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
 OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
 _BLOCK = 1 << 20
+_COUNTED = 4096
+"""Bytes as which every file counts at least, as where the layer is measured (limits/disk.py)."""
 
 
 def lay_out(image: str, layer: str) -> int:
@@ -52,7 +54,7 @@ def lay_out(image: str, layer: str) -> int:
     )
     if copied.returncode:
         raise OSError((copied.stderr.strip().splitlines() or ["cp failed"])[-1])
-    size = _size(partial)
+    size = max(_du("-B1", partial), _COUNTED * _du("--inodes", partial))
     if os.path.isdir(upper):
         _put_over(upper, partial)
         remove_tree(upper)
@@ -60,31 +62,15 @@ def lay_out(image: str, layer: str) -> int:
     return size
 
 
-def _size(root: str) -> int:
-    seen: set[int] = set()
-    total = os.lstat(root).st_blocks * 512
-    for entry in _walk(root):
-        found = entry.stat(follow_symlinks=False)
-        if found.st_nlink == 1 or found.st_ino not in seen:
-            total += found.st_blocks * 512
-        if found.st_nlink > 1:
-            seen.add(found.st_ino)
-    return total
+def _du(option: str, path: str) -> int:
+    measured = subprocess.run(["du", "-s", option, "--", path], stdout=subprocess.PIPE, check=False).stdout
+    return int(measured.split()[0]) if measured else 0
 
 
-def _walk(root: str) -> Iterator[os.DirEntry[str]]:
-    waiting = [root]
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                yield entry
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-
-
-def _put_over(upper: str, root: str) -> None:
+def _put_over(upper: str, root: str, top: bool = True) -> None:
     """Moves what is in ``upper`` to its places in ``root``, and removes what it marks as deleted."""
-    if _is_opaque(upper):
+    mode = _open(upper)
+    if not top and _is_opaque(upper):  # a root is never made anew: such a mark there is the agent's
         _empty(root)
     with os.scandir(upper) as entries:
         for entry in list(entries):
@@ -92,15 +78,34 @@ def _put_over(upper: str, root: str) -> None:
             if entry.name == OPAQUE_MARK:
                 continue
             if entry.name.startswith(DELETED):
-                remove_tree(os.path.join(root, entry.name.removeprefix(DELETED)))
+                if (name := entry.name.removeprefix(DELETED)) not in ("", ".", ".."):
+                    remove_tree(os.path.join(root, name))
             elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
                 remove_tree(place)
             elif entry.is_dir(follow_symlinks=False) and os.path.isdir(place) and not os.path.islink(place):
-                _put_over(entry.path, place)
+                _put_over(entry.path, place, top=False)
             else:
                 remove_tree(place)
-                os.rename(entry.path, place)
+                _move(entry.path, place)
     shutil.copystat(upper, root)
+    os.chmod(root, mode)
+
+
+def _open(directory: str) -> int:
+    """Lets a directory's owner, who may be no root, read it and write there; returns the mode it had."""
+    mode = stat.S_IMODE(os.lstat(directory).st_mode)
+    if mode & 0o700 != 0o700:
+        os.chmod(directory, mode | 0o700)
+    return mode
+
+
+def _move(source: str, target: str) -> None:
+    try:
+        os.rename(source, target)
+    except PermissionError:  # a directory's own mode forbids that its ``..`` changes
+        mode = _open(source)
+        os.rename(source, target)
+        os.chmod(target, mode)
 
 
 def _is_opaque(directory: str) -> bool:
@@ -126,28 +131,38 @@ def gather(image: str, layer: str) -> None:
     remove_tree(root)
 
 
-def _take_changes(image: str, root: str, upper: str) -> None:
+def _take_changes(image: str, root: str, upper: str) -> bool:
+    """Returns whether anything differs. What an agent made to look like a mark of ours is left behind."""
+    mode = _open(root)
     before = set(os.listdir(image))
     with os.scandir(root) as entries:
         now = list(entries)
+    differs = mode != stat.S_IMODE(os.lstat(image).st_mode)
     for entry in now:
         below, place = os.path.join(image, entry.name), os.path.join(upper, entry.name)
+        if entry.name.startswith(DELETED):
+            continue
         if entry.name not in before:
-            os.rename(entry.path, place)
+            _move(entry.path, place)
         elif entry.is_dir(follow_symlinks=False) and os.path.isdir(below) and not os.path.islink(below):
             os.mkdir(place, 0o755)
-            _take_changes(below, entry.path, place)
-            if not os.listdir(place) and _same_directory(entry.path, below):
+            if not _take_changes(below, entry.path, place):
                 os.rmdir(place)
-        elif not same(entry.path, below):
-            os.rename(entry.path, place)
+                continue
+        elif same(entry.path, below):
+            continue
+        else:
+            _move(entry.path, place)
+        differs = True
     for name in before - {entry.name for entry in now}:
         os.close(os.open(os.path.join(upper, DELETED + name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        differs = True
     shutil.copystat(root, upper)
-
-
-def _same_directory(one: str, other: str) -> bool:
-    return os.lstat(one).st_mode == os.lstat(other).st_mode
+    for attribute in OPAQUE:
+        with contextlib.suppress(OSError):
+            os.removexattr(upper, attribute, follow_symlinks=False)
+    os.chmod(upper, mode)
+    return differs
 
 
 def same(one: str, other: str) -> bool:

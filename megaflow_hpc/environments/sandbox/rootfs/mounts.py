@@ -26,10 +26,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megaflow_hpc.environments.sandbox.argv import namespace_root, namespace_user
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import clean_environment
 from megaflow_hpc.host.files import remove_tree
@@ -62,14 +64,14 @@ class Mounted:
             return False
         return self.holder.alive()
 
-    def argv_prefix(self, layer: str, merged: str, uid: int | None) -> list[str]:
+    def argv_prefix(self, layer: str, merged: str, spec: SandboxSpec) -> list[str]:
         """Returns the argv prefix of a container's command line: into the namespaces, and there an overlay at
         ``merged``.
 
         Args:
             layer: directory of the writable layer; ``upper`` and ``work`` are made in it.
             merged: an empty directory to mount on; the mount is seen by the container alone.
-            uid: be this user from there on; ``None``: root of the namespace.
+            spec: says who to be from there on.
         """
         remove_tree(f"{layer}/work")  # a volatile mount leaves a mark there that refuses the next
         for path in (f"{layer}/upper", f"{layer}/work", merged):
@@ -80,10 +82,9 @@ class Mounted:
         options = f"lowerdir={self.root},upperdir={layer}/upper,workdir={layer}/work,userxattr,volatile"
         words = ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(self.holder.pid), "--"]
         words += ["unshare", "--mount", "--propagation", "private", "--"]
-        words += ["/bin/sh", "-c", MOUNT, "sh", options, merged]
+        words += ["/bin/sh", "-c", f'{MOUNT}exec "$@"', "sh", options, merged]
         # A user namespace of the sandbox's own, also for its root: the kernel bounds processes by namespace.
-        ids = ["--map-root-user"] if uid is None else [f"--map-user={uid}", f"--map-group={os.getgid()}"]
-        return [*words, "unshare", "--user", *ids, "--"]
+        return [*words, *namespace_root(spec), *namespace_user(spec)]
 
     def release(self) -> None:
         """Ends the use. Idempotent."""
@@ -180,7 +181,7 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 def _holder(home: Path) -> Identity | None:
     try:
-        found = Identity.parse((home / "holder").read_text().strip())
+        found = Identity.parse((home / "holder").read_text(errors="replace").strip())
     except OSError:
         return None
     return found if found is not None and found.alive() else None
@@ -203,15 +204,14 @@ def sweep_mounts(scratch: str | os.PathLike[str]) -> int:
     """Ends the mounts that no process uses and removes their directories; returns how many."""
     ended = 0
     try:
-        homes = [Path(entry.path) for entry in os.scandir(Path(scratch, "mounts")) if entry.is_dir()]
+        homes = [
+            Path(entry.path) for entry in os.scandir(Path(scratch, "mounts")) if entry.is_dir(follow_symlinks=False)
+        ]
     except OSError:
         return 0
     for home in homes:
-        with _locked(home) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+        with suppress(OSError), _locked(home) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             holder = _holder(home)
             if holder is not None:
                 holder.kill()

@@ -13,22 +13,27 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
+from megaflow_hpc.environments.sandbox.argv import as_user, bounded
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
 
-MOUNT = 'mount -t overlay overlay -o "$1" "$2" && shift 2 && exec "$@"'
+MOUNT = 'mount -t overlay overlay -o "$1" "$2" && shift 2 && '
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Apptainer makes none in a root that it does not overlay itself."""
 
 
-def argv_prefix(lower: str, layer: str, merged: str, uid: int | None) -> list[str] | None:
+def argv_prefix(
+    lower: str, layer: str, merged: str, spec: SandboxSpec, namespace: Sequence[str] | None = None
+) -> list[str] | None:
     """Returns the argv prefix of a container's command line: into namespaces of its own, and there an overlay at
     ``merged``.
 
     Args:
         layer: directory of the writable layer; ``upper`` and ``work`` are made in it, and what a volatile mount leaves
             in ``work`` goes.
-        uid: be this user from there on; ``None``: root of the namespace.
+        spec: says who to be from there on.
+        namespace: argv prefix that enters a user namespace; default :func:`unshare`'s.
 
     Returns:
         ``None`` where this does not work: then Apptainer's own overlay has to do.
@@ -44,14 +49,14 @@ def argv_prefix(lower: str, layer: str, merged: str, uid: int | None) -> list[st
         place = f"{layer}/upper/{name}"
         if not os.path.lexists(f"{lower}/{name}") and not os.path.lexists(place):
             os.mkdir(place, 0o755)
-    result = [*_enter(), "/bin/sh", "-c", MOUNT, "sh", _options(lower, layer), merged]
-    if uid is not None:
-        result += [unshare()[0], "--user", f"--map-user={uid}", f"--map-group={os.getgid()}", "--"]
-    return result
+    script = f'{MOUNT}{bounded(spec)}exec "$@"'
+    result = [*_enter(namespace), "/bin/sh", "-c", script, "sh", _options(lower, layer), merged]
+    return result if spec.as_root else [*result, *as_user(os.getuid())]
 
 
-def _enter() -> Sequence[str]:
-    return (*unshare(), "--mount", "--propagation", "private", "--")
+def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:
+    first = unshare() if namespace is None else (*namespace, unshare()[0])
+    return (*first, "--mount", "--propagation", "private", "--")
 
 
 def _options(lower: str, layer: str) -> str:

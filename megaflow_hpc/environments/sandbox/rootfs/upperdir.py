@@ -65,7 +65,7 @@ def make_way(upper: Path, path: str) -> None:
         place = upper.joinpath(*parts[:depth])
         if _is_directory(place):
             _open(place)
-        elif os.path.lexists(place):
+        else:
             _remove(place)
     revert(upper, path)
 
@@ -154,10 +154,10 @@ def mend(upper: Path, rootfs: Path, workdir: str | None) -> None:
     place = upper
     for part in PurePosixPath((workdir or "/").strip("/")).parts:
         place /= part
-        if os.path.lexists(place) and not _is_directory(place):
-            _remove(place)
-        elif _is_directory(place):
+        if _is_directory(place):
             _open(place)
+        else:
+            _remove(place)
 
 
 def keep_only(upper: Path, aside: Path, paths: Iterable[str]) -> list[str]:
@@ -204,9 +204,11 @@ def set_aside(upper: Path, path: str, aside: Path) -> bool:
 
 
 def replace(upper: Path, path: str, aside: Path) -> None:
-    """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone."""
-    revert(upper, path.strip("/"))
-    os.rename(aside, upper / path.strip("/"))
+    """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone, and what leads there is directories."""
+    make_way(upper, path.strip("/"))
+    place = upper / path.strip("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(aside, place)
 
 
 def _move(source: Path, target: Path, parts: Sequence[str]) -> bool:
@@ -230,6 +232,8 @@ def _changes(upper: Path, rootfs: Path, directory: str, changed: list[str]) -> l
     for part in PurePosixPath(directory).parts:
         place, below = place / part, below / part
         if not os.path.lexists(place):
+            if _remove(place):
+                changed.append(str(place.relative_to(upper)))
             return []
         if _is_directory(place) and not below.is_symlink():
             _show_through(place)
@@ -286,7 +290,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    if not os.path.lexists(path):
-        return False
-    remove_tree(path)
-    return True
+    """Removes what is there, and what marks it as deleted; whether there was either."""
+    found = [place for place in (path, path.with_name(_DELETED + path.name)) if os.path.lexists(place)]
+    for place in found:
+        remove_tree(place)
+    return bool(found)

@@ -68,6 +68,11 @@ class WritableLayer:
             await self._take("gather")
         await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), Path(self._access.rootfs)))
 
+    def take(self, target: Path) -> None:
+        """Moves the sandbox's files to ``target``, after the last container: what it changed; the whole tree where the
+        image was copied."""
+        os.rename(os.path.join(self.path, "root" if self._access.copies else "upper"), target)
+
     async def empty(self) -> None:
         """Empties the layer: it is as new."""
         old = f"{self.path}.old"
@@ -122,7 +127,8 @@ class WritableLayer:
     async def _take(self, verb: str) -> str:
         """Runs :mod:`.copies`, whose reading and writing would hold up everything else in this process."""
         image = self._access.rootfs
-        argv = [*(unshare() if os.geteuid() else ()), *dies_with_parent()]
+        enter = self._access.namespace
+        argv = [*((unshare() if os.geteuid() else ()) if enter is None else enter), *dies_with_parent()]
         argv += [sys.executable, "-S", "-E", "-c", _RUN_COPIES, _LIBRARY, verb, image, self.path]
         process = await asyncio.create_subprocess_exec(
             *argv,

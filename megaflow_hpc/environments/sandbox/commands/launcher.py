@@ -1,0 +1,153 @@
+"""The thread that starts containers: what it starts has none of the host's keys, and not all of the kernel's calls.
+
+A filter of system calls and a session keyring belong to a thread and are inherited by what it starts. So a thread of
+its own takes the one and gives up the other, once, before Apptainer runs: a start costs nothing more, and the rest of
+the process keeps its keys (tokens of AFS and Kerberos are such). Apptainer's own ``--security seccomp:`` needs
+libseccomp and kills programs of 32 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import queue
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
+_KEYCTL_JOIN_SESSION_KEYRING, _KEYCTL_REVOKE, _SESSION_KEYRING = 1, 3, -3
+_AF_VSOCK = 40
+_X32 = 0x40000000
+_EPERM, _EAFNOSUPPORT = 1, 97
+
+# Keys are the user's, not a namespace's: other sandboxes and the host would share them. A ring of io_uring holds files
+# and memory that no descriptor shows. The others are kernel code that few programs need; Docker refuses them as well.
+REFUSED = (
+    "add_key",
+    "request_key",
+    "keyctl",
+    "io_uring_setup",
+    "io_uring_enter",
+    "io_uring_register",
+    "bpf",
+    "perf_event_open",
+    "userfaultfd",
+)
+"""System calls that answer EPERM; ``socket`` of AF_VSOCK, whose addresses are the machine's, is the one more."""
+
+_CALLS: dict[str, dict[int, tuple[int, ...]]] = {
+    "x86_64": {
+        0xC000003E: (248, 249, 250, 425, 426, 427, 321, 298, 323, 41),
+        0x40000003: (286, 287, 288, 425, 426, 427, 357, 336, 374, 359),
+    },
+    "aarch64": {
+        0xC00000B7: (217, 218, 219, 425, 426, 427, 280, 241, 282, 198),
+        0x40000028: (309, 310, 311, 425, 426, 427, 386, 364, 388, 281),
+    },
+}
+"""Machine → architecture of a call, as linux/audit.h names it → numbers of :data:`REFUSED` and of ``socket``."""
+_SYSCALLS = {"x86_64": {"seccomp": 317, "keyctl": 250}, "aarch64": {"seccomp": 277, "keyctl": 219}}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Launcher:
+    """A daemon thread without keys that runs functions one after the other.
+
+    What it starts with a parent-death signal ends with the process, as the thread does.
+
+    Args:
+        filtered: what is started gets the filter too, and gains no rights by any program's setuid bit.
+    """
+
+    def __init__(self, filtered: bool) -> None:
+        self._filtered = filtered
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self.refuses = False
+        """Whether the filter holds: not where a machine's calls are not known here, or the kernel takes no filter."""
+        threading.Thread(target=self._run, name="sandbox launcher", daemon=True).start()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Returns what ``function`` returned in the launcher's thread, or raises what it raised."""
+        done: Future[Result] = Future()
+        self._work.put((function, done))
+        return done.result()
+
+    def _run(self) -> None:
+        _leave_keys()
+        self.refuses = self._filtered and _install(_program())
+        while True:
+            function, done = self._work.get()
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+
+
+def launcher(filtered: bool) -> Launcher:
+    """Returns this process's launcher of one kind; it is started when it is first needed."""
+    return _launcher(filtered, os.getpid())
+
+
+@functools.cache
+def _launcher(filtered: bool, pid: int) -> Launcher:
+    return Launcher(filtered)
+
+
+def _leave_keys() -> None:
+    """Takes a new session keyring and revokes it: nothing is found in it, and nothing can be put there for others."""
+    number = _SYSCALLS.get(os.uname().machine, {}).get("keyctl")
+    if number is not None and _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) > 0:
+        _libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING)
+
+
+def _program() -> bytes:
+    """The filter as classic BPF (linux/filter.h), empty where this machine's calls are not known."""
+    load, equal, mask, answer = 0x20, 0x15, 0x54, 0x06
+    refuse, allow = 0x00050000, 0x7FFF0000
+
+    def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, yes, no, value)
+
+    blocks = []
+    for architecture, numbers in _CALLS.get(os.uname().machine, {}).items():
+        *refused, socket = numbers
+        block = [step(load, 0)]
+        if architecture == 0xC000003E:
+            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # the same numbers, for programs of x32
+        block += [step(equal, number, len(refused) - place + 3) for place, number in enumerate(refused)]
+        block += [
+            step(equal, socket, 0, 2),
+            step(load, 16),
+            step(equal, _AF_VSOCK, 2),
+            step(answer, allow),
+            step(answer, refuse | _EPERM),
+            step(answer, refuse | _EAFNOSUPPORT),
+        ]
+        blocks.append(b"".join([step(load, 4), step(equal, architecture, 0, len(block)), *block]))
+    return b"".join([*blocks, step(answer, allow)]) if blocks else b""
+
+
+def _install(program: bytes) -> bool:
+    """Filters the calls of this thread and of all that it starts; ``False`` if the kernel does not."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+    number = _SYSCALLS.get(os.uname().machine, {}).get("seccomp")
+    if not program or number is None:
+        return False
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        return False
+    wanted = Program(len(program) // 8, program)
+    for flags in (_SPEC_ALLOW, 0):  # without it older kernels slow down all that is filtered
+        if _libc.syscall(number, _SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(wanted)) == 0:
+            return True
+    return False
