@@ -24,6 +24,10 @@ from megaflow_hpc.host.address import LOOPBACK, address, free_port
 from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
+NOWHERE = "nowhere.invalid"
+"""A host that there never is (RFC 6761): vLLM takes an empty list of hosts for all of them."""
+IMAGE_PIXELS = 40_000_000
+"""Largest image: some 120 MB when decoded, from a file of a few kilobytes."""
 MAX_SOCKET_PATH = 100
 """Longest path of a Unix socket in bytes (sun_path has 108)."""
 
@@ -55,6 +59,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     gpus = int(model.get("gpus") or 0)
     built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
     built_in |= {"uvicorn-log-level": "warning"}
+    built_in["allowed-media-domains"] = list(model.get("media_domains") or [NOWHERE])
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
     program = "vllm.entrypoints.openai.api_server"
@@ -66,6 +71,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if count == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else torch.distributed listens where the host's name leads, if anywhere
+    env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(IMAGE_PIXELS)}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy passes them with the admin key only
     if options.get("enable-lora") or options.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -2,6 +2,11 @@
 
 No part of an answer reaches the agent before the whole is there, so a call whose server is unreachable, breaks off, or
 answers 5xx or garbage is repeated, at another server if there is one.
+
+A server that failed rests, and all calls keep from it meanwhile. Not so one that gave a whole answer which is none
+(:class:`~megaflow_hpc.model.gateway.protocols.Doubtful`): an agent may have found a request at which an engine fails.
+Such a call is made at each other server; then it alone pauses and is repeated. Where a server fails at it three times
+and answers other calls in between, the request is at fault, and the agent is told so.
 """
 
 from __future__ import annotations
@@ -19,6 +24,10 @@ from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.router import Router, Server
 
 T = TypeVar("T")
+PAUSE_S = 0.5
+"""Seconds before a doubtful call is repeated, doubled each time."""
+DOUBTS, PROOFS = 6, 3
+"""Doubtful answers after which a call fails: in all, and of one server that answered other calls in between."""
 Ask = Callable[[protocols.Call], Awaitable[T]]
 Called = tuple[T, Server, float, float]
 """Answer, the server that gave it, its seconds there, and the seconds of waiting and failed tries before."""
@@ -54,7 +63,7 @@ class Caller:
         """Makes one call.
 
         Raises:
-            protocols.Refused: The request is at fault.
+            protocols.Refused: The request is at fault, or its answer cannot be recorded.
             ModelServiceError: No server answered in time; the rollout's ``failure`` says why.
         """
         arrived = time.monotonic()
@@ -70,8 +79,9 @@ class Caller:
     ) -> Called[T]:
         deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
         cause, router, previous, group = "", self.router, rollout.servers.get(policy, ""), rollout.group
+        doubts = Doubts()
         while True:
-            server = router.pick(policy, previous, group)
+            server = router.pick(policy, previous, group, doubts.servers)
             if server is None:
                 # Should the agent's time run out here, it is not its fault.
                 rollout.failure = cause or router.describe(policy)
@@ -93,10 +103,45 @@ class Caller:
                     raise ModelServiceError(f"policy {policy!r}: {cause}") from error
                 await asyncio.sleep(0)  # a server that fails at once must not hold the loop
                 continue
+            except protocols.Doubtful as error:
+                server.succeeded()  # it is there
+                doubt = error
             except protocols.Refused:
                 server.succeeded()  # it looked at the request
                 raise
+            else:
+                server.succeeded()
+                server.answered_at = time.monotonic()
+                return answer, server, time.monotonic() - began, began - arrived
             finally:
                 server.outstanding -= 1
-            server.succeeded()
-            return answer, server, time.monotonic() - began, began - arrived
+            cause, now = str(doubt), time.monotonic()
+            rollout.failure = cause
+            doubts.add(server, now)
+            if any(s.available(now) and s.name not in doubts.servers for s in router.servers(policy)):
+                continue
+            if not doubt.again or doubts.proven(server):
+                rollout.failure = "" if doubt.again else cause  # an answer without ids is no deed of the agent
+                raise protocols.Refused(400, cause.encode()) from doubt
+            if doubts.total >= DOUBTS or now >= deadline:
+                raise ModelServiceError(f"policy {policy!r}: {cause}") from doubt
+            await asyncio.sleep(PAUSE_S * 2 ** (doubts.total - 1))
+
+
+class Doubts:
+    """The doubtful answers to one call."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.servers: dict[str, tuple[int, float]] = {}
+        """Server → number of those between which it answered other calls, and the time of the latest."""
+
+    def add(self, server: Server, now: float) -> None:
+        """Notes one."""
+        count, last = self.servers.get(server.name, (0, 0.0))
+        self.total += 1
+        self.servers[server.name] = count + (not count or server.answered_at > last), now
+
+    def proven(self, server: Server) -> bool:
+        """Returns whether the request is at fault."""
+        return self.servers[server.name][0] >= PROOFS

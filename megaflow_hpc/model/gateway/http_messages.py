@@ -9,11 +9,17 @@ import orjson
 from aiohttp import web
 
 from megaflow_hpc.model.gateway import protocols
+from megaflow_hpc.model.request_body import BadBody, check_values, read_body
 
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
 """Types of errors that a client's retries do not help against."""
+TOO_MANY = "too_many_connections"
+MAX_BODY = 64 * 2**20
+"""Bytes of one request's body."""
+MAX_UNTOLD = 8 * 2**20
+"""Bytes of one whose length is not told beforehand, or that is compressed."""
 
 
 class CallError(Exception):
@@ -35,20 +41,39 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return web.Response(body=protocols.packed(body), status=status, headers=headers, content_type="application/json")
 
 
-def bearer_key(request: web.BaseRequest) -> str:
+def bearer_key(request: web.BaseRequest) -> bytes:
     """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty without one."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return given.encode("utf-8", "surrogateescape")  # as it came: headers need not be UTF-8
 
 
-async def read_object(request: web.BaseRequest) -> dict[str, Any]:
-    """Returns a request's body.
+def body_size(request: web.BaseRequest) -> int:
+    """Returns the bytes to reckon with for a request's body before it is read.
 
     Raises:
-        CallError: It is no JSON object.
+        CallError: More than :data:`MAX_BODY`.
+    """
+    length = request.content_length
+    if length is None or request.headers.get("Content-Encoding"):
+        return MAX_UNTOLD
+    if length > MAX_BODY:
+        raise CallError(413, f"the request's body: longer than {MAX_BODY >> 20} MiB")
+    return length
+
+
+async def read_object(request: web.BaseRequest, most: int) -> dict[str, Any]:
+    """Returns a request's body of at most ``most`` bytes.
+
+    Raises:
+        CallError: It is no JSON object, too long, or has too many values.
     """
     try:
-        body = protocols.parsed(await request.read())
+        raw = await read_body(request, most)
+        check_values(raw)
+        body = protocols.parsed(raw)
+    except BadBody as error:
+        raise CallError(error.status, str(error)) from None
     except (ValueError, RecursionError) as error:
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
@@ -60,6 +85,8 @@ def error_fields(error: Exception) -> tuple[int, str, str]:
     """Returns HTTP status, message and type for what ended a call."""
     if isinstance(error, CallError):
         return error.status, str(error), error.kind
+    if isinstance(error, RecursionError):
+        return 400, "the request's body: nested too deeply", "invalid_request_error"
     return 500, f"in the gateway: {type(error).__name__}: {error}", "server_error"
 
 

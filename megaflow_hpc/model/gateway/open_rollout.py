@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
-
+from megaflow_hpc.model.gateway.http_messages import MAX_BODY
 from megaflow_hpc.model.gateway.recorder import Recorder
+from megaflow_hpc.model.gateway.share import Share
 from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
@@ -29,8 +30,9 @@ class OpenRollout:
     """Policy → name of the server that answered last."""
     failure: str = ""
     """Why the latest call got no answer, or still waits; empty when it was answered."""
-    sandbox_site: web.SockSite | None = None
-    """The listener inside the sandbox, where it has a network of its own."""
+    listener: socket.socket | None = None
+    """The one inside the sandbox, where it has a network of its own."""
+    share: Share = field(default_factory=lambda: Share(MAX_BODY))
     in_flight: int = 0
     """Calls that have arrived and are not answered."""
     seed: int = -1

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, WEIGHT_VERSION
+from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.router import Server
@@ -40,6 +40,12 @@ LACKING = frozenset({404, 405, 501})
 """HTTP statuses of a server that has no such path."""
 RETRIED = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
+FORBIDDEN = frozenset({401, 403})
+"""Of these, those by which an engine, and not its proxy, may mean the request."""
+
+
+DEPTH = 254
+"""Arrays and objects within one another, at most: orjson encodes no more, and what is recorded is encoded again."""
 
 
 class Reply(dict[str, Any]):
@@ -60,6 +66,18 @@ class Unavailable(Exception):
     """The server failed, not the request: the call may be repeated there or elsewhere."""
 
 
+class Doubtful(Exception):
+    """The server is there and gave a whole answer that is none: either may be at fault.
+
+    It must not rest for it: one agent could keep all others from it.
+    """
+
+    def __init__(self, message: str, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
+        """Whether the same server may do better at the same request."""
+
+
 @dataclass
 class Answer:
     """An engine's answer, split into what goes back to the agent and what is recorded."""
@@ -77,6 +95,7 @@ async def post(connections: Connections, server: Server, path: str, body: Mappin
 
     Raises:
         Refused: The request is at fault.
+        Doubtful: The engine failed at the request, or refuses it as not allowed.
         Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
     """
     try:
@@ -85,11 +104,15 @@ async def post(connections: Connections, server: Server, path: str, body: Mappin
         )
     except Broken as error:
         raise Unavailable(f"{server.name}: {error}") from error
-    raw = response.body
-    if response.status >= 500 or response.status in RETRIED or 300 <= response.status < 400:
-        raise Unavailable(f"{server.name}: HTTP {response.status}: {raw[:300].decode('utf-8', 'replace')}")
-    if response.status >= 400:
-        raise Refused(response.status, raw)
+    raw, status = response.body, response.status
+    said = f"{server.name}: HTTP {status}: {raw[:300].decode('utf-8', 'replace')}"
+    by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
+    if status == 500 or (status in FORBIDDEN and by_engine):
+        raise Doubtful(said)
+    if (status > 501 or status in RETRIED) or 300 <= status < 400:
+        raise Unavailable(said)
+    if status >= 400:
+        raise Refused(status, raw)
     try:
         found = parsed(raw)
     except (ValueError, RecursionError) as error:
@@ -115,11 +138,25 @@ def parsed(raw: bytes) -> Any:
 
 
 def packed(value: Any) -> bytes:
-    """Encodes JSON as UTF-8; half a surrogate pair is escaped."""
+    """Encodes JSON as UTF-8; half a surrogate pair is escaped.
+
+    Raises:
+        RecursionError: It is nested more than :data:`DEPTH` deep.
+    """
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value)  # refuses such a depth by itself
     except TypeError:
+        _check_depth(value)
         return json.dumps(value).encode()
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        level = [c for v in level for c in (v.values() if isinstance(v, dict) else v) if isinstance(c, (dict, list))]
+        if not level:
+            return
+    raise RecursionError(f"nested more than {DEPTH} deep")
 
 
 class Call(NamedTuple):
@@ -139,8 +176,7 @@ class Call(NamedTuple):
 
     def asked(self, **changes: Any) -> dict[str, Any]:
         """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""
-        body = {k: v for k, v in self.body.items() if k != "stream_options"}
-        return {**body, "model": self.server.model_name, "stream": False, **changes}
+        return {**self.body, "model": self.server.model_name, "stream": False, **changes}
 
 
 async def ask(call: Call) -> Answer:
@@ -155,7 +191,7 @@ async def text(call: Call) -> Answer:
         choice = reply["choices"][0]
         message = _brief(choice["message"]) if "message" in choice else None
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise Unavailable(f"{call.server.name}: an answer without a choice ({error!r})") from error
+        raise Doubtful(f"{call.server.name}: an answer without a choice ({error!r})", again=False) from error
     return Answer(reply, message=message, protocol="text")
 
 
@@ -167,17 +203,22 @@ async def plain(call: Call) -> Answer:
         asked = call.asked(return_token_ids=True, logprobs=scores)
         reply = await call.post(call.path, asked)
     except Refused as refusal:
-        if b"return_token_ids" not in refusal.body:
+        # It may not know the parameter, or the agent wrote the word.
+        known = b"return_token_ids" not in refusal.body or await _own(call, call.path, return_token_ids=True) < 400
+        if known or await _own(call, call.path) >= 400:
             raise
-        server.protocol, server.degraded = "text", True  # it does not know the parameter
+        server.protocol, server.degraded = "text", True
         return await text(call)
-    if chat and (message := _text_alone(reply)) is not None:
+    if (found := _text_alone(reply, chat)) is not None:
         reply["model"] = body.get("model") or server.model_name
-        return Answer(reply, message=message, protocol="text")
+        return Answer(reply, message=found.get("message"), protocol="text")
     try:
         samples = [_sample(reply, choice, chat, reply.weight_version, server.name) for choice in reply["choices"]]
+        if not samples:
+            raise ValueError("no choice")
     except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
-        raise Unavailable(f"{server.name}: no token ids or log-probabilities in the answer ({error!r})") from error
+        why = f"{server.name}: no token ids or log-probabilities in the answer ({error!r})"
+        raise Doubtful(why, again=False) from error
     reply["model"] = body.get("model") or server.model_name
     _strip(reply, body, chat)
     return Answer(reply, samples, protocol="plain")
@@ -193,7 +234,7 @@ async def split(call: Call) -> Answer:
     try:
         request = await call.post(RENDER, asked)
     except Refused as refusal:
-        if refusal.status not in LACKING:
+        if refusal.status not in LACKING or await _own(call, RENDER) not in LACKING:
             raise
         server.protocol, server.degraded = "plain", True  # it has no such paths: from now on as one without them
         return await plain(call)
@@ -215,9 +256,8 @@ async def split(call: Call) -> Answer:
         message = _brief(reply["choices"][0]["message"])
         finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise Unavailable(
-            f"{server.name}: an answer of render, generate or derender lacks a part ({error!r})"
-        ) from error
+        why = f"{server.name}: an answer of render, generate or derender lacks a part ({error!r})"
+        raise Doubtful(why, again=False) from error
     sample = Sample(
         prompt=prompt,
         tokens=tokens,
@@ -245,9 +285,8 @@ async def count(call: Call) -> int:
         reply = await call.post(call.path, call.asked(max_tokens=1))  # the one count that every engine gives
         return int(reply["usage"]["prompt_tokens"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Unavailable(
-            f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
-        ) from error
+        why = f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
+        raise Doubtful(why, again=False) from error
 
 
 async def _continued(call: Call, rendered: list[int]) -> list[int]:
@@ -304,12 +343,31 @@ def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _text_alone(reply: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the message of a good answer that has no token ids; ``None`` for any other answer."""
+async def _own(call: Call, path: str, **options: Any) -> int:
+    """Asks the server what the gateway itself wrote, and returns the HTTP status.
+
+    How a server is asked from then on hangs on it, for all rollouts: nothing that an agent wrote may decide that.
+    """
+    question: dict[str, Any] = {"messages": [{"role": "user", "content": "."}]}
+    if path == COMPLETIONS:
+        question = {"prompt": "."}
+    try:
+        await call.post(path, {"model": call.server.model_name, "max_tokens": 1, **question, **options})
+    except Refused as refusal:
+        return refusal.status
+    return 200
+
+
+def _text_alone(reply: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
+    """Returns the choice of a good answer that has no token ids, its message short; ``None`` for any other answer."""
     try:
         (choice,) = reply["choices"]
-        if "token_ids" not in choice and isinstance(choice["message"]["role"], str) and reply["usage"]:
-            return _brief(choice["message"])
+        if "token_ids" in choice or not reply["usage"]:
+            return None
+        if chat and isinstance(choice["message"]["role"], str):
+            return {"message": _brief(choice["message"])}
+        if not chat and isinstance(choice["text"], str):
+            return {}
     except (KeyError, TypeError, ValueError):
         pass
     return None

@@ -5,8 +5,8 @@ rollout goes back to the server that answered it last, and the first call of a r
 hash of the group and the servers' names says, which is the same at every gateway of the campaign and spreads groups by
 weight (rendezvous hashing). Either holds while that server is at most ``AFFINITY`` requests busier than the least busy.
 
-Health is decided by real requests. A server that refused or broke a connection, or answered 5xx, rests for half a
-second, doubling up to half a minute with each failure in a row. After that one call tries it; its success lets the
+Health is decided by real requests. A server that refused or broke a connection, or answered 502 to 504, rests for half
+a second, doubling up to half a minute with each failure in a row. After that one call tries it; its success lets the
 others in. Failures of calls that were under way at once count as one. Where every server of a policy rests, the one
 whose rest ends first is awaited, so a short outage costs waiting and no rollout.
 """
@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class Server:
     failures: int = 0
     failed_at: float = 0.0
     rests_until: float = 0.0
+    answered_at: float = 0.0
+    """When it last answered a call (``time.monotonic``)."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Server:
@@ -146,10 +148,12 @@ class Router:
         """Returns the servers of one policy, those that rest included."""
         return [s for s in self._servers.values() if s.policy == policy]
 
-    def pick(self, policy: str, previous: str = "", group: str = "") -> Server | None:
-        """Returns the server to ask now, or ``None`` while all rest."""
+    def pick(self, policy: str, previous: str = "", group: str = "", without: Collection[str] = ()) -> Server | None:
+        """Returns the server to ask now, or ``None`` while all rest; one of ``without`` only if there is no other."""
         now = self._clock()
         available = [s for s in self.servers(policy) if s.available(now)]
+        if without:
+            available = [s for s in available if s.name not in without] or available
         if len(available) < 2:
             return available[0] if available else None
         preferred = self._servers.get(previous)

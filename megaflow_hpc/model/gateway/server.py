@@ -20,12 +20,11 @@ calls are recorded, refused ones are not. A client's own retries help in none of
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -36,13 +35,16 @@ from megaflow_hpc.host.address import LOOPBACK
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, dialect_of, messages
+from megaflow_hpc.model.gateway.dialects.options import engine_request
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
     MODEL_SERVICE_ERROR,
     SUSPENDED,
+    TOO_MANY,
     CallError,
     bearer_key,
+    body_size,
     error_fields,
     json_response,
     read_object,
@@ -52,12 +54,14 @@ from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay, body_of
+from megaflow_hpc.model.http_server import HttpServer
 from megaflow_hpc.types import CallBudget, ModelEndpoint, Recording
 
 __all__ = ["SEEDS", "ModelGateway"]
 
 LOG = logging.getLogger(__name__)
-MAX_BODY = 256 * 2**20
+CONNECTIONS = 256
+"""Connections that one rollout may have to its gateway."""
 T = TypeVar("T")
 
 
@@ -71,6 +75,7 @@ class ModelGateway:
         policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
         limits: What this gateway may ask of the engines.
         replays: Policies that are answered from a recorded campaign.
+        media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
     """
 
     def __init__(
@@ -82,14 +87,16 @@ class ModelGateway:
         policies: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
+        media_domains: Mapping[str, Collection[str]] | None = None,
     ) -> None:
+        self._media_domains = dict(media_domains or {})
         self.host, self.port = host, 0
         self._replays = dict(replays or {})
         self.policies = frozenset(policies)
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
-        self._runner: web.ServerRunner | None = None
+        self._server: HttpServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ModelGateway:
@@ -101,23 +108,20 @@ class ModelGateway:
 
     async def start(self) -> None:
         """Listens; sets ``port``."""
-        self._loop = loop = asyncio.get_running_loop()
-
-        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY)
-
-        server = web.Server(self._handle, request_factory=request, handler_cancellation=True, access_log=None)
-        self._runner = web.ServerRunner(server)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, 0, backlog=1024).start()
-        self.port = self._runner.addresses[0][1]
+        self._loop = asyncio.get_running_loop()
+        self._server = HttpServer(self._handle, LOG, of_one=CONNECTIONS)
+        listener = socket.create_server((self.host, 0))
+        self.port = listener.getsockname()[1]
+        self._server.listen(listener)
 
     async def stop(self) -> None:
         """Closes the listener and all connections."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            for token in self._by_token:
+                self._server.release(token)  # nobody waits for what is in flight
+            await self._server.stop()
         self._caller.close()
-        self._runner = self._loop = None
+        self._server = self._loop = None
 
     async def open(
         self,
@@ -141,7 +145,7 @@ class ModelGateway:
         Raises:
             MegaflowError: The gateway is not started, or the rollout is open already.
         """
-        if self._runner is None:
+        if self._server is None:
             raise MegaflowError("the gateway is not started; call start() first")
         if rollout_id in self._by_id:
             raise MegaflowError(f"rollout {rollout_id} is open at this gateway already; close it first")
@@ -152,8 +156,8 @@ class ModelGateway:
         )
         sandbox_url = ""
         if listener is not None:
-            rollout.sandbox_site = web.SockSite(self._runner, listener, backlog=256)
-            await rollout.sandbox_site.start()
+            rollout.listener = listener
+            self._server.listen(listener, peer=f"the sandbox of {rollout_id}")
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
         return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
@@ -168,8 +172,10 @@ class ModelGateway:
         if rollout is None:
             raise MegaflowError(f"rollout {rollout_id} is not open at this gateway")
         del self._by_token[rollout.token]
-        if rollout.sandbox_site is not None:
-            await rollout.sandbox_site.stop()
+        if self._server is not None:
+            if rollout.listener is not None:
+                self._server.unlisten(rollout.listener)
+            self._server.release(rollout.token)
         for replay in self._replays.values():
             replay.end(rollout.token)
         return rollout.recorder.finish()
@@ -207,38 +213,46 @@ class ModelGateway:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers a request that has the key of the rollout in its path; errors take the shape of the agent's API."""
+        assert self._server is not None
         rollout: OpenRollout | None = None
         parts = request.path.split("/", 3)
         if request.method == "HEAD" and len(parts) < 4:
             return web.Response()  # clients probe for a listener without a key
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
-            if rollout is None or not hmac.compare_digest(bearer_key(request).encode(), rollout.key.encode()):
+            if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
                 raise CallError(401, "no such rollout, or not its key", "authentication_error")
+            if not self._server.admit(request, rollout.token):
+                raise CallError(429, f"this rollout has {CONNECTIONS} connections in use", TOO_MANY)
             return await self._dispatch(rollout, request, "/" + parts[3])
-        except web.HTTPException as refusal:
-            failure: Exception = CallError(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
-        except CallError as error:
-            failure = error
+        except (CallError, RecursionError) as error:
+            failure: Exception = error
         except Exception as error:
-            LOG.exception("a call of rollout %s", rollout.id if rollout else "?")
+            self._server.log.exception("a call of rollout %s", rollout.id if rollout else "?")
             failure = error
         status, message, kind = error_fields(failure)
         body = dialect_of(request.path, request.headers).error(status, message, kind)
         do_not_retry = status == 401 or kind in (MODEL_SERVICE_ERROR, BUDGET_EXCEEDED, SUSPENDED)
-        return json_response(body, status, {"x-should-retry": "false"} if do_not_retry else None)
+        answer = json_response(body, status, {"x-should-retry": "false"} if do_not_retry else None)
+        if kind == TOO_MANY:
+            answer.force_close()
+        return answer
 
     async def _dispatch(self, rollout: OpenRollout, request: web.BaseRequest, path: str) -> web.StreamResponse:
         endpoint = path.removeprefix("/v1")
-        if endpoint != path and request.method == "POST":
-            if endpoint in DIALECTS:
-                return await self._complete(rollout, request, endpoint)
-            if endpoint == "/messages/count_tokens":
-                return await self._count(rollout, request)
+        completes, counts = endpoint in DIALECTS, endpoint == "/messages/count_tokens"
+        if endpoint != path and request.method == "POST" and (completes or counts):
+            size = body_size(request)
+            async with rollout.share.turn(size):
+                body = await read_object(request, size)
+                return await (
+                    self._complete(rollout, request, endpoint, body) if completes else self._count(rollout, body)
+                )
         if endpoint != path and request.method == "GET" and (endpoint + "/").startswith("/models/"):
             return self._models(rollout, endpoint[len("/models/") :])
-        known = endpoint in DIALECTS or endpoint in ("/messages/count_tokens", "/models")
-        raise CallError(405 if known else 404, f"{request.method} {path} is not served here")
+        raise CallError(
+            405 if completes or counts or endpoint == "/models" else 404, f"{request.method} {path} is not served here"
+        )
 
     def _models(self, rollout: OpenRollout, name: str) -> web.Response:
         def card(name: str) -> dict[str, Any]:
@@ -251,19 +265,18 @@ class ModelGateway:
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [card(name) for name in names], **pages})
 
-    async def _complete(self, rollout: OpenRollout, request: web.BaseRequest, endpoint: str) -> web.StreamResponse:
-        dialect, body = DIALECTS[endpoint], await read_object(request)
+    async def _complete(
+        self, rollout: OpenRollout, request: web.BaseRequest, endpoint: str, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        dialect = DIALECTS[endpoint]
         if rollout.suspended:
             raise self._refusal(rollout)
-        try:
-            asked = dialect.request(body)
-        except BadRequest as error:
-            raise CallError(400, str(error)) from None
+        path = COMPLETIONS if endpoint == "/completions" else CHAT
+        asked = self._asked(rollout, path, dialect.request, body)
         if over := rollout.over_budget():
             rollout.recorder.recording.over_budget = over
             raise CallError(429, over, BUDGET_EXCEEDED)
         rollout.recorder.request_arrived()
-        path = COMPLETIONS if endpoint == "/completions" else CHAT
         rollout.in_flight += 1
         try:
             if not body.get("stream"):
@@ -277,21 +290,28 @@ class ModelGateway:
         finally:
             rollout.in_flight -= 1
 
-    async def _count(self, rollout: OpenRollout, request: web.BaseRequest) -> web.Response:
+    async def _count(self, rollout: OpenRollout, body: dict[str, Any]) -> web.Response:
         """Counts the tokens of a prompt; nothing is recorded."""
-        try:
-            asked = messages.conversation(await read_object(request))
-        except BadRequest as error:
-            raise CallError(400, str(error)) from None
+        asked = self._asked(rollout, CHAT, messages.conversation, body)
         tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count)
         return json_response({"input_tokens": tokens})
+
+    def _asked(
+        self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
+    ) -> dict[str, Any]:
+        """Returns what of an agent's request goes to an engine."""
+        try:
+            asked = convert(body)
+            domains = self._media_domains.get(self._policy(rollout, asked), ())
+            return engine_request(asked, path == CHAT, domains)
+        except BadRequest as error:
+            raise CallError(400, str(error)) from None
 
     async def _answer(self, rollout: OpenRollout, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the engine's answer to a chat or plain request, and records it."""
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
         if path == CHAT:
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed: the engine says so
-                asked["messages"] = recorder.restore(asked["messages"], policy)
+            asked["messages"] = recorder.restore(asked["messages"], policy)
         rollout.set_seed(asked)
         if policy in self._replays:
             return self._replayed(rollout, policy, path, asked)
@@ -348,7 +368,7 @@ class ModelGateway:
         try:
             return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask)
         except protocols.Refused as refusal:
-            raise CallError(refusal.status, *refusal_fields(refusal.body)) from None
+            raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
 

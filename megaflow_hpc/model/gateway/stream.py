@@ -8,6 +8,7 @@ client takes the wait for a dead connection. A later failure is an event of the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -40,20 +41,21 @@ async def send(
     work = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        while not (await asyncio.wait({work}, timeout=QUIET_S))[0]:
+        with contextlib.suppress(ConnectionResetError):  # the agent has left: there is nobody to tell
+            while not (await asyncio.wait({work}, timeout=QUIET_S))[0]:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b": still working\n\n")
+            try:
+                found = list(events(work.result()))
+            except Exception as error:
+                if not response.prepared:
+                    raise
+                found = [failed(error)]
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(b": still working\n\n")
-        try:
-            found = list(events(work.result()))
-        except Exception as error:
-            if not response.prepared:
-                raise
-            found = [failed(error)]
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(b"".join(encode(*event) for event in found))
-        await response.write_eof()
+            await response.write(b"".join(encode(*event) for event in found))
+            await response.write_eof()
         return response
     finally:
         work.cancel()

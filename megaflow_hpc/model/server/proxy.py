@@ -17,8 +17,11 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import secrets
+import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -26,21 +29,16 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from megaflow_hpc.model.api import CHAT, COMPLETIONS, GENERATE, WEIGHT_VERSION
+from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.http_server import HttpServer
+from megaflow_hpc.model.request_body import BadBody, check_values, read_body
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
 
-_DIALECTS = (CHAT, COMPLETIONS, "/v1/messages", "/v1/responses")
-MODEL_PATHS = frozenset(
-    {
-        ("GET", "/health"),
-        ("GET", "/v1/models"),
-        ("POST", GENERATE),
-        *(("POST", dialect + tail) for dialect in _DIALECTS for tail in ("", "/render", "/derender")),
-    }
-)
-SAMPLING = frozenset({("POST", GENERATE), *(("POST", dialect) for dialect in _DIALECTS)})
+SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
+MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models"), ("POST", RENDER), ("POST", DERENDER)}
+"""What gateways ask for: other APIs of an engine take options that no gateway has looked at."""
 ADMIN_PATHS = frozenset(
     {("GET", p) for p in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping")}
     | {
@@ -51,8 +49,16 @@ ADMIN_PATHS = frozenset(
         )
     }
 )
+PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
+"""Headers of a request that go on to the engine; its length is told anew, from the body as it was read here."""
 HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"})
+"""Headers of an answer that do not come back."""
 DRAINING = 503
+MAX_BODY = 256 * 2**20
+"""Bytes of one request's body."""
+MAX_TENANT_BODY = 64 * 2**20
+CAMPAIGN = "the campaign"
+LOG = logging.getLogger(__name__)
 
 
 class Serving(NamedTuple):
@@ -88,21 +94,19 @@ class Proxy:
         self._gate.set()
         self._engine: Launch | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         """Listens, with TLS where there is a ``context``; sets ``port``."""
-        app = web.Application(client_max_size=256 * 2**20)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, 0, ssl_context=context, backlog=1024).start()
-        self.port = self._runner.addresses[0][1]
+        self._server = HttpServer(self._handle, LOG, of_one=sys.maxsize)
+        listener = socket.create_server((self.host, 0))
+        self.port = listener.getsockname()[1]
+        self._server.listen(listener, context)
 
     async def stop(self) -> None:
         """Closes the listener and the connections to the engine."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.stop()
         await self.attach(None)
 
     async def attach(self, engine: Launch | None) -> None:
@@ -178,22 +182,32 @@ class Proxy:
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
             return ""
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert self._server is not None
         endpoint = (request.method, request.path)
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        # As it came: headers need not be UTF-8.
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         is_model = hmac.compare_digest(given, self.key.encode())
         is_admin = hmac.compare_digest(given, self.admin_key.encode())
-        tenant = self.tenants.user(given.decode()) if self.tenants and not is_model and not is_admin else None
+        tenant = None
+        if self.tenants and not is_model and not is_admin and given.isascii():
+            tenant = self.tenants.user(given.decode())
         if not is_model and not is_admin and tenant is None:
             return _refuse(401, "no key, or a wrong one")
+        if not self._server.admit(request, CAMPAIGN if tenant is None else f"user {tenant}"):
+            answer = _refuse(429, "too many connections with this key")
+            answer.force_close()
+            return answer
         if endpoint not in MODEL_PATHS and not (is_admin and endpoint in ADMIN_PATHS):
             return _refuse(404, f"{request.method} {request.path} is not served here")
         if tenant is not None and self.tenants is not None and endpoint in SAMPLING:
             async with self.tenants.admit(tenant):
-                return await self._pass(request, endpoint)
-        return await self._pass(request, endpoint)
+                return await self._pass(request, endpoint, tenant)
+        return await self._pass(request, endpoint, tenant)
 
-    async def _pass(self, request: web.Request, endpoint: tuple[str, str]) -> web.StreamResponse:
+    async def _pass(
+        self, request: web.BaseRequest, endpoint: tuple[str, str], tenant: str | None
+    ) -> web.StreamResponse:
         while endpoint in SAMPLING and not self._gate.is_set():  # it may have been closed again meanwhile
             await self._gate.wait()
         if self.draining or not self.opened or self._engine is None or self._session is None:
@@ -204,23 +218,35 @@ class Proxy:
             self.requests += 1
             self.last_request = time.monotonic()
         try:
-            return await self._forward(request, self._engine, self._session)
+            return await self._forward(request, self._engine, self._session, tenant)
         finally:
             self.in_flight -= 1
             self._sampling[request.path == GENERATE] -= endpoint in SAMPLING
             self.last_request = time.monotonic() if request.method == "POST" else self.last_request
 
     async def _forward(
-        self, request: web.Request, engine: Launch, session: aiohttp.ClientSession
+        self, request: web.BaseRequest, engine: Launch, session: aiohttp.ClientSession, tenant: str | None
     ) -> web.StreamResponse:
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP | {"authorization", "x-api-key"}}
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            return _refuse(415, "no compressed bodies")
+        headers = {name: request.headers[name] for name in PASSED if name in request.headers}
         headers |= self._headers(engine)
-        body = await request.read() if request.can_read_body else None
+        try:
+            body = await read_body(request, MAX_BODY if tenant is None else MAX_TENANT_BODY)
+            if tenant is not None:
+                check_values(body)
+        except BadBody as error:
+            return _refuse(error.status, str(error))
         if body and self.serving.adapter_name and (request.method, request.path) in SAMPLING:
             body = _with_model(body, self.serving.adapter_name)
         try:
             async with session.request(
-                request.method, self._url(request.path_qs), data=body, headers=headers, allow_redirects=False
+                request.method,
+                self._url(request.path),
+                params=request.query if (request.method, request.path) in ADMIN_PATHS else None,
+                data=body if request.method == "POST" else None,
+                headers=headers,
+                allow_redirects=False,
             ) as answer:
                 response = web.StreamResponse(status=answer.status)
                 for name, value in answer.headers.items():

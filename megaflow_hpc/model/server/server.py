@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
+from megaflow_hpc.host.descriptors import raise_limit
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
@@ -47,6 +48,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.weights import Version
+from megaflow_hpc.texts import printable
 
 HEARTBEAT_S = 30.0
 POLL_S = 5.0
@@ -295,7 +297,7 @@ class EngineServer:
 
     def _say(self, text: str) -> None:
         stamp = time.strftime("%H:%M:%S", time.gmtime())
-        print(f"{stamp} [{self.what.name}] {text}", file=sys.stderr, flush=True)
+        print(printable(f"{stamp} [{self.what.name}] {text}"), file=sys.stderr, flush=True)
 
 
 def _named(version: Version) -> str:
@@ -328,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
         index = int(os.environ["SLURM_ARRAY_TASK_ID"])
     os.umask(0o077)
+    raise_limit()
     try:
         run = RunDir(arguments.run)
         planned = read_run(run)
@@ -341,5 +344,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return asyncio.run(serve())
     except MegaflowError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_status

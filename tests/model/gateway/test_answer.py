@@ -10,7 +10,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT
 from megaflow_hpc.model.gateway.connection import Connections
-from megaflow_hpc.model.gateway.protocols import Answer, Call, Unavailable, plain
+from megaflow_hpc.model.gateway.protocols import Answer, Call, Doubtful, Unavailable, plain
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
 from tests.support.serving import in_loop
@@ -81,17 +81,20 @@ async def test_scores_and_ids_that_were_asked_for_are_given() -> None:
         chat(choices=[{**chat()["choices"][0], "token_ids": [7, "x"]}]),
         chat(choices=[{**chat()["choices"][0], "token_ids": [7]}]),
         chat(prompt_token_ids=None),
-        [chat()],
+        chat(choices=[]),
     ],
 )
 @in_loop
-async def test_an_answer_without_its_ids_or_scores_is_the_servers_failure(answer: Any) -> None:
-    with pytest.raises(Unavailable):
+async def test_an_answer_without_its_ids_or_scores_is_no_answer_and_not_asked_for_again(answer: Any) -> None:
+    with pytest.raises(Doubtful) as found:
         await answer_to(json.dumps(answer).encode())
+    assert not found.value.again
 
 
-@pytest.mark.parametrize("raw", [b"", b"[" * 100_000, json.dumps(chat()).encode()[:-9], b'{"id": "\\ud83d"}', b"\xff"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"[{}]", b"[" * 100_000, json.dumps(chat()).encode()[:-9], b'{"id": "\\ud83d"}', b"\xff"]
+)
 @in_loop
 async def test_what_is_not_json_is_no_answer(raw: bytes) -> None:
-    with pytest.raises(Unavailable):
+    with pytest.raises(Doubtful if raw.startswith(b"{") and raw.endswith(b"}") else Unavailable):
         await answer_to(raw)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
@@ -38,7 +39,7 @@ class ScriptedEngine:
 
     def application(self) -> web.Application:
         """Returns the aiohttp application with all endpoints."""
-        app = web.Application(client_max_size=256 * 2**20)
+        app = web.Application(client_max_size=256 * 2**20, middlewares=[_refuse_what_is_no_request])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post(CHAT, self._chat)
@@ -53,7 +54,7 @@ class ScriptedEngine:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await body_of(request)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             return error(400, "messages: expected a list of at least one message")
@@ -63,7 +64,7 @@ class ScriptedEngine:
         return await self._reply(body, answer, prompt, chat=True)
 
     async def _complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await body_of(request)
         prompt = body.get("prompt")
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)):
             return error(400, "prompt: expected a text or a list of token ids")
@@ -114,6 +115,26 @@ class ScriptedEngine:
             f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
             f"{wanted} output tokens and your prompt contains {prompt} input tokens.",
         )
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """Returns a request's JSON object; raises the answer 400 if it has none."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError, web.RequestPayloadError):
+        body = None
+    if isinstance(body, dict):
+        return body
+    raise web.HTTPBadRequest(body=error(400, "the body: expected a JSON object").body, content_type="application/json")
+
+
+@web.middleware
+async def _refuse_what_is_no_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers 400, as engines do, where a body's values are of other kinds than they should be."""
+    try:
+        return await handler(request)
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as mistake:
+        return error(400, f"the request's body: {type(mistake).__name__}: {str(mistake)[:200]}")
 
 
 def message_of(answer: Answer) -> dict[str, Any]:

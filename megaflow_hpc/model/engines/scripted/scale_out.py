@@ -50,7 +50,7 @@ class SplitEngine(engine.ScriptedEngine):
         self.log.append((list(prompt), list(tokens)))
 
     async def _render(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await engine.body_of(request)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             return engine.error(400, "messages: expected a list of at least one message")
@@ -60,7 +60,7 @@ class SplitEngine(engine.ScriptedEngine):
         return web.json_response({"token_ids": tokens, "sampling_params": {"max_tokens": wanted}, "features": None})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await engine.body_of(request)
         prompt, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
         messages, tools = parse_prompt(prompt)
         answer: Answer = self.script.answer(messages, tools)
@@ -80,7 +80,7 @@ class SplitEngine(engine.ScriptedEngine):
         return web.json_response({"request_id": name, "choices": [choice]})
 
     async def _derender(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await engine.body_of(request)
         generated: Mapping[str, Any] = body["generate_response"]
         message, finish = self._answers.pop(generated["request_id"])
         prompt, tokens = len(body["prompt_token_ids"]), len(generated["choices"][0]["token_ids"])

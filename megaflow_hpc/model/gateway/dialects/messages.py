@@ -30,6 +30,8 @@ from megaflow_hpc.model.gateway.dialects.base import (
     reasoning_of,
     text_part,
 )
+from megaflow_hpc.model.gateway.dialects.checks import bounded
+from megaflow_hpc.model.gateway.dialects.options import MESSAGES, allowed
 from megaflow_hpc.model.gateway.recorder import arguments_of
 
 BILLING = "x-anthropic-billing-header"
@@ -43,22 +45,21 @@ KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
 
 
 def request(body: Mapping[str, Any]) -> dict[str, Any]:
-    limit = body.get("max_tokens")
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise BadRequest(f"max_tokens: expected a positive integer, found {limit!r}")
-    asked = {**conversation(body), "max_tokens": limit}
-    asked |= {k: body[k] for k in ("model", "temperature", "top_p", "top_k") if body.get(k) is not None}
-    if body.get("stop_sequences"):
-        asked["stop"] = expect_list(body["stop_sequences"], "stop_sequences")
-    output = expect_object(body.get("output_config") or {}, "output_config").get("format") or body.get("output_format")
+    given = allowed(MESSAGES, body)
+    if "max_tokens" not in given:
+        raise BadRequest("max_tokens: expected a positive integer, found nothing")
+    asked = conversation(body)
+    asked |= {k: given[k] for k in ("model", "max_tokens", "temperature", "top_p", "top_k") if k in given}
+    if given.get("stop_sequences"):
+        asked["stop"] = given["stop_sequences"]
+    output = given.get("output_config", {}).get("format") or given.get("output_format")
     if output and expect_object(output, "output_config.format").get("type") == "json_schema":
         asked["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "output", "schema": output.get("schema")},
         }
-    choice = body.get("tool_choice")
-    if choice and "tools" in asked:
-        asked |= _tool_choice(expect_object(choice, "tool_choice"))
+    if given.get("tool_choice") and "tools" in asked:
+        asked |= _tool_choice(given["tool_choice"])
     return asked
 
 
@@ -68,14 +69,14 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadRequest: A message or tool cannot be converted.
     """
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    given = allowed(MESSAGES, body)
+    if not given.get("messages"):
         raise BadRequest("messages: expected a list of at least one message")
     chat: list[dict[str, Any]] = []
-    system = _system(body.get("system") or "", "system")
+    system = _system(given.get("system") or "", "system")
     if system:
         chat.append({"role": "system", "content": system})
-    for number, message in enumerate(given):
+    for number, message in enumerate(given["messages"]):
         where = f"messages[{number}]"
         role, content = expect_object(message, where).get("role"), message.get("content")
         if role == "system":
@@ -85,7 +86,7 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
             raise BadRequest(f"{where}.role: expected user or assistant, found {role!r}")
         blocks = [text_part(content)] if isinstance(content, str) else expect_list(content, f"{where}.content")
         chat += (_user if role == "user" else _assistant)(blocks, f"{where}.content")
-    tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(expect_list(body.get("tools") or [], "tools"))]
+    tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(given.get("tools", ()))]
     offered = [tool for tool in tools if tool]
     return {"messages": chat, "tools": offered} if offered else {"messages": chat}
 
@@ -93,7 +94,7 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
 def _system(content: Any, where: str) -> str:
     if isinstance(content, str):
         return "" if content.startswith(BILLING) else content
-    texts = [expect_object(b, where).get("text") or "" for b in expect_list(content, where)]
+    texts = [expect_text(expect_object(b, where).get("text") or "", where) for b in expect_list(content, where)]
     return "\n\n".join(text for text in texts if text and not text.startswith(BILLING))
 
 
@@ -117,7 +118,7 @@ def _user(blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
 
 def _part(block: Any, where: str) -> dict[str, Any]:
     kind = expect_object(block, where).get("type")
-    source = block.get("source") or {}
+    source = expect_object(block.get("source") or {}, f"{where}.source")
     if kind == "text":
         return text_part(expect_text(block.get("text"), f"{where}.text"))
     if kind == "image":
@@ -126,7 +127,7 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     if kind == "document" and source.get("type") == "text":
         return text_part(expect_text(source.get("data"), f"{where}.source.data"))
     if kind == "tool_reference":
-        return text_part(f"tool {block.get('tool_name')} is available")
+        return text_part(f"tool {expect_text(block.get('tool_name'), f'{where}.tool_name')} is available")
     raise BadRequest(f"{where}: content of type {kind!r} is not served; text, images and tool results are")
 
 
@@ -138,9 +139,11 @@ def _assistant(blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
         if kind == "text":
             texts.append(expect_text(block.get("text"), f"{here}.text"))
         elif kind == "thinking":
-            thoughts.append(block.get("thinking") or "")
+            thoughts.append(expect_text(block.get("thinking") or "", f"{here}.thinking"))
         elif kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            given = block.get("input") or {}
+            bounded(given, f"{here}.input")
+            arguments = json.dumps(given, ensure_ascii=False)
             function = {"name": expect_text(block.get("name"), f"{here}.name"), "arguments": arguments}
             calls.append({"id": block.get("id") or "", "type": "function", "function": function})
         elif kind != "redacted_thinking":

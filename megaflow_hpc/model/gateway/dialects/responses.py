@@ -34,10 +34,10 @@ from megaflow_hpc.model.gateway.dialects.base import (
     text_part,
 )
 from megaflow_hpc.model.gateway.dialects.chat import error
+from megaflow_hpc.model.gateway.dialects.options import RESPONSES, allowed
 from megaflow_hpc.model.gateway.recorder import RAW_ARGUMENT, arguments_of
 
 __all__ = ["answer", "error", "error_event", "events", "request"]
-REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 FREE_TEXT = {"type": "object", "properties": {RAW_ARGUMENT: {"type": "string"}}, "required": [RAW_ARGUMENT]}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -46,25 +46,23 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def request(body: Mapping[str, Any]) -> dict[str, Any]:
-    for field in REFUSED:
-        if body.get(field):
-            raise BadRequest(f"{field}: nothing is kept between requests here; send the whole conversation as input")
-    asked: dict[str, Any] = {"messages": _messages(body)}
-    asked |= {k: body[k] for k in ("model", "temperature", "top_p") if body.get(k) is not None}
-    if body.get("max_output_tokens") is not None:
-        asked["max_tokens"] = body["max_output_tokens"]
-    form = expect_object(body.get("text") or {}, "text").get("format") or {}
+    given = allowed(RESPONSES, body)
+    asked: dict[str, Any] = {"messages": _messages(given)}
+    asked |= {k: given[k] for k in ("model", "temperature", "top_p") if k in given}
+    if "max_output_tokens" in given:
+        asked["max_tokens"] = given["max_output_tokens"]
+    form = expect_object(given.get("text", {}).get("format") or {}, "text.format")
     if form.get("type") == "json_schema":
         schema = {k: form[k] for k in ("name", "schema", "strict") if k in form}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif form.get("type") == "json_object":
         asked["response_format"] = {"type": "json_object"}
-    tools = [tool for _, tool in _tools(body)]
+    tools = [tool for _, tool in _tools(given)]
     if tools:
         asked["tools"] = tools
-        if body.get("tool_choice"):
-            asked["tool_choice"] = _tool_choice(body["tool_choice"])
-        if body.get("parallel_tool_calls") is False:
+        if given.get("tool_choice"):
+            asked["tool_choice"] = _tool_choice(given["tool_choice"])
+        if given.get("parallel_tool_calls") is False:
             asked["parallel_tool_calls"] = False
     return asked
 
@@ -185,7 +183,11 @@ def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
                     yield _function(inner, space, f"{where}.tools[{n}]")
         elif kind == "custom":
             name = expect_text(tool.get("name"), f"{where}.name")
-            texts = [tool.get("description") or "", (tool.get("format") or {}).get("definition") or ""]
+            form = expect_object(tool.get("format") or {}, f"{where}.format")
+            texts = [
+                expect_text(tool.get("description") or "", f"{where}.description"),
+                expect_text(form.get("definition") or "", f"{where}.format.definition"),
+            ]
             described = "\n\n".join(text for text in texts if text)
             yield ("custom_tool_call", "", name), function_tool(name, described, FREE_TEXT)
 
@@ -198,13 +200,13 @@ def _function(tool: Mapping[str, Any], space: str, where: str) -> tuple[Kind, di
 
 
 def _tool_choice(choice: Any) -> Any:
-    if choice in ("auto", "none", "required"):
+    if isinstance(choice, str) and choice in ("auto", "none", "required"):
         return choice
     kind = expect_object(choice, "tool_choice").get("type")
     if kind in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind == "allowed_tools":
-        return choice.get("mode") or "auto"
+        return "required" if choice.get("mode") == "required" else "auto"
     raise BadRequest(f"tool_choice: {choice!r} is not served; auto, none, required or a function is")
 
 

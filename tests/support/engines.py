@@ -1,4 +1,4 @@
-"""What tests of real engines share: the interpreter that has them, and one small model."""
+"""Real engines for tests: the interpreter that has them, and one small model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,219 @@
+"""Every option of a model call, by dialect: what reaches the engine, what is known and left out, what is refused.
+
+An option that stands in no table is left out: clients bring new ones of their own with every version, and none of them
+reaches an engine. Two steps make the engine's request::
+
+    agent's request ── MESSAGES, RESPONSES: names and types ──► conversion ──► CHAT, COMPLETIONS ──► engine
+
+So what an engine gets is in :data:`CHAT` or :data:`COMPLETIONS` whatever API the agent speaks. An option is refused,
+and not left out, where an agent that gave it would go on with an answer to another question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megaflow_hpc.model.gateway.dialects import content
+from megaflow_hpc.model.gateway.dialects.base import BadRequest, expect_list, expect_object, expect_text
+from megaflow_hpc.model.gateway.dialects.checks import (
+    Check,
+    flag,
+    integer,
+    logit_bias,
+    number,
+    one_of,
+    prompt,
+    response_format,
+    stream_options,
+    structured_outputs,
+    text,
+    texts,
+    thinking,
+)
+
+COUNT = 2**31 - 1
+ALTERNATIVES = 16
+"""Answers to one request: each is recorded with the whole prompt."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What becomes of one option. ``None`` as its value counts as not given."""
+
+    check: Check | None = None
+    """Checks the value and returns what is passed on."""
+    passed: bool = True
+    """Whether the value goes on; else it is the gateway's own, or nobody's."""
+    refused: str = ""
+    """Why a value is refused, with the remedy."""
+    harmless: Any = False
+    """The value that is left out instead, as is every empty one: clients send defaults."""
+
+
+def _all(option: Option, names: str) -> dict[str, Option]:
+    return dict.fromkeys(names.split(), option)
+
+
+def _refused(why: str, names: str, harmless: Any = False) -> dict[str, Option]:
+    return _all(Option(refused=why, harmless=harmless), names)
+
+
+DROPPED = Option(passed=False)
+_FLAG = Option(flag)
+_ENGINES = "is not passed on; set it for the whole engine by model.args of the campaign file"
+_RECORDED = "is not served: the call could not be recorded"
+
+_SAMPLING: Mapping[str, Option] = {
+    "model": Option(text(512)),
+    "max_tokens": Option(integer(1, COUNT)),
+    "n": Option(integer(1, ALTERNATIVES)),
+    "seed": Option(integer(-(2**63), 2**63 - 1)),
+    "stop": Option(texts(16, 1024)),
+    "temperature": Option(number(0, 2)),
+    "top_p": Option(number(0, 1)),
+    "top_k": Option(integer(-1, COUNT)),
+    "min_p": Option(number(0, 1)),
+    "frequency_penalty": Option(number(-2, 2)),
+    "presence_penalty": Option(number(-2, 2)),
+    "repetition_penalty": Option(number(0.01, 100)),
+    "logit_bias": Option(logit_bias),
+    "response_format": Option(response_format),
+    "structured_outputs": Option(structured_outputs),
+    **_all(_FLAG, "add_special_tokens skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"),
+    **_all(_FLAG, "return_token_ids return_tokens_as_token_ids"),
+    "stream": Option(flag, passed=False),
+    "stream_options": Option(stream_options, passed=False),
+    # Of no meaning here, and sent by clients all the same.
+    **_all(DROPPED, "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
+    **_all(DROPPED, "request_id session_id include_reasoning stream_interval length_penalty truncation_side"),
+    # What an engine does for it, the recorder cannot tell from what was sampled.
+    **_refused(_RECORDED, "echo suffix use_beam_search prompt_logprobs logprob_token_ids truncate_prompt_tokens"),
+    **_refused(_RECORDED, "prompt_embeds return_prompt_text return_token_offsets routed_experts_prompt_start"),
+    "best_of": Option(refused=f"{_RECORDED}; n is", harmless=1),
+    # What would change the engine for others, name its files, hosts or code, or make it compute without bound.
+    **_refused(_ENGINES, "kv_transfer_params ec_transfer_params vllm_xargs priority cache_salt mm_processor_kwargs"),
+    **_refused(_ENGINES, "media_io_kwargs mm_payload return_mm_kwargs watermarking repetition_detection"),
+    **_refused(_ENGINES, "min_tokens ignore_eos stop_token_ids allowed_token_ids bad_words thinking_token_budget"),
+    **_refused(_ENGINES, "lora_path custom_logit_processor custom_params session_params return_hidden_states"),
+    **_refused(
+        "is not served; give response_format, or structured_outputs with json or choice",
+        "guided_json guided_regex guided_choice guided_grammar regex ebnf json_schema structural_tag",
+    ),
+}
+
+CHAT: Mapping[str, Option] = {
+    **_SAMPLING,
+    "messages": Option(content.messages),
+    "tools": Option(content.tools),
+    "tool_choice": Option(content.tool_choice),
+    "parallel_tool_calls": _FLAG,
+    "max_completion_tokens": Option(integer(1, COUNT)),
+    "logprobs": _FLAG,
+    "top_logprobs": Option(integer(0, 20)),
+    "reasoning_effort": Option(one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+    "chat_template_kwargs": Option(thinking),
+    **_all(_FLAG, "add_generation_prompt continue_final_message"),
+    **_all(DROPPED, "modalities prediction verbosity web_search_options"),
+    **_refused(_ENGINES, "chat_template documents"),
+    **_refused("is not served; give tools and tool_choice", "functions function_call"),
+    **_refused("is not served; text is", "audio"),
+}
+"""``/v1/chat/completions``, and what every other dialect becomes."""
+
+COMPLETIONS: Mapping[str, Option] = {
+    **_SAMPLING,
+    "prompt": Option(prompt),
+    "logprobs": Option(integer(0, 20)),
+}
+"""``/v1/completions``."""
+
+_CONVERTED: Mapping[str, Option] = {
+    **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p")},
+    "stream": _FLAG,
+    "tools": Option(expect_list),
+}
+
+MESSAGES: Mapping[str, Option] = {
+    **_CONVERTED,
+    "max_tokens": Option(integer(1, COUNT)),
+    "messages": Option(expect_list),
+    "system": Option(lambda value, field: value if isinstance(value, str) else expect_list(value, field)),
+    "top_k": _SAMPLING["top_k"],
+    "stop_sequences": Option(texts(16, 1024)),
+    **_all(Option(expect_object), "tool_choice output_config output_format"),
+    **_all(DROPPED, "metadata service_tier thinking context_management cache_control betas speed inference_geo"),
+    # What runs at Anthropic is not offered to the model.
+    **_all(DROPPED, "container mcp_servers"),
+}
+"""``/v1/messages`` and ``/v1/messages/count_tokens``; how a model thinks is the campaign's matter."""
+
+RESPONSES: Mapping[str, Option] = {
+    **_CONVERTED,
+    "input": Option(lambda value, field: value if isinstance(value, str) else expect_list(value, field)),
+    "instructions": Option(expect_text),
+    "max_output_tokens": Option(integer(1, COUNT)),
+    "text": Option(expect_object),
+    "tool_choice": Option(lambda value, field: value),
+    "parallel_tool_calls": _FLAG,
+    **_all(DROPPED, "reasoning include store metadata service_tier truncation user safety_identifier client_metadata"),
+    **_all(DROPPED, "prompt_cache_key prompt_cache_retention stream_options max_tool_calls top_logprobs"),
+    **_all(DROPPED, "context_management"),
+    **_refused(
+        "nothing is kept between requests here; send the whole conversation as input",
+        "previous_response_id conversation background prompt",
+    ),
+}
+"""``/v1/responses``."""
+
+
+def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a request that are passed on, checked.
+
+    Raises:
+        BadRequest: One is refused, or has a value that is not allowed.
+    """
+    found: dict[str, Any] = {}
+    for name, value in body.items():
+        option = table.get(name)
+        if option is None or value is None:
+            continue
+        if option.refused:
+            if value and value != option.harmless:
+                raise BadRequest(f"{name}: {option.refused}")
+        elif option.check is not None:
+            value = option.check(value, name)
+            if option.passed:
+                found[name] = value
+    return found
+
+
+def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[str] = ()) -> dict[str, Any]:
+    """Returns what of a chat or plain request goes to the engine, and nothing else.
+
+    Args:
+        request: As a dialect made it.
+        chat: Whether it is a chat request.
+        domains: Hosts from which the engine may fetch images.
+
+    Raises:
+        BadRequest: An option is refused or missing, or has a value that is not allowed.
+    """
+    table = CHAT if chat else COMPLETIONS
+    if chat and domains:
+        table = {**CHAT, "messages": Option(partial(content.messages, domains=domains))}
+    found = allowed(table, request)
+    needed = "messages" if chat else "prompt"
+    if needed not in found:
+        raise BadRequest(f"{needed}: expected {'a list of at least one message' if chat else 'a text'}, found nothing")
+    if not found.get("tools", True):
+        del found["tools"]  # engines refuse an empty list
+    if chat:
+        content.compiled_tools(found)
+    elif isinstance(found["prompt"], list) and not isinstance(found["prompt"][0], int):
+        answers = len(found["prompt"]) * found.get("n", 1)
+        if answers > ALTERNATIVES:
+            raise BadRequest(f"n: {answers} answers for all prompts; {ALTERNATIVES} are allowed")
+    return found
