@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.hdf5.columns import text
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
-from megaflow_hpc.trajectories.reading.sources import text
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job

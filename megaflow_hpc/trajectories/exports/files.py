@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import secrets
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -82,6 +83,45 @@ def reading(path: Path) -> Iterator[IO[bytes]]:
                 yield io.BufferedReader(packed)
         else:
             yield file
+
+
+LINE_BYTES = 64 << 20
+"""Longest line that is read: a rollout of 128,000 tokens takes some 5 MB."""
+RATIO = 1000
+"""Largest size of what a file unpacks to, in multiples of its own: gzip ends at 1032, Zstandard does not."""
+
+
+def lines(path: Path, longest: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and bytes of each line of a file that may be compressed, and may be somebody else's.
+
+    Raises:
+        ConfigError: a line is longer than ``longest`` bytes, all are larger than the file explains, or it is damaged.
+    """
+    number = total = 0
+    room = max(longest, RATIO * path.stat().st_size)
+    try:
+        with reading(path) as file:
+            while line := file.readline(longest + 1):
+                number, total = number + 1, total + len(line)
+                if len(line) > longest:
+                    raise ConfigError(
+                        f"{path}:{number}: a line of more than {longest >> 20} MiB; if you trust it: --longest-line MiB"
+                    )
+                if total > room:
+                    raise ConfigError(
+                        f"{path}:{number}: unpacks to more than {RATIO} times its size; if you trust it unpack it first"
+                    )
+                yield number, line
+    except EOFError as error:
+        raise ConfigError(f"{path}: ends early ({error}); copy it again") from None
+    except (OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.filename:
+            raise
+        raise ConfigError(f"{path}: line {number + 1} cannot be unpacked ({error}); copy it again") from None
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":  # of a package that need not be there
+            raise
+        raise ConfigError(f"{path}: line {number + 1} cannot be unpacked ({error}); copy it again") from None
 
 
 def safe_name(text: str) -> str:

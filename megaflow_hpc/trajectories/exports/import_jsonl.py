@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.exports.files import reading
+from megaflow_hpc.texts import parse_object
+from megaflow_hpc.trajectories.exports.files import LINE_BYTES, lines
 from megaflow_hpc.trajectories.exports.jsonl import parse
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.records import checked
+from megaflow_hpc.trajectories.journal.checks import checked
 
 
 def import_jsonl(
-    source: Path, target: Path, campaign: str | None = None, progress: Callable[[int], None] | None = None
+    source: Path,
+    target: Path,
+    campaign: str | None = None,
+    progress: Callable[[int], None] | None = None,
+    longest: int = LINE_BYTES,
 ) -> int:
     """Writes a ``trajectories.h5`` from lines of JSON, plain or compressed by gzip or Zstandard.
 
@@ -24,33 +28,31 @@ def import_jsonl(
         target: the file to write; one of the same name is replaced when all is written.
         campaign: name of the campaign; by default that of ``source`` up to its first dot.
         progress: called with the number of trajectories done.
+        longest: bytes of the longest line that is taken.
 
     Returns:
         The number of trajectories.
 
     Raises:
-        ConfigError: a line is not a trajectory or repeats an id, and is named; ``target`` stays as it was.
+        ConfigError: a line is not a trajectory, repeats an id or is too long, and is named; ``target`` stays as it was.
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
     seen: set[str] = set()
     with published(target) as temporary:
         name = campaign or source.name.split(".")[0]
-        try:
-            with TrajectoryWriter(temporary, name) as writer, reading(source) as lines:
-                for number, line in enumerate(lines, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        trajectory = checked(parse(json.loads(line)))
-                    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-                        raise ConfigError(f"{source}:{number}: no trajectory of ours ({error!r})") from None
-                    if trajectory.id in seen:
-                        raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
-                    seen.add(trajectory.id)
-                    writer.append(trajectory)
-                    if progress is not None:
-                        progress(len(seen))
-        except EOFError as error:
-            raise ConfigError(f"{source}: ends early ({error}); copy it again") from None
+        with TrajectoryWriter(temporary, name) as writer:
+            for number, line in lines(source, longest):
+                if not line.strip():
+                    continue
+                try:
+                    trajectory = checked(parse(parse_object(line)))
+                except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise ConfigError(f"{source}:{number}: no trajectory of ours ({error!r:.300})") from None
+                if trajectory.id in seen:
+                    raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
+                seen.add(trajectory.id)
+                writer.append(trajectory)
+                if progress is not None:
+                    progress(len(seen))
     return len(seen)

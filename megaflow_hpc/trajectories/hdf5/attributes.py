@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 from typing import Any
 
 import h5py
@@ -16,7 +17,7 @@ from megaflow_hpc.version import __version__
 
 
 def root_attributes(run: RunDir) -> dict[str, str]:
-    """Returns the attributes ``config`` (the resolved campaign) and ``versions`` of a run, both as JSON."""
+    """Returns the attributes ``config`` (the resolved campaign, without its keys) and ``versions`` of a run as JSON."""
     planned = read_run(run) if run.run_json.exists() else RunRecord()
     versions = dict(planned.versions)
     versions |= {
@@ -33,8 +34,8 @@ def root_attributes(run: RunDir) -> dict[str, str]:
     if planned.images:
         versions["images"] = planned.images
     return {
-        "config": json.dumps(planned.campaign, sort_keys=True, default=str),
-        "versions": json.dumps(versions, sort_keys=True, default=str),
+        "config": json.dumps(without_secrets(planned.campaign), sort_keys=True, default=str),
+        "versions": json.dumps(without_secrets(versions), sort_keys=True, default=str),
     }
 
 
@@ -45,3 +46,37 @@ def _model(policy: PolicyRecord) -> dict[str, Any] | None:
 def campaign_name(run: RunDir) -> str:
     """Returns the name in ``run.json``; the directory's name where there is none."""
     return (read_run(run).name if run.run_json.exists() else "") or run.path.name
+
+
+_NAMES = r"(?:key|token|secret|password|passwd|pwd|credentials?)"
+_SECRET_NAME = re.compile(rf"(?:.*[_-])?(?:api)?{_NAMES}", re.IGNORECASE)
+_WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"']+)"""
+_SECRET_TEXT = (
+    (re.compile(rf"(\b(?:\w*_)?(?:api)?{_NAMES}=){_WORD}", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"(--(?:[\w-]+-)?{_NAMES}[ =]){_WORD}", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(\bBearer )[^\s\"']+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@]+@", re.IGNORECASE), r"\1***@"),
+)
+
+
+def without_secrets(value: Any) -> Any:
+    """Returns a JSON value in which ``***`` stands for what goes by the name of a key, token, secret or password, in a
+    mapping, a shell's assignment, an option or an address.
+
+    A campaign file may hold such things; what is read by whoever is given the results must not.
+    """
+    if isinstance(value, dict):
+        return {
+            name: "***" if _SECRET_NAME.fullmatch(str(name)) and _written(item) else without_secrets(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    if isinstance(value, str):
+        for pattern, replacement in _SECRET_TEXT:
+            value = pattern.sub(replacement, value)
+    return value
+
+
+def _written(item: Any) -> bool:
+    return item is not None and not isinstance(item, bool)

@@ -1,12 +1,13 @@
-"""Reads many short slices of chunked, compressed HDF5 columns at once, as a random batch of trajectories needs.
+"""Reads chunked, compressed HDF5 columns: whole, or many short slices at once, as a random batch of trajectories needs.
 
 h5py answers one slice per call under a global lock, and inflates a whole chunk for each. Here the slices of a request
 are sorted by chunk, so that each chunk is read and inflated once. Chunks are read with ``pread`` and inflated in
 threads, without the interpreter's lock; only the requested part of a chunk is unshuffled, right into the result.
 Inflated chunks stay in a cache bounded in bytes.
 
-This needs a file that does not change while it is open, which holds for all published files, and the filters that the
-schema allows: shuffle and deflate. Any other layout is read through h5py.
+This needs a file that does not change while it is open, which holds for all published files, and the filters that a
+sound file has: shuffle and deflate. What is not in chunks is read through h5py. HDF5's own inflating is never used on a
+file that is read: it goes on for as long as a chunk gives, whatever the size that was claimed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.hdf5.deflate import THREADS, decompress
+from megaflow_hpc.trajectories.hdf5.deflate import THREADS, inflate
 
 CACHE_BYTES = 128 << 20
 """Bytes of inflated chunks kept per open file."""
@@ -49,6 +50,11 @@ class ChunkCache:
         self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+        return self._capacity > 0
+
     def get(self, key: tuple[str, int]) -> bytes | None:
         """Returns a chunk, inflated and still shuffled, if it is held."""
         found = self._held.get(key)
@@ -72,28 +78,36 @@ class ChunkCache:
 
 
 class ChunkedColumn:
-    """A one-dimensional numeric dataset, read by slices.
+    """A one-dimensional dataset of numbers or strings of fixed width, read by slices.
 
     Args:
         dataset: a dataset of a file that does not change.
-        descriptor: file descriptor of the same file, for ``pread``; it is not closed here.
         cache: the cache that all columns of the file share.
+        dtype: what an entry is on disk, where the dataset's own type does not say it.
     """
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, cache: ChunkCache) -> None:
+    def __init__(self, dataset: h5py.Dataset, cache: ChunkCache, dtype: Any = None) -> None:
         self.dataset = dataset
-        self.dtype = dataset.dtype
-        self.chunk = int(dataset.chunks[0]) if dataset.chunks else 0
+        self.dtype = dataset.dtype if dtype is None else np.dtype(dtype)
         self.cache = cache
-        self._descriptor = descriptor
         self.name = str(dataset.name)
-        self._size = dataset.dtype.itemsize
-        self._shuffled, self.direct = _filters(dataset)
+        self._size = self.dtype.itemsize
+        plist = dataset.id.get_create_plist()
+        self.direct = plist.get_layout() == h5py.h5d.CHUNKED
+        """Whether its chunks are read without h5py."""
+        self.chunk = int(dataset.chunks[0]) if self.direct else 0
+        filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())] if self.direct else []
+        self._shuffled = self._size > 1 and h5py.h5z.FILTER_SHUFFLE in filters
+        self._deflated = h5py.h5z.FILTER_DEFLATE in filters
+        self._skipped = 1 << (len(filters) - 1) if self._deflated else 0
+        """The mask of a chunk that deflate would not have made smaller, and left as it was."""
+        self._claimed = dtype is None
+        self._descriptor = h5py.h5i.get_file_id(dataset.id).get_vfd_handle() if self.direct else -1
         self._places: tuple[array[int], array[int]] | None = None
         self._looked_up = 0
 
     def packed(self, numbers: Sequence[int]) -> list[Place | None]:
-        """Returns each chunk's offset and size in the file, or its bytes; ``None`` where only h5py can read it.
+        """Returns each chunk's offset and size in the file, or its bytes; ``None`` where :meth:`odd` knows more.
 
         HDF5 finds one chunk in some ten microseconds, or lists all of them at two each; so after many look-ups the
         whole column is listed.
@@ -111,12 +125,33 @@ class ChunkedColumn:
         offsets, sizes = array("q", bytes(8 * total)), array("q", bytes(8 * total))
 
         def add(info: Any) -> None:
-            if not info.filter_mask:
-                number = info.chunk_offset[0] // self.chunk
+            number = info.chunk_offset[0] // self.chunk
+            if not info.filter_mask and number < total:
                 offsets[number], sizes[number] = info.byte_offset, info.size
 
-        self.dataset.id.chunk_iter(add)
+        try:
+            self.dataset.id.chunk_iter(add)
+        except RuntimeError as error:
+            raise OSError(f"{self.name}: the list of its chunks is damaged ({error})") from None
         return offsets, sizes
+
+    def odd(self, number: int) -> bytes | None:
+        """Returns a chunk that was stored without being deflated; ``None`` for one never written: the fill value.
+
+        Raises:
+            OSError: the chunk skipped another filter, or the fill value is none of the column's.
+        """
+        try:
+            mask, raw = self.dataset.id.read_direct_chunk((number * self.chunk,))
+        except MemoryError:
+            raise OSError(f"{self.name}: chunk {number} claims more than there is; the file is damaged") from None
+        except (OSError, RuntimeError):
+            if self._claimed:
+                return None
+            raise OSError(f"{self.name}: chunk {number} was never written; the file is damaged") from None
+        if mask != self._skipped or len(raw) != self.chunk * self._size:
+            raise OSError(f"{self.name}: chunk {number} is not stored as the others; the file is damaged")
+        return bytes(raw)
 
     def inflate(self, number: int, packed: Place) -> bytes:
         """Returns a chunk inflated and still shuffled. Called in threads.
@@ -124,16 +159,17 @@ class ChunkedColumn:
         Raises:
             OSError: the chunk is damaged.
         """
-        if not isinstance(packed, bytes):
-            packed = os.pread(self._descriptor, packed[1], packed[0])
         expected = self.chunk * self._size
+        if not isinstance(packed, bytes):
+            packed = os.pread(self._descriptor, min(packed[1], 2 * expected + 1024), packed[0])
         try:
-            data = decompress(packed, 15, expected + 1)  # room left: the end is seen without growing the buffer
-        except Exception as error:  # zlib's error, or ISA-L's own
-            raise OSError(f"{self.name}: chunk {number} does not inflate ({error}); the file is damaged") from error
-        if len(data) != expected:
-            raise OSError(f"{self.name}: chunk {number} holds {len(data)} bytes, expected {expected}")
-        return data
+            if self._deflated:
+                return inflate(packed, expected)
+            if len(packed) != expected:
+                raise OSError(f"holds {len(packed)} bytes, expected {expected}")
+        except OSError as error:
+            raise OSError(f"{self.name}: chunk {number} {error}") from error
+        return packed
 
     def copy(self, data: bytes, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
         """Copies pieces of one inflated chunk into ``out``."""
@@ -145,6 +181,9 @@ class ChunkedColumn:
         planes = np.frombuffer(data, np.uint8).reshape(self._size, -1)
         wide = out.view(np.uint8).reshape(-1, self._size)
         for start, end, target in pieces:
+            if self._size > 16:
+                wide[target : target + end - start] = planes[:, start:end].T
+                continue
             for byte in range(self._size):
                 wide[target : target + end - start, byte] = planes[byte, start:end]
 
@@ -153,17 +192,24 @@ def raw_chunk(dataset: h5py.Dataset, start: int) -> bytes | None:
     """Returns the stored bytes of the chunk that begins at entry ``start``; ``None`` where only HDF5 can read it."""
     try:
         mask, raw = dataset.id.read_direct_chunk((start,))
-    except (OSError, RuntimeError):  # never written: it reads as the fill value
+    except (OSError, RuntimeError, MemoryError):  # never written, it reads as the fill value; or damaged
         return None
     return None if mask else raw
 
 
-def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[NDArray[Any]]:
+def gather(
+    columns: Sequence[ChunkedColumn],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    threads: ThreadPoolExecutor | None = None,
+) -> list[NDArray[Any]]:
     """Returns, per column, the slices ``[starts[i], ends[i])`` end to end, in native byte order.
 
     Args:
         columns: columns of one file, of equal length.
         starts, ends: (S), bounds of the slices, in entries.
+        threads: the pool that inflates. By default there is one per request: none is left behind in a process that
+            forks.
 
     Raises:
         OSError: a chunk is damaged.
@@ -183,8 +229,9 @@ def gather(columns: Sequence[ChunkedColumn], starts: NDArray[np.int64], ends: ND
         tasks += [(column, out, found[first : first + step]) for first in range(0, len(found), step)]
     if len(tasks) <= len(columns) or THREADS == 1:
         _keep(tasks, map(_carry_out, tasks))
+    elif threads is not None:
+        _keep(tasks, threads.map(_carry_out, tasks))
     else:
-        # A pool per request: none is left behind in a process that forks.
         with ThreadPoolExecutor(THREADS) as pool:
             _keep(tasks, pool.map(_carry_out, tasks))
     return results
@@ -199,6 +246,8 @@ def _look_up(column: ChunkedColumn, pieces: dict[int, list[Piece]], out: NDArray
     for (number, parts), data in zip(pieces.items(), held, strict=True):
         place = next(places) if data is None else b""
         if place is None:
+            data, place = column.odd(number), b""
+        if data is None and not place:
             first = number * column.chunk
             for start, end, target in parts:
                 out[target : target + end - start] = column.dataset[first + start : first + end]
@@ -214,7 +263,7 @@ def _carry_out(task: tuple[ChunkedColumn, NDArray[Any], list[Found]]) -> list[by
     for number, held, place, parts in found:
         data = column.inflate(number, place) if held is None else held
         column.copy(data, parts, out)
-        inflated.append(None if held is not None else data)
+        inflated.append(data if held is None and column.cache.keeps else None)
     return inflated
 
 
@@ -255,14 +304,3 @@ def _through_h5py(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArra
         if start < end:
             out[target : target + end - start] = dataset[start:end]
             target += end - start
-
-
-def _filters(dataset: h5py.Dataset) -> tuple[bool, bool]:
-    """Returns whether the chunks are shuffled, and whether they can be read without h5py."""
-    if not dataset.chunks or dataset.dtype.kind not in "iuf" or not dataset.dtype.isnative:
-        return False, False
-    plist = dataset.id.get_create_plist()
-    codes = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
-    if codes == [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]:
-        return dataset.dtype.itemsize > 1, True
-    return False, codes == [h5py.h5z.FILTER_DEFLATE]

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5 import schema
 from megaflow_hpc.trajectories.hdf5.chunks import raw_chunk
-from megaflow_hpc.trajectories.hdf5.deflate import THREADS, compress, crc32, decompress
+from megaflow_hpc.trajectories.hdf5.columns import read
+from megaflow_hpc.trajectories.hdf5.deflate import THREADS, compress, crc32, inflate
 
 _BATCH_BYTES = 1 << 20
 """Bytes per task of a thread: enough to make the hand-over cheap."""
@@ -42,10 +43,14 @@ def encode(values: Array, shuffle: bool, level: int = 1) -> bytes:
     return compress(values.data, level)
 
 
-def decode(raw: bytes, dtype: Any, shuffle: bool) -> Array:
-    """Inverts :func:`encode`."""
-    data = np.frombuffer(decompress(raw), np.uint8)
+def decode(raw: bytes, dtype: Any, shuffle: bool, entries: int) -> Array:
+    """Inverts :func:`encode`, of a chunk of so many entries.
+
+    Raises:
+        OSError: the chunk is damaged, or holds another number of entries.
+    """
     size = np.dtype(dtype).itemsize
+    data = np.frombuffer(inflate(raw, entries * size), np.uint8)
     if shuffle and size > 1:
         planes = data.reshape(size, -1)
         data = np.empty((planes.shape[1], size), np.uint8)
@@ -135,9 +140,9 @@ class Column:
         """Appends entries ``[start, end)`` of a dataset, and returns how many were copied in compressed form."""
         size = source.chunks[0] if source.chunks else 0
         readable = size and source.dtype == self.dtype and source.compression == "gzip"
-        if not readable or source.fletcher32 or source.scaleoffset:
+        if not readable:
             for first in range(start, end, 1 << 20):
-                self.put(source[first : min(end, first + (1 << 20))])
+                self.put(read(source, first, min(end, first + (1 << 20))))
             return 0
         alike = size == self._chunk and source.shuffle == self._shuffle
         if alike and start % size == len(self) % size:
@@ -149,9 +154,9 @@ class Column:
             raw = [chunk for number in numbers if (chunk := raw_chunk(source, number)) is not None]
             cut = slice(max(start - first, 0), min(end - first, step))
             if len(raw) < len(numbers):  # some were never written: only HDF5 knows what is there
-                waiting.append(self._threads.submit(source.__getitem__, slice(first + cut.start, first + cut.stop)))
+                waiting.append(self._threads.submit(read, source, first + cut.start, first + cut.stop))
             else:
-                waiting.append(self._threads.submit(_decode_all, raw, self.dtype, source.shuffle, cut))
+                waiting.append(self._threads.submit(_decode_all, raw, self.dtype, source.shuffle, size, cut))
             if len(waiting) > 2 * THREADS:
                 self.put(waiting.popleft().result())
         for values in waiting:
@@ -167,7 +172,9 @@ class Column:
         def hand_over() -> None:
             if whole:
                 self._flush()
-                self._submit(self._threads.submit(_decode_each, list(whole), self.dtype, self._shuffle), len(whole))
+                self._submit(
+                    self._threads.submit(_decode_each, list(whole), self.dtype, self._shuffle, size), len(whole)
+                )
                 whole.clear()
 
         for first in range(start - start % size, end, size):
@@ -175,7 +182,7 @@ class Column:
             raw = raw_chunk(source, first) if stop - begin == size else None
             if raw is None:
                 hand_over()
-                self.put(source[begin:stop])
+                self.put(read(source, begin, stop))
                 continue
             whole.append(raw)
             taken += size
@@ -207,16 +214,13 @@ class Column:
         whole = self._held_count - self._held_count % self._chunk
         if not whole:
             return
-        values = np.concatenate(self._held) if len(self._held) > 1 else self._held[0]
-        rest = values[whole:]
-        self._held, self._held_count = ([rest] if len(rest) else []), len(rest)
+        held = deque(self._held)
         step = max(1, _BATCH_BYTES // (self._chunk * self.dtype.itemsize)) * self._chunk
         for first in range(0, whole, step):
-            part = values[first : min(first + step, whole)]
-            self._submit(
-                self._threads.submit(_encode_all, part, self._chunk, self._shuffle, self._level),
-                len(part) // self._chunk,
-            )
+            size = min(step, whole - first)
+            future = self._threads.submit(_encode_all, _cut(held, size), self._chunk, self._shuffle, self._level)
+            self._submit(future, size // self._chunk)
+        self._held, self._held_count = list(held), self._held_count - whole
 
     def _submit(self, future: Future[list[Packed]], chunks: int) -> None:
         self._under_way.append((self._cut, future))
@@ -255,17 +259,31 @@ class Column:
         self._flush()
 
 
-def _encode_all(values: Array, chunk: int, shuffle: bool, level: int) -> list[Packed]:
+def _cut(held: deque[Array], size: int) -> list[Array]:
+    """Takes the first ``size`` entries off the arrays, and returns them as arrays."""
+    taken = []
+    while size:
+        values = held.popleft()
+        if len(values) > size:
+            held.appendleft(values[size:])
+            values = values[:size]
+        taken.append(values)
+        size -= len(values)
+    return taken
+
+
+def _encode_all(pieces: list[Array], chunk: int, shuffle: bool, level: int) -> list[Packed]:
+    values = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
     parts = (values[first : first + chunk] for first in range(0, len(values), chunk))
     return [(encode(part, shuffle, level), np.ascontiguousarray(part)) for part in parts]
 
 
-def _decode_all(raw: list[bytes], dtype: Any, shuffle: bool, cut: slice) -> Array:
-    return np.concatenate([decode(chunk, dtype, shuffle) for chunk in raw])[cut]
+def _decode_all(raw: list[bytes], dtype: Any, shuffle: bool, entries: int, cut: slice) -> Array:
+    return np.concatenate([decode(chunk, dtype, shuffle, entries) for chunk in raw])[cut]
 
 
-def _decode_each(raw: list[bytes], dtype: Any, shuffle: bool) -> list[Packed]:
-    return [(chunk, decode(chunk, dtype, shuffle)) for chunk in raw]
+def _decode_each(raw: list[bytes], dtype: Any, shuffle: bool, entries: int) -> list[Packed]:
+    return [(chunk, decode(chunk, dtype, shuffle, entries)) for chunk in raw]
 
 
 def text_crc(values: Array, crc: int) -> int:
@@ -292,7 +310,8 @@ class TextColumn:
 
     def extend(self, source: h5py.Dataset, start: int, end: int) -> int:
         """Appends entries ``[start, end)`` of a dataset, and returns 0: none is copied in compressed form."""
-        self.put(source[start:end])
+        for first in range(start, end, 1 << 16):
+            self.put(read(source, first, min(end, first + (1 << 16))))
         return 0
 
     def finish(self) -> None:

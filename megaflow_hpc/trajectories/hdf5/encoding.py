@@ -21,11 +21,11 @@ def escape(text: str) -> str:
 
 
 def message_json(message: Mapping[str, Any]) -> bytes:
-    """Returns a message as strict JSON in UTF-8; numbers that JSON lacks become null, other objects strings."""
+    """Returns a message as strict JSON in UTF-8; numbers that JSON lacks become null, other values strings."""
     try:
         return orjson.dumps(message, default=_text)  # several times as fast; refuses lone surrogates and large integers
     except TypeError:
-        text = json.dumps(_finite(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
+        text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
         return text.encode("utf-8", "backslashreplace")
 
 
@@ -39,11 +39,17 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
-def _finite(value: Any) -> Any:
+DEEPEST = 200
+"""Levels of a message; what lies deeper is left out, since few readers of JSON would take it."""
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if depth >= DEEPEST and isinstance(value, Mapping | list | tuple):
+        return None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _text(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return value

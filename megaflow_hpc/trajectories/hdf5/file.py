@@ -1,16 +1,23 @@
-"""Opens campaign files, and refuses those that are foreign, incomplete or of a newer version."""
+"""Opens campaign files, and refuses those that are foreign, unsound, incomplete or of a newer version.
+
+Every reader comes through here: what a file may be made of is asked in one place, before any of it is read.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
+from h5py import h5pl
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.texts import parse_json
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL
+from megaflow_hpc.trajectories.hdf5.structure import UnsoundError, faults, lengths, sound
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
@@ -18,10 +25,11 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
 
     Args:
         path: the file.
-        complete: whether to refuse a file that lacks a column.
+        complete: whether to refuse a file whose columns are not those of the schema, in type and length.
 
     Raises:
-        ConfigError: the file is missing, unreadable, truncated, not HDF5, of another format or of a newer version.
+        ConfigError: the file is missing, unreadable, truncated, not HDF5, made of what no campaign file is made of, of
+            another format or of a newer version.
     """
     path = Path(path)
     try:
@@ -31,27 +39,49 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a trajectories.h5") from error
     if not h5py.is_hdf5(path):
         raise ConfigError(f"{path}: not an HDF5 file; expected a trajectories.h5 (see: megaflow-hpc gather RUN)")
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        if "lock file" in str(error):  # the environment overrules what we ask for
-            setting = os.environ.get("HDF5_USE_FILE_LOCKING")
-            raise ConfigError(
-                f"{path}: cannot be locked, and HDF5_USE_FILE_LOCKING={setting} demands it; published files never "
-                "change and need no locks: unset the variable, or set it to FALSE"
-            ) from error
-        raise ConfigError(
-            f"{path}: truncated or damaged ({error}); make it anew with: megaflow-hpc gather RUN --rebuild"
-        ) from error
-    try:
-        _check(path, file, complete)
-    except BaseException:
-        file.close()
-        raise
+    with _no_plugins():
+        try:
+            file = h5py.File(path, "r", locking=False)
+        except OSError as error:
+            if "lock file" in str(error):  # the environment overrules what we ask for
+                setting = os.environ.get("HDF5_USE_FILE_LOCKING")
+                raise ConfigError(
+                    f"{path}: cannot be locked, and HDF5_USE_FILE_LOCKING={setting} demands it; published files never "
+                    "change and need no locks: unset the variable, or set it to FALSE"
+                ) from error
+            raise ConfigError(f"{path}: truncated or damaged ({error}); {_ANEW}") from error
+        try:
+            _check(path, file, complete)
+        except UnsoundError as error:
+            file.close()
+            raise ConfigError(f"{path}: {error}; no campaign file is made of that, do not trust it") from error
+        except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py has one for each damage
+            file.close()
+            raise ConfigError(f"{path}: truncated or damaged ({error}); {_ANEW}") from error
+        except BaseException:
+            file.close()
+            raise
     return file
 
 
+_ANEW = "make it anew with: megaflow-hpc gather RUN --rebuild"
+
+
+@contextmanager
+def _no_plugins() -> Iterator[None]:
+    """Takes libhdf5's plugin directories away for a while: what a file names is not looked for as a library."""
+    kept = [h5pl.get(number) for number in range(h5pl.size())]
+    while h5pl.size():
+        h5pl.remove(0)
+    try:
+        yield
+    finally:
+        for path in kept:
+            h5pl.append(path)
+
+
 def _check(path: Path, file: h5py.File, complete: bool) -> None:
+    columns = sound(file)
     found = file.attrs.get("format")
     found = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
     if found != FORMAT:
@@ -65,9 +95,14 @@ def _check(path: Path, file: h5py.File, complete: bool) -> None:
         raise ConfigError(
             f"{path}: format_version {version!r}, expected 1 to {FORMAT_VERSION}; use a newer megaflow-hpc"
         )
-    missing = [name for name in COLUMNS if name not in file and name not in OPTIONAL]
-    if missing and complete:
+    if not complete:
+        return
+    missing = [name for name in COLUMNS if name not in columns and name not in OPTIONAL]
+    if missing:
         raise ConfigError(f"{path}: lacks the dataset /{missing[0]}; run: megaflow-hpc validate {path}")
+    for asked in (faults, lengths):
+        for fault in asked(columns):
+            raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
@@ -76,7 +111,15 @@ def recorded_sources(path: Path) -> dict[str, Any] | None:
         return None
     try:
         with open_file(path) as file:
-            sources = json.loads(file.attrs.get("sources", "{}"))
-    except (ConfigError, OSError, ValueError):
+            return attribute(file, "sources")
+    except (ConfigError, OSError):
         return None
-    return sources if isinstance(sources, dict) else None
+
+
+def attribute(file: h5py.File, name: str) -> dict[str, Any]:
+    """Returns a root attribute that holds an object in JSON; an empty one where it is missing or none."""
+    try:
+        found = parse_json(file.attrs.get(name, "{}"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -186,7 +186,10 @@ ROOT_ATTRIBUTES = (
     ("campaign", "name of the campaign"),
     ("software", "name and version of what wrote the file"),
     ("sources", "JSON: sizes of the journals and checksum of the seals it was gathered from"),
-    ("config", "JSON: the campaign as resolved; `{}` where unknown (optional)"),
+    (
+        "config",
+        "JSON: the campaign as resolved, `***` for its keys and passwords; `{}` where unknown (optional)",
+    ),
     (
         "versions",
         "JSON: versions of the software that planned the campaign and wrote the file; by policy engine, versions and "

@@ -20,8 +20,11 @@ import numpy as np
 
 from megaflow_hpc.trajectories.hdf5 import column_writer
 from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
+from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
+from megaflow_hpc.trajectories.hdf5.interleave import Rows
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
+from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
 from megaflow_hpc.types import Trajectory
 from megaflow_hpc.version import __version__
 
@@ -135,7 +138,7 @@ class TrajectoryWriter:
         """Adds one row.
 
         Args:
-            trajectory: one whose token columns agree (:func:`~megaflow_hpc.trajectories.journal.records.checked`).
+            trajectory: one that is whole (:func:`~megaflow_hpc.trajectories.journal.checks.checked`).
         """
         held, counts = self._held, self._counts
         row = counts["n"]
@@ -146,7 +149,8 @@ class TrajectoryWriter:
             held[f"trajectories/{name}"].append(math.nan if value is None else value)
         held["trajectories/turns"].append(len(trajectory.turns))
         for name, value in trajectory.rewards.items():
-            self._rewards.setdefault(reward_name(name), {})[row] = value
+            if self._takes(column := reward_name(name)):
+                self._rewards.setdefault(column, {})[row] = value
         self._put_turns(trajectory)  # before the sequences: they are numbered from the first new one
         self._put_sequences(trajectory, row)
         texts = [message_json(message) for message in trajectory.messages]
@@ -193,16 +197,17 @@ class TrajectoryWriter:
                 continue
             if path == "trajectories/attempt_offset" and "a" in keep:
                 kept = np.concatenate([[0], np.cumsum(keep["a"])])
-                column.put(kept[source[path][start + 1 : end + 1]] - kept[spans["a"][0]] + self._counts["a"])
+                column.put(kept[read(source[path], start + 1, end + 1)] - kept[spans["a"][0]] + self._counts["a"])
             elif path not in source:
                 column.put(np.full(last - first, OPTIONAL[path], spec.dtype))
             elif path in _NUMBERED:
-                values = source[path][first + spec.is_offset : last + spec.is_offset]
+                values = read(source[path], first + spec.is_offset, last + spec.is_offset)
                 column.put(_rebased(path, values, shift, source, (first, last)))
             else:
                 self.copied += column.extend(source[path], first, last)
         for name, dataset in source.get("rewards", {}).items():
-            self._reward_column(name).put(dataset[start:end])
+            if self._takes(name):
+                self._reward_column(name).put(read(dataset, start, end))
         for extent, (first, last) in spans.items():
             if extent not in keep and not (extent == "fb" and "f" in keep):
                 self._counts[extent] += last - first
@@ -213,20 +218,40 @@ class TrajectoryWriter:
             self._pick_artifacts(source, spans["f"], keep["f"], shift["n"])
         self._backing.check()
 
+    def add(self, rows: Rows) -> None:
+        """Adds rows that were put in order (:mod:`~megaflow_hpc.trajectories.hdf5.interleave`).
+
+        Raises:
+            OSError: not everything could be written.
+        """
+        self._flush()
+        known = rows.columns["turns/sequence"][0] >= 0
+        for path, column in self._columns.items():
+            for values in rows.columns[path]:
+                if path in _NUMBERED:
+                    moved = values + self._counts[_NUMBERED[path]]
+                    values = np.where(known, moved, values) if path.startswith("turns/") else moved
+                column.put(values)
+        for name, values in rows.rewards.items():
+            self._reward_column(name).put(values)
+        for extent, count in rows.counts.items():
+            self._counts[extent] += count
+        self._fill_rewards()
+        self._backing.check()
+
     def _pick_attempts(self, source: h5py.File, span: tuple[int, int], keep: Mask) -> None:
         mask = keep[span[0] : span[1]]
         for name in _ATTEMPT:
-            self._columns[f"attempts/{name}"].put(source[f"attempts/{name}"][span[0] : span[1]][mask])
+            self._columns[f"attempts/{name}"].put(read(source[f"attempts/{name}"], span[0], span[1])[mask])
         self._counts["a"] += int(mask.sum())
 
     def _pick_artifacts(self, source: h5py.File, span: tuple[int, int], keep: Mask, shift: int) -> None:
-        offsets = source["artifacts/offset"]
-        for number in np.flatnonzero(keep[span[0] : span[1]]) + span[0]:
-            first, last = offsets[number : number + 2].tolist()
-            self._columns["artifacts/name"].put(source["artifacts/name"][number : number + 1])
+        for number in (np.flatnonzero(keep[span[0] : span[1]]) + span[0]).tolist():
+            first, last = read(source["artifacts/offset"], number, number + 2).tolist()
+            self._columns["artifacts/name"].put(read(source["artifacts/name"], number, number + 1))
             self._held["artifacts/trajectory"].append(int(source["artifacts/trajectory"][number]) + shift)
             self._put_bytes(
-                "artifacts/bytes", "artifacts/offset", "fb", [source["artifacts/bytes"][first:last].tobytes()]
+                "artifacts/bytes", "artifacts/offset", "fb", [read(source["artifacts/bytes"], first, last).tobytes()]
             )
             self._counts["f"] += 1
         self._flush()
@@ -305,6 +330,10 @@ class TrajectoryWriter:
         self._flushed_rows = self._counts["n"]
         self._backing.check()
 
+    def _takes(self, reward: str) -> bool:
+        """Whether there is a column for a reward, or room for one in what readers take."""
+        return reward in self._rewards or len(self._rewards) < MEMBERS
+
     def _reward_column(self, name: str) -> column_writer.Column:
         """Returns the column of a reward, padded with NaN up to the last flush."""
         if name not in self._reward_columns:
@@ -329,7 +358,7 @@ def lead_behind(source: h5py.File) -> dict[str, int]:
     found = {}
     for extent, path in _FLAT.items():
         grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
-        found[extent] = int(source[path][-1]) % grid
+        found[extent] = int(read(source[path], len(source[path]) - 1)[0]) % grid
     return found
 
 
@@ -337,14 +366,15 @@ def _spans(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]
     """Returns the first and last item, by extent, that rows ``[start, end)`` have."""
 
     def bounds(path: str, first: int, last: int) -> tuple[int, int]:
-        return int(source[path][first]), int(source[path][last])
+        start, end = (int(read(source[path], place, place + 1)[0]) for place in (first, last))
+        return start, end
 
     spans = {"n": (start, end)}
     for extent, name in _ROWS.items():
         spans[extent] = bounds(f"trajectories/{name}", start, end)
     spans["k"] = bounds("sequences/token_offset", *spans["m"])
     spans["qb"] = bounds("messages/offset", *spans["q"])
-    first, last = np.searchsorted(source["artifacts/trajectory"][:], [start, end]).tolist()
+    first, last = np.searchsorted(read(source["artifacts/trajectory"]), [start, end]).tolist()
     spans["f"] = (first, last)
     spans["fb"] = bounds("artifacts/offset", first, last)
     return spans
@@ -354,7 +384,7 @@ def _rebased(path: str, values: Any, shift: Mapping[str, int], source: h5py.File
     moved = values + shift[_NUMBERED[path]]
     if not path.startswith("turns/"):
         return moved
-    known = source["turns/sequence"][span[0] : span[1]] >= 0
+    known = read(source["turns/sequence"], span[0], span[1]) >= 0
     return np.where(known, moved, values)
 
 

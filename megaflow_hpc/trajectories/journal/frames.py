@@ -81,11 +81,13 @@ def unpack_record(payload: bytes) -> dict[str, Any]:
         ValueError: the bytes are not the msgpack of a map.
     """
     try:
-        record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
-    except UnicodeDecodeError:
-        record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
-    except msgpack.exceptions.UnpackException as error:
-        raise ValueError(f"not msgpack ({error})") from error
+        try:
+            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+        except UnicodeDecodeError:
+            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
+    except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:  # TypeError: a map as a map's key
+        # Its own errors carry what they read so far, however deep and large.
+        raise ValueError(f"not msgpack ({type(error).__name__}: {error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, expected a map")
     return record

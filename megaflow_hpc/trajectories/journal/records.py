@@ -10,10 +10,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
+from megaflow_hpc.trajectories.journal.checks import VERIFIED, Heading, checked, heading_of, salvaged
 from megaflow_hpc.trajectories.journal.frames import Frame, read_frames, unpack_record
 from megaflow_hpc.trajectories.journal.writer import base_of, owner_of
 from megaflow_hpc.types import Trajectory
@@ -22,19 +23,6 @@ logger = logging.getLogger(__name__)
 
 Seals = Mapping[tuple[int, int], tuple[str, int]]
 """(block, epoch) → (``<pod>.<start>`` or the name of its journal file, bytes of it that count)."""
-
-_FINAL = ("completed", "truncated")
-
-
-class Heading(NamedTuple):
-    """The fields of a trajectory's record that decide over winners."""
-
-    id: str
-    status: str
-    epoch: int
-    attempt: int
-    block: int
-    """-1 where the record names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +44,7 @@ class Entry:
     @property
     def rank(self) -> tuple[bool, int, int, int, str, int]:
         """A sort key: among the records of a rollout, the lowest wins."""
-        return self.status not in _FINAL, self.epoch, self.attempt, self.time_ns, self.journal, self.start
+        return self.status not in VERIFIED, self.epoch, self.attempt, self.time_ns, self.journal, self.start
 
 
 def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[tuple[Frame, Heading | None]]:
@@ -77,10 +65,7 @@ def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[t
         try:
             record = _head(frame.payload)
             if record.get("kind") == "trajectory":
-                data = _trajectory_data(record)
-                epoch, attempt = record.get("epoch", data.get("epoch", 0)), data.get("attempt", 0)
-                block = int(record.get("block", -1))
-                heading = Heading(str(data["id"]), str(data["status"]), int(epoch), int(attempt), block)
+                heading = heading_of(record, _trajectory_data(record))
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("%s: record at byte %d is no trajectory (%r); skipped", path, frame.start, error)
         yield frame._replace(time_ns=time_ns), heading
@@ -116,45 +101,26 @@ def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool
 
 
 def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
-    """Returns the trajectory of a record.
+    """Returns the trajectory of a record that has a heading.
 
-    Where its token columns contradict one another it comes without them, its ``error`` says so, and it is logged.
+    Where it is not one whole (:func:`~megaflow_hpc.trajectories.journal.checks.checked`) it comes without its tokens,
+    its ``error`` says so, and it is logged.
     """
+    record: Mapping[str, Any] = {}
     data: Mapping[str, Any] = {}
     try:
-        data = _trajectory_data(unpack_record(frame.payload))
+        record = unpack_record(frame.payload)
+        data = _trajectory_data(record)
         return checked(Trajectory.from_record({**data, "epoch": epoch}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        data = data or _head(frame.payload)["trajectory"]
-        logger.warning("%s: record at byte %d (%s): %r; kept without its tokens", path, frame.start, data["id"], error)
-        lost = ("sequences", "turns", "attempts", "artifacts")
-        scalars = {key: value for key, value in data.items() if key not in lost}
-        for name in ("task_id", "group_id", "policy", "agent"):
-            scalars.setdefault(name, "")
-        trajectory = Trajectory.from_record({**scalars, "epoch": epoch})
+        if not data:
+            record = _head(frame.payload)
+            data = _trajectory_data(record)
+        heading = heading_of({**record, "epoch": epoch}, data)
+        logger.warning("%s: record at byte %d (%s): %r; kept without its tokens", path, frame.start, heading.id, error)
+        trajectory = salvaged(data, heading)
         trajectory.error = f"{trajectory.error}\n[tokens lost: the record is inconsistent: {error!r}]".lstrip()
         return trajectory
-
-
-def checked(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory itself, once its token columns are found to agree.
-
-    Raises:
-        ValueError: token columns differ in length, or a turn lies outside its sequence.
-    """
-    for number, sequence in enumerate(trajectory.sequences):
-        columns = (sequence.tokens, sequence.logprobs, sequence.loss_mask, sequence.weight_versions)
-        lengths = [len(column) for column in columns]
-        if len(set(lengths)) != 1:
-            raise ValueError(f"sequence {number} has columns of {lengths} tokens")
-    for number, turn in enumerate(trajectory.turns):
-        if turn.sequence < 0:
-            continue
-        if turn.sequence >= len(trajectory.sequences):
-            raise ValueError(f"turn {number} names sequence {turn.sequence} of {len(trajectory.sequences)}")
-        if not 0 <= turn.token_start <= turn.token_end <= len(trajectory.sequences[turn.sequence].tokens):
-            raise ValueError(f"turn {number} spans tokens {turn.token_start} to {turn.token_end}, outside its sequence")
-    return trajectory
 
 
 _WANTED = frozenset({"id", "status", "attempt", "epoch"})
@@ -163,7 +129,10 @@ _HEAD_BYTES = 4096
 
 def _head(payload: bytes) -> dict[str, Any]:
     """Decodes a record with only the deciding fields of its trajectory; all of it where they do not come first."""
-    unpacker = msgpack.Unpacker(raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+    # The size also bounds what a length in it makes the unpacker ask for.
+    unpacker = msgpack.Unpacker(
+        raw=False, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=_HEAD_BYTES
+    )
     unpacker.feed(payload[:_HEAD_BYTES])
     record: dict[str, Any] = {}
     try:

@@ -18,6 +18,22 @@ from megaflow_hpc.rundir.layout import RunDir
 logger = logging.getLogger(__name__)
 
 
+def _start(run: RunDir, part: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megaflow_hpc.trajectories.journal.shards", str(run), str(part)]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "HYDRA"))}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=kept)
+
+
+def make_shard(run: RunDir, part: Path) -> bool:
+    """Makes the shard of a journal file in a child process, waits for it, and returns whether it was made."""
+    try:
+        with _start(run, part) as child:
+            return child.wait() == 0
+    except OSError as error:
+        logger.warning("no shard is made: %s", error)
+        return False
+
+
 class ShardMaker:
     """Makes the shards of finished parts, one after another, in a child process of low priority.
 
@@ -42,16 +58,8 @@ class ShardMaker:
         self._child = None
         if not self._waiting:
             return
-        command = [
-            sys.executable,
-            "-m",
-            "megaflow_hpc.trajectories.journal.shards",
-            str(self._run),
-            str(self._waiting.popleft()),
-        ]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "HYDRA"))}
         try:
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=kept)
+            self._child = _start(self._run, self._waiting.popleft())
         except OSError as error:
             logger.warning("no shard is made: %s", error)
 

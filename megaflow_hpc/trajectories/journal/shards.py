@@ -27,6 +27,7 @@ import numpy as np
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter, lead_behind
@@ -99,8 +100,13 @@ def open_shard(run: RunDir, journal: Path) -> h5py.File | None:
             and bytes(file.attrs["journal_head"]) == _head(journal)
             and all(len(file[f"journal/{name}"]) == len(file["trajectories/id"]) for name in _PLACES)
         )
-    except (KeyError, OSError):
-        fits = False
+        bad = next(offset_faults(file), "") if fits else ""
+    except (KeyError, OSError, TypeError, ValueError):
+        fits, bad = False, ""
+    if bad:
+        logger.warning("%s: %s; the journal is read instead", path, bad)
+        file.close()
+        return None
     if not fits:
         logger.warning("%s: does not belong to %s as it is; the journal is read instead", path, journal)
         file.close()
@@ -122,14 +128,14 @@ def shard_entries(run: RunDir, journal: Path, seals: Seals) -> list[Entry] | Non
     try:
         with file:
             base = int(file.attrs["journal_base"])
-            texts = [file[f"trajectories/{name}"].asstr()[:].tolist() for name in ("id", "status")]
-            numbers = [file[f"trajectories/{name}"][:].tolist() for name in ("epoch", "attempt")]
-            starts, ends, times, blocks = (file[f"journal/{name}"][:].tolist() for name in _PLACES)
+            words = [texts(file[f"trajectories/{name}"]).tolist() for name in ("id", "status")]
+            numbers = [read(file[f"trajectories/{name}"]).tolist() for name in ("epoch", "attempt")]
+            starts, ends, times, blocks = (read(file[f"journal/{name}"]).tolist() for name in _PLACES)
     except OSError as error:
         logger.warning("%s: damaged (%s); the journal is read instead", shard_path(run, journal.name), error)
         return None
     found = []
-    for row, (rollout, status, epoch, attempt) in enumerate(zip(*texts, *numbers, strict=True)):
+    for row, (rollout, status, epoch, attempt) in enumerate(zip(*words, *numbers, strict=True)):
         if counts(seals, blocks[row], epoch, journal.name, base + ends[row]):
             found.append(Entry(rollout, status, epoch, attempt, times[row], journal.name, starts[row], row))
     return found

@@ -18,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.columns import texts
+from megaflow_hpc.trajectories.hdf5.file import attribute, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.maintenance.compact import writer_like
 from megaflow_hpc.types import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
 """A directory that holds people's directories, and the person's name."""
-_MAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
+_MAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
+"""Begins where a word does and never goes back, so that a long word costs its length and not the square of it."""
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
 _WITH_IDS = "engine.jsonl"
 """The artifact in which older software kept the sampled ids a second time."""
+_DEEPEST = 200
 _SHORTEST = 3
 """Names shorter than this would be found inside ordinary words."""
 
@@ -67,13 +70,15 @@ class Scrubber:
             )
         return self._pattern.sub(lambda found: "user" if found[0] in self.users else "host", text)
 
-    def value(self, value: Any) -> Any:
-        """Returns a JSON value with every text in it replaced."""
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """Returns a JSON value with every text in it replaced; what is nested too deeply to be read is left out."""
         if isinstance(value, str):
             return self.text(value)
+        if depth > _DEEPEST and isinstance(value, dict | list):
+            return None
         if isinstance(value, dict):
-            return {self.text(str(key)): self.value(item) for key, item in value.items()}
-        return [self.value(item) for item in value] if isinstance(value, list) else value
+            return {self.text(str(key)): self.value(item, depth + 1) for key, item in value.items()}
+        return [self.value(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def anonymise(
@@ -107,9 +112,9 @@ def anonymise(
         scrub = Scrubber()
         scrub.learn(users=[*names, getpass.getuser()], hosts=[os.uname().nodename])
         for column in ("trajectories/node", "attempts/node"):
-            scrub.learn(hosts=set(source[column].asstr()[:]))
+            scrub.learn(hosts=set(texts(source[column])))
         with writer_like(source, temporary) as writer:
-            writer.describe(sources="{}", **_described(source.attrs, scrub))
+            writer.describe(sources="{}", **_described(source, scrub))
             for row in store:
                 trajectory = row.trajectory()
                 changed = _scrub(trajectory, scrub)
@@ -125,11 +130,11 @@ def anonymise(
     return counts
 
 
-def _described(attributes: Any, scrub: Scrubber) -> dict[str, str]:
-    found = {"campaign": scrub.text(str(attributes["campaign"]))}
+def _described(source: Any, scrub: Scrubber) -> dict[str, str]:
+    found = {"campaign": scrub.text(str(source.attrs.get("campaign", "")))}
     for name in ("config", "versions"):
-        if name in attributes:
-            found[name] = json.dumps(scrub.value(json.loads(attributes[name])), sort_keys=True)
+        if name in source.attrs:
+            found[name] = json.dumps(scrub.value(attribute(source, name)), sort_keys=True)
     return found
 
 

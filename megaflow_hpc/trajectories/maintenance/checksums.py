@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.column_writer import text_crc
+from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.deflate import crc32
 from megaflow_hpc.trajectories.hdf5.file import open_file
 
@@ -42,18 +44,23 @@ def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
     """Reads every column and returns their checks, by path.
 
     Raises:
-        ConfigError: it cannot be opened as a campaign file at all.
+        ConfigError: it cannot be opened as a campaign file at all, or what lists its columns is damaged.
     """
     found: list[ColumnCheck] = []
     with open_file(path, complete=False) as file:
         names: list[str] = []
-        file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        try:
+            file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        except RuntimeError as error:  # an object's own head is damaged
+            raise ConfigError(f"{path}: damaged ({error}); gather it anew with --rebuild") from None
         for name in sorted(names):
             found.append(_check(name, file[name]))
     return found
 
 
 def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
+    if dataset.ndim != 1:
+        return ColumnCheck(name, 0, "", "cannot be read: it is not one-dimensional")
     digest, crc = hashlib.sha256(), 0
     kind = h5py.check_string_dtype(dataset.dtype)
     text = kind is not None and kind.length is None
@@ -62,10 +69,10 @@ def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
     step += -step % chunk
     try:
         for start in range(0, len(dataset), step):
-            values = dataset[start : start + step]
+            values = read(dataset, start, start + step)
             if text:
                 crc = text_crc(values, crc)
-                digest.update(b"".join(value + b"\0" for value in values.tolist()))
+                digest.update(b"".join(value.encode("utf-8", "surrogateescape") + b"\0" for value in values.tolist()))
             else:
                 values = np.ascontiguousarray(values)
                 crc = crc32(values.view(np.uint8), crc) if values.dtype.kind != "S" else crc32(values.tobytes(), crc)
@@ -73,5 +80,5 @@ def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
     except OSError as error:
         return ColumnCheck(name, len(dataset), "", f"cannot be read: {error}")
     recorded = dataset.attrs.get("crc32")
-    state = "no checksum" if recorded is None else "ok" if int(recorded) == crc else "differs from its checksum"
+    state = "no checksum" if recorded is None else "ok" if np.all(recorded == crc) else "differs from its checksum"
     return ColumnCheck(name, len(dataset), digest.hexdigest(), state)

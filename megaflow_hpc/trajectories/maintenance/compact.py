@@ -8,7 +8,6 @@ column of the file agrees with its checksum.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.file import open_file, recorded_sources
+from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
+from megaflow_hpc.trajectories.hdf5.file import attribute, open_file, recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
@@ -52,6 +52,8 @@ def compact(
     target = Path(output) if output else path
     before = path.stat().st_size if path.exists() else 0
     with open_file(path) as source:
+        for fault in offset_faults(source):
+            raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
         keep = {"a": _counting_attempts(source), "f": _kept_artifacts(source, drop)}
         rows = len(source["trajectories/id"])
         with published(target) as temporary, writer_like(source, temporary) as writer:
@@ -68,19 +70,18 @@ def compact(
 def writer_like(source: h5py.File, path: Path) -> TrajectoryWriter:
     """Returns the writer of a new file at ``path`` with the root attributes of ``source``."""
     others = {name: str(source.attrs[name]) for name in ("config", "versions") if name in source.attrs}
-    sources = json.loads(source.attrs.get("sources", "{}"))
-    return TrajectoryWriter(path, str(source.attrs["campaign"]), sources, others)
+    return TrajectoryWriter(path, str(source.attrs.get("campaign", "")), attribute(source, "sources"), others)
 
 
 def _counting_attempts(source: h5py.File) -> NDArray[Any]:
     """Returns a mask over the attempts: each trajectory's last attempt with the trajectory's own number and status."""
-    offsets = source["trajectories/attempt_offset"][:]
+    offsets = read(source["trajectories/attempt_offset"])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     keep = np.zeros(len(owner), bool)
     if not len(owner):
         return keep
-    same = source["attempts/attempt"][:] == source["trajectories/attempt"][:][owner]
-    same &= source["attempts/status"].asstr()[:] == source["trajectories/status"].asstr()[:][owner]
+    same = read(source["attempts/attempt"]) == read(source["trajectories/attempt"])[owner]
+    same &= texts(source["attempts/status"]) == texts(source["trajectories/status"])[owner]
     last: dict[int, int] = {}
     for number in np.flatnonzero(same).tolist():
         last[int(owner[number])] = number
@@ -89,7 +90,7 @@ def _counting_attempts(source: h5py.File) -> NDArray[Any]:
 
 
 def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> NDArray[Any]:
-    names = source["artifacts/name"].asstr()[:]
+    names = texts(source["artifacts/name"])
     return np.array([not any(fnmatch.fnmatch(name, pattern) for pattern in drop) for name in names], bool)
 
 

@@ -1,33 +1,59 @@
 """Gathers the journals and shards of a run into one self-contained ``RUN/trajectories.h5``.
 
-The winners are decided first, then copied in commit order: rows that lie side by side in a shard are copied as columns,
-single rows and those that no shard holds are decoded from the journals. The file is published by rename, so a reader
-sees the old file or the new one, and a gather that was killed is simply run again. It may run while the campaign does.
+The winners are decided first, then copied in commit order. Rows that lie side by side in a shard are copied as columns,
+in compressed form where chunks meet. Rows of several shards that lie between one another are put in order as columns,
+and compressed by as many threads as there are CPUs. What no shard holds is decoded from the journals;
+where much of a finished campaign has none, and there are CPUs for it, shards are made first, by a process each.
+
+The file is published by rename, so a reader sees the old file or the new one, and a gather that was killed is simply
+run again. It may run while the campaign does.
 
 With ``rebuild`` the shards are ignored. Both ways make the same file.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import h5py
-
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
+from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache
+from megaflow_hpc.trajectories.hdf5.column_writer import pool
+from megaflow_hpc.trajectories.hdf5.deflate import CPUS
 from megaflow_hpc.trajectories.hdf5.file import recorded_sources
+from megaflow_hpc.trajectories.hdf5.interleave import Part, interleaved, taken
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.records import Entry, Seals
-from megaflow_hpc.trajectories.journal.shards import open_shard
-from megaflow_hpc.trajectories.journal.winners import Index, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.shard_maker import make_shard
+from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
+from megaflow_hpc.trajectories.journal.winners import Index, fingerprint, index, journals, seals_of
 
+logger = logging.getLogger(__name__)
+
+_ENOUGH_CPUS = 4
+"""CPUs from which on making shards in processes, and then copying them, takes less time than decoding in this one."""
+_SHARD_BYTES = 16 << 20
+"""Size of a journal file whose shard is worth a process."""
 _RUN_ROWS = 16
-"""Copying columns is quicker than decoding records from this number of rows side by side on."""
+"""From this number of rows side by side on, columns are copied by themselves: in compressed form, if possible."""
+MOST_OPEN = 512
+"""Shards that are open at a time, with a descriptor each."""
+_HELD_BYTES = 1 << 30
+"""Memory of their small columns from which no further one is opened."""
+_CACHE_BYTES = 160 << 20
+"""Inflated chunks that are kept: the last one of a column is needed again."""
+_TOGETHER_BYTES = 128 << 20
+"""Bytes of rows that are put in order at a time."""
+_ROW_BYTES = 1 << 10
+"""What a row counts for beside its tokens, messages and artifacts."""
 
 
 def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, rebuild: bool = False) -> Path:
@@ -50,8 +76,10 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     now = fingerprint(run, seals)  # before the journals are read: what is appended meanwhile makes the file stale
     before = recorded_sources(run.trajectories)
     if before is not None:
-        gone = sorted(set(before.get("journals", {})) - set(now["journals"]))
-        kept = {name: size for name, size in before.get("journals", {}).items() if name not in gone}
+        known = before.get("journals")
+        known = known if isinstance(known, dict) else {}
+        gone = sorted(set(known) - set(now["journals"]))
+        kept = {name: size for name, size in known.items() if name not in gone}
         if gone and (rebuild or kept != now["journals"]):
             raise ConfigError(
                 f"{run.trajectories}: was made from journals that are gone ({', '.join(gone)}) and cannot be made anew "
@@ -59,6 +87,8 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
             )
         if gone or (before == now and not rebuild):
             return run.trajectories
+    if not rebuild:
+        _make_shards(run)
     found = index(run, seals, shards=not rebuild)
     with published(run.trajectories) as temporary:
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run)) as writer:
@@ -66,25 +96,124 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     return run.trajectories
 
 
+def _make_shards(run: RunDir) -> None:
+    """Makes the shards that a finished campaign lacks, where that takes less time than decoding its journals here."""
+    if CPUS < _ENOUGH_CPUS or not Ledger(run).finished:  # unfinished: a journal may grow, and its shard no longer fit
+        return
+    large = [path for path in journals(run) if path.stat().st_size >= _SHARD_BYTES]
+    lacking = [path for path in large if not shard_path(run, path.name).exists()]
+    if len(lacking) < CPUS:
+        return
+    with ThreadPoolExecutor(CPUS) as threads:
+        made = list(threads.map(lambda path: make_shard(run, path), lacking))
+    if not all(made):
+        logger.warning("%d of %d shards could not be made; the journals are read instead", made.count(False), len(made))
+
+
 def _copy(run: RunDir, found: Index, writer: TrajectoryWriter) -> None:
-    with ExitStack() as opened:
-        shard: tuple[str, h5py.File | None] = ("", None)
+    with _Shards(run, found) as shards:
+        waiting: list[Entry] = []
         for first, last in _runs(found):
             entry = found.winners[first]
-            if last - first < _RUN_ROWS or entry.shard_row < 0:
+            shard = shards.part(entry) if entry.shard_row >= 0 and entry.id not in found.losers else None
+            if shard is not None and last - first < _RUN_ROWS:
                 for other in found.winners[first:last]:
-                    writer.append(found.load(other))
+                    waiting.append(other)
+                    if shards.wait(other):
+                        shards.hand_over(waiting, writer)
                 continue
-            if shard[0] != entry.journal:
-                opened.close()
-                shard = (entry.journal, open_shard(run, run.journal / entry.journal))
-                if shard[1] is not None:
-                    opened.enter_context(shard[1])
-            if shard[1] is None:  # removed meanwhile
+            shards.hand_over(waiting, writer)
+            if shard is not None:
+                writer.extend(shard.file, entry.shard_row, entry.shard_row + last - first)
+                shards.done(entry.journal, last - first)
+            else:
                 for other in found.winners[first:last]:
                     writer.append(found.load(other))
-            else:
-                writer.extend(shard[1], entry.shard_row, entry.shard_row + last - first)
+        shards.hand_over(waiting, writer)
+
+
+class _Shards:
+    """The shards whose rows are being copied. Those that are open at a time are bounded in number and memory; beyond
+    that, rows are decoded from the journals.
+    """
+
+    def __init__(self, run: RunDir, found: Index) -> None:
+        self._run, self._found = run, found
+        self._cache = ChunkCache(_CACHE_BYTES)
+        self._threads = pool()
+        self._parts: dict[str, Part | None] = {}
+        """By journal; ``None`` for those that are not read."""
+        self._left = Counter(entry.journal for entry in found.winners if entry.shard_row >= 0)
+        """Rows of each that are still to be copied."""
+        self._held = self._open = self._waiting = 0
+
+    def __enter__(self) -> _Shards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for part in self._parts.values():
+            if part is not None:
+                part.file.close()
+
+    def part(self, entry: Entry) -> Part | None:
+        """Returns the shard that holds a winner; ``None`` where the journal is to be read instead."""
+        if entry.journal not in self._parts:
+            self._parts[entry.journal] = self._opened(entry.journal)
+        return self._parts[entry.journal]
+
+    def _opened(self, journal: str) -> Part | None:
+        if self._open >= MOST_OPEN or self._held >= _HELD_BYTES:
+            return None
+        file = open_shard(self._run, self._run.journal / journal)
+        if file is None:  # removed meanwhile
+            return None
+        try:
+            part = Part(file, self._cache)
+        except (OSError, LookupError, ValueError) as error:
+            logger.warning("%s: damaged (%s); the journal is read instead", file.filename, error)
+            file.close()
+            return None
+        self._open += 1
+        self._held += part.held_bytes
+        return part
+
+    def wait(self, entry: Entry) -> bool:
+        """Notes a row that is to be copied with others; returns whether they are enough."""
+        part = self._parts[entry.journal]
+        assert part is not None, "only rows of open shards wait"
+        self._waiting += _ROW_BYTES + int(part.row_bytes[entry.shard_row])
+        return self._waiting >= _TOGETHER_BYTES
+
+    def hand_over(self, waiting: list[Entry], writer: TrajectoryWriter) -> None:
+        """Copies the rows that wait, and empties the list."""
+        if not waiting:
+            return
+        rows = None
+        try:
+            order = [(part, entry.shard_row) for entry in waiting if (part := self._parts[entry.journal]) is not None]
+            rows = interleaved(taken(order), self._threads)
+        except (OSError, LookupError, ValueError) as error:
+            logger.warning("a shard is damaged (%s); %d records are read from their journals", error, len(waiting))
+        if rows is not None:
+            writer.add(rows)
+        else:
+            for entry in waiting:
+                writer.append(self._found.load(entry))
+        for journal, count in Counter(entry.journal for entry in waiting).items():
+            self.done(journal, count)
+        waiting.clear()
+        self._waiting = 0
+
+    def done(self, journal: str, count: int) -> None:
+        """Closes a shard when the last of its rows was copied."""
+        self._left[journal] -= count
+        part = self._parts[journal]
+        if part is not None and self._left[journal] <= 0:
+            part.file.close()
+            self._parts[journal] = None
+            self._open -= 1
+            self._held -= part.held_bytes
 
 
 def _runs(found: Index) -> Iterator[tuple[int, int]]:

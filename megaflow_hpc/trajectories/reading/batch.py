@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.reading.sources import Source, offsets_of, text
+from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.reading.sources import Source, offsets_of
 
 Oversize = Literal["error", "skip"]
 

@@ -20,15 +20,16 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
     Raises:
         ConfigError: there is no such file, or it is not a campaign file.
     """
-    import h5py
+    from megaflow_hpc.trajectories.hdf5.columns import read, texts  # bring h5py, which no other part of a plan needs
+    from megaflow_hpc.trajectories.hdf5.file import open_file
 
     file_path = path / "trajectories.h5" if path.is_dir() else path
     try:
-        with h5py.File(file_path) as file:
+        with open_file(file_path) as file:
             table = file["trajectories"]
-            ids, statuses = table["id"].asstr(errors="replace")[:], table["status"].asstr()[:]
-            seconds = table["finished_at"][:] - table["started_at"][:]
-    except (OSError, KeyError) as error:
+            ids, statuses = texts(table["id"]), texts(table["status"])
+            seconds = read(table["finished_at"]) - read(table["started_at"])
+    except OSError as error:
         raise ConfigError(
             f"{file_path}: cannot be read as trajectories ({error}); give a run directory that was gathered, "
             "or its trajectories.h5"

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.hdf5.columns import text
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
 from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
-from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, SequenceView, Source, offsets_of, text
+from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, SequenceView, Source, offsets_of
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
 MAX_SHARDS = 256

@@ -7,8 +7,6 @@ one of ten.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,12 +17,16 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.texts import parse_object
 from megaflow_hpc.trajectories.hdf5 import chunks
+from megaflow_hpc.trajectories.hdf5.columns import read, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL
+from megaflow_hpc.trajectories.hdf5.structure import TARGETS
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
-TOKEN_COLUMNS = ("id", "logprob", "loss_mask", "weight_version")
+TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
 UNKNOWN_AS_NAN = ("reward", "setup_s", "agent_s", "verify_s")
 """Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.types.Trajectory`."""
@@ -128,19 +130,6 @@ def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def text(values: NDArray[Any]) -> NDArray[Any]:
-    """Returns a column of text as an object array of ``str``."""
-    if values.dtype.kind != "S":
-        return values.astype(object, copy=False)
-    known: dict[bytes, str] = {}  # equal texts share one object
-    found = np.empty(len(values), object)
-    for row, value in enumerate(values.tolist()):
-        if value not in known:
-            known[value] = value.decode("utf-8", "replace")
-        found[row] = known[value]
-    return found
-
-
 class Hdf5Source:
     """A ``trajectories.h5``, or an open file of its schema, that does not change, as published files never do.
 
@@ -158,16 +147,12 @@ class Hdf5Source:
         self._columns: dict[str, NDArray[Any]] = {}
         self._windows: dict[str, tuple[int, NDArray[Any]]] = {}
         self._cache = chunks.ChunkCache()
-        self._tokens: list[chunks.ChunkedColumn] | None = None
-        # HDF5's own descriptor: the path may name a newer file by now.
-        self._descriptor = os.dup(self.file.id.get_vfd_handle())
+        self._chunked: dict[str, chunks.ChunkedColumn] = {}
         self._length: int | None = None
 
     def close(self) -> None:
+        self._chunked.clear()
         self.file.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
         self._cache.clear()
 
     def __len__(self) -> int:
@@ -202,10 +187,19 @@ class Hdf5Source:
         if path not in self.file and path in OPTIONAL:
             size = self._length_of(path)
             return np.full(len(range(*slice(start, end).indices(size))), OPTIONAL[path], COLUMNS[path].dtype)
-        dataset = self.file[path]
-        kind = h5py.check_string_dtype(dataset.dtype)
-        values: NDArray[Any] = (dataset.asstr() if kind is not None and kind.length is None else dataset)[start:end]
+        values = read(self.file[path], start, end)
+        if path in TARGETS or path == "sequences/trajectory":
+            self._require_order(path, values)
         return values
+
+    def _require_order(self, path: str, values: NDArray[Any]) -> None:
+        """Raises ``ConfigError`` unless offsets ascend within what they point to, so that no entry is read twice."""
+        if not len(values):
+            return
+        end = len(self) - 1 if path == "sequences/trajectory" else len(self.file[TARGETS[path]])
+        end -= path == "trajectories/message_offset"
+        if values[0] < 0 or values[-1] > end or (np.diff(values) < 0).any():
+            raise ConfigError(f"{self.path}: /{path}: leads out of its column; run: megaflow-hpc validate {self.path}")
 
     def _length_of(self, path: str) -> int:
         """Returns the number of entries that a column missing from the file would have."""
@@ -236,7 +230,7 @@ class Hdf5Source:
 
     def _span(self, path: str, item: int) -> tuple[int, int]:
         if path not in self._columns and len(self.file[path]) > _WHOLE:
-            start, end = self.file[path][item : item + 2].tolist()
+            start, end = self._slice(path, item, item + 2).tolist()
             return start, end
         column = self.column(path)
         return int(column[item]), int(column[item + 1])
@@ -249,24 +243,28 @@ class Hdf5Source:
         sequence = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
         bounds = self.column("sequences/token_offset")
         starts, ends = bounds[sequence], bounds[sequence + 1]
-        columns = chunks.gather(self._token_columns(), starts, ends)
+        columns = chunks.gather(self._columns_of(*TOKEN_COLUMNS), starts, ends)
         offsets = offsets_of(ends - starts)
         policy = text(self.column("sequences/policy")[sequence])
         return Flat(np.repeat(rows, count), policy, offsets, *columns)
 
-    def _token_columns(self) -> list[chunks.ChunkedColumn]:
-        if self._tokens is None:
-            datasets = [self.file[f"tokens/{name}"] for name in TOKEN_COLUMNS]
-            self._tokens = [chunks.ChunkedColumn(dataset, self._descriptor, self._cache) for dataset in datasets]
-        return self._tokens
+    def _columns_of(self, *paths: str) -> list[chunks.ChunkedColumn]:
+        for path in paths:
+            if path not in self._chunked:
+                self._chunked[path] = chunks.ChunkedColumn(self.file[path], self._cache)
+        return [self._chunked[path] for path in paths]
+
+    def _bytes(self, path: str, start: int, end: int) -> bytes:
+        bounds = np.array([start], np.int64), np.array([end], np.int64)
+        return chunks.gather(self._columns_of(path), *bounds)[0].tobytes()
 
     def sequences(self, row: int) -> list[SequenceView]:
         start, end = self._span("trajectories/sequence_offset", row)
         if start == end:
             return []
-        offsets = self._read("sequences/token_offset", start, end + 1)
-        policies = text(self._read("sequences/policy", start, end))
-        flat = chunks.gather(self._token_columns(), offsets[:1], offsets[-1:])
+        offsets = self._slice("sequences/token_offset", start, end + 1)
+        policies = text(self._slice("sequences/policy", start, end))
+        flat = chunks.gather(self._columns_of(*TOKEN_COLUMNS), offsets[:1], offsets[-1:])
         parts = pairwise((offsets - offsets[0]).tolist())
         return [
             SequenceView(policy, *(column[a:b] for column in flat))
@@ -277,17 +275,25 @@ class Hdf5Source:
         start, end = self._span("trajectories/message_offset", row)
         if end == start:
             return []
-        offsets = self.file["messages/offset"][start : end + 1].tolist()
-        data = self.file["messages/json"][offsets[0] : offsets[-1]].tobytes()
-        return [json.loads(data[a - offsets[0] : b - offsets[0]]) for a, b in pairwise(offsets)]
+        offsets = self._slice("messages/offset", start, end + 1).tolist()
+        data = self._bytes("messages/json", offsets[0], offsets[-1])
+        try:
+            return [parse_object(data[a - offsets[0] : b - offsets[0]]) for a, b in pairwise(offsets)]
+        except ValueError as error:
+            raise ConfigError(f"{self.path}: row {row}: a message is {error}; the file is damaged") from None
 
     def turns(self, row: int) -> list[Turn]:
         start, end = self._span("trajectories/turn_offset", row)
         first, last = self._span("trajectories/sequence_offset", row)
-        bases = self._read("sequences/token_offset", first, last).tolist() if last > first else []
+        bases = self._slice("sequences/token_offset", first, last).tolist() if last > first else []
         turns = [Turn(**values) for values in self._records("turns", Turn, start, end)]
         for turn in turns:
             if turn.sequence >= 0:
+                if not first <= turn.sequence < last:
+                    raise ConfigError(
+                        f"{self.path}: row {row}: a call in sequence {turn.sequence}, expected {first} to {last - 1}; "
+                        f"run: megaflow-hpc validate {self.path}"
+                    )
                 turn.sequence -= first
                 turn.token_start -= bases[turn.sequence]
                 turn.token_end -= bases[turn.sequence]
@@ -301,10 +307,10 @@ class Hdf5Source:
         start, end = np.searchsorted(self.column("artifacts/trajectory"), [row, row + 1]).tolist()
         if start == end:
             return []
-        offsets = self.file["artifacts/offset"][start : end + 1].tolist()
-        names = text(self._read("artifacts/name", start, end))
-        data = self.file["artifacts/bytes"]
-        return [Artifact(name, data[a:b].tobytes()) for name, (a, b) in zip(names, pairwise(offsets), strict=True)]
+        offsets = self._slice("artifacts/offset", start, end + 1).tolist()
+        names = text(self._slice("artifacts/name", start, end))
+        spans = zip(names, pairwise(offsets), strict=True)
+        return [Artifact(name, self._bytes("artifacts/bytes", a, b)) for name, (a, b) in spans]
 
     def _records(self, group: str, made: Any, start: int, end: int) -> list[dict[str, Any]]:
         """Returns items ``[start, end)`` of a group as dicts of Python values, with the fields that ``made`` has."""

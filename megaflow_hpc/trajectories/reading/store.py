@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
-from megaflow_hpc.trajectories.hdf5.file import recorded_sources
+from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.hdf5.file import attribute, recorded_sources
 from megaflow_hpc.trajectories.journal.records import Seals
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
@@ -34,7 +35,7 @@ from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_b
 from megaflow_hpc.trajectories.reading.joined_source import source_of
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.selection import select
-from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source, text
+from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source
 from megaflow_hpc.trajectories.reading.table import Table
 
 LOOK_UPS = 16
@@ -162,16 +163,15 @@ class TrajectoryStore:
     def campaign(self) -> str:
         """The campaign's name."""
         if isinstance(self._source, Hdf5Source):
-            return str(self._source.file.attrs["campaign"])
+            return str(self._source.file.attrs.get("campaign", ""))
         return campaign_name(RunDir(self.path))
 
     @cached_property
     def versions(self) -> dict[str, Any]:
         """Versions of the software and models it was made by, from the file's attribute; empty without one."""
         if isinstance(self._source, Hdf5Source):
-            found = json.loads(self._source.file.attrs.get("versions", "{}"))
-        else:
-            found = json.loads(root_attributes(RunDir(self.path))["versions"])
+            return attribute(self._source.file, "versions")
+        found = json.loads(root_attributes(RunDir(self.path))["versions"])
         return found if isinstance(found, dict) else {}
 
     def flat(self, ids: Iterable[int | str]) -> Flat:
@@ -291,5 +291,7 @@ def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
         return True
     if recorded is None:
         return False
-    known = recorded.get("journals", {})
-    return all(known.get(name) == size for name, size in now["journals"].items()) and recorded["seals"] == now["seals"]
+    known = recorded.get("journals")
+    known = known if isinstance(known, dict) else {}
+    same = all(known.get(name) == size for name, size in now["journals"].items())
+    return same and recorded.get("seals") == now["seals"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.reading.sources import Hdf5Source, Source, offsets_of
 
@@ -84,7 +85,7 @@ def _scan(source: Hdf5Source, extreme: np.ufunc) -> NDArray[np.int64]:
     worst = np.iinfo(np.int32).max if extreme is np.minimum else -1
     found = np.full(len(bounds) - 1, worst, np.int64)
     for start in range(0, int(bounds[-1]), _WINDOW):
-        values = source.file["tokens/weight_version"][start : start + _WINDOW].astype(np.int64)
+        values = read(source.file["tokens/weight_version"], start, start + _WINDOW).astype(np.int64)
         sampled = np.flatnonzero(values >= 0)
         owner = np.searchsorted(bounds, sampled + start, "right") - 1
         extreme.at(found, owner, values[sampled])

@@ -10,13 +10,15 @@ import h5py
 import numpy as np
 import pytest
 
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, read_journal, valid_length, validate
 from megaflow_hpc.trajectories.hdf5.publishing import clean_up
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
-from megaflow_hpc.trajectories.journal.shards import shard_entries, shard_path
-from megaflow_hpc.trajectories.journal.winners import index
+from megaflow_hpc.trajectories.journal.shards import shard_entries, shard_path, write_shard
+from megaflow_hpc.trajectories.journal.winners import index, journals
 from megaflow_hpc.trajectories.journal.writer import base_of, parts
-from tests.support.journals import digests, record, write_parts, write_shards
+from megaflow_hpc.trajectories.maintenance.checksums import verify
+from tests.support.journals import digests, record, write_between, write_parts, write_shards
 from tests.support.samples import run_dir, trajectory
 
 ROWS = 120
@@ -147,6 +149,78 @@ def test_a_shard_that_is_torn_foreign_or_of_another_journal_is_passed_over(run, 
     assert validate(path) == []
     with h5py.File(path) as file:
         assert len(file["trajectories/id"]) == ROWS
+
+
+@pytest.fixture
+def between(tmp_path):
+    """Three pods whose rows lie between one another, shards of all their parts, and what their journals alone make."""
+    run = run_dir(tmp_path / "run")
+    write_between(run, 3, ROWS)
+    for path in journals(run):
+        write_shard(run, path)
+    expected = digests(gather(run, rebuild=True))
+    run.trajectories.unlink()
+    return run, expected
+
+
+def test_rows_of_pods_that_lie_between_one_another_are_copied_from_their_shards(between):
+    run, expected = between
+    for path in journals(run):
+        path.write_bytes(path.read_bytes()[:24].ljust(path.stat().st_size, b"\0"))  # no record can be decoded
+    path = gather(run)
+    assert digests(path) == expected
+    assert validate(path) == []
+    assert [check for check in verify(path) if check.state != "ok"] == []
+    with open_trajectories(path) as store:
+        assert [row.id for row in store] == [trajectory(n).id for n in range(ROWS)]
+
+
+def test_rows_between_others_that_have_no_shard_or_lost_come_from_their_journals(between):
+    run, _ = between
+    shard_path(run, "pod-1.0+0001.journal").unlink()
+    with JournalWriter(run.journal_file("again", "0")) as journal:
+        for n in (5, 6, 70):
+            journal.append(record(99, 1, trajectory(n, attempt=1)))
+    with JournalWriter(run.journal_file("other", "0")) as journal:
+        for n in range(ROWS, ROWS + 9):
+            journal.append(record(50, 0, trajectory(n, rewards={"other": 0.25})))
+    found = digests(gather(run))
+    assert digests(gather(run, rebuild=True)) == found
+
+
+def test_a_shard_that_is_damaged_where_rows_are_copied_costs_none_of_them(between, caplog):
+    run, expected = between
+    path = shard_path(run, "pod-1.0+0001.journal")
+    with h5py.File(path) as file:
+        info = file["messages/json"].id.get_chunk_info(0)
+    data = bytearray(path.read_bytes())
+    data[info.byte_offset : info.byte_offset + info.size] = bytes(info.size)
+    path.write_bytes(data)
+    assert digests(gather(run)) == expected
+    assert "read from their journals" in caplog.text
+
+
+@pytest.mark.parametrize(("most", "together"), [(1, 1 << 20), (512, 4000)])
+def test_open_shards_and_rows_in_memory_are_bounded(between, monkeypatch, most, together):
+    run, expected = between
+    monkeypatch.setattr("megaflow_hpc.trajectories.maintenance.gather.MOST_OPEN", most)
+    monkeypatch.setattr("megaflow_hpc.trajectories.maintenance.gather._TOGETHER_BYTES", together)
+    assert digests(gather(run)) == expected
+
+
+def test_a_finished_campaign_gets_the_shards_it_lacks_where_there_are_cpus(tmp_path, monkeypatch):
+    run = run_dir(tmp_path / "run")
+    Ledger(run).create()
+    write_between(run, 2, 60)
+    for name, value in (("CPUS", 4), ("_SHARD_BYTES", 1)):
+        monkeypatch.setattr(f"megaflow_hpc.trajectories.maintenance.gather.{name}", value)
+    gather(run)
+    assert not list(run.shards.iterdir()), "its journals may grow"
+    run.ledger.joinpath("finished").touch()
+    run.trajectories.unlink()
+    found = digests(gather(run))
+    assert len(list(run.shards.iterdir())) == len(journals(run))
+    assert digests(gather(run, rebuild=True)) == found
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ BROKEN = {
     "NaN though sampled": token("logprob", sampled, np.nan),
     "negative though sampled": token("weight_version", sampled, -1),
     "not -1 though not sampled": token("weight_version", unsampled, 4),
-    "/messages: message 0: not JSON": put("messages/json", 0, ord("x")),
+    "/messages: message 0: no JSON": put("messages/json", 0, ord("x")),
     "/artifacts/trajectory: row 0: 99": put("artifacts/trajectory", 0, 99),
     "/artifacts/trajectory: decreases at row 1": put("artifacts/trajectory", 0, 7),
 }

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-import h5py
 import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.pod.scheduling.estimates import Estimates
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.reading.durations import Durations
 from megaflow_hpc.types import Rollout
+from tests.support.samples import trajectory
 
 
 def earlier(path: Path, seconds: dict[str, float]) -> Path:
-    """A file with these columns alone, as any reader may find them."""
-    with h5py.File(path, "w") as file:
-        table = file.create_group("trajectories")
-        table["id"] = [name.encode() for name in seconds]
-        table["status"] = [b"completed"] * len(seconds)
-        table["started_at"] = [1000.0] * len(seconds)
-        table["finished_at"] = [1000.0 + each for each in seconds.values()]
+    """An earlier campaign's file."""
+    with TrajectoryWriter(path, "earlier") as writer:
+        for number, (name, took) in enumerate(seconds.items()):
+            writer.append(replace(trajectory(number), id=name, started_at=1000.0, finished_at=1000.0 + took))
     return path
 
 

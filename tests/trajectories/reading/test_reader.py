@@ -169,6 +169,7 @@ def test_opening_reads_no_row(tmp_path):
             file.create_dataset(
                 column.path, data=np.concatenate([values, extra]), dtype=dtype, chunks=(4096,), compression=1
             )
+        file["rewards/tests"].resize((MANY + 3,))
     code = (
         "import sys, tracemalloc\n"
         "from megaflow_hpc.trajectories import open_trajectories\n"

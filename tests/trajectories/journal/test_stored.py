@@ -1,0 +1,84 @@
+"""What a block's earlier holders have stored: only their journals are read, within their seals, and each once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.frames import pack_record
+from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from tests.support.operations import counted
+
+
+def record(number: int, block: int, epoch: int, status: str = "completed") -> bytes:
+    trajectory = {"id": f"t{number}/p/0", "status": status, "attempt": 0, "epoch": epoch}
+    return pack_record({"kind": "trajectory", "epoch": epoch, "block": block, "trajectory": trajectory})
+
+
+def write(run: RunDir, pod: str, *records: bytes, rotate: int = 1 << 20) -> list[int]:
+    """Returns the length of the journal behind each record."""
+    lengths = []
+    with JournalWriter(run.journal_file(pod, "0"), rotate_bytes=rotate) as journal:
+        for each in records:
+            journal.append(each)
+            lengths.append(journal.commit())
+    return lengths
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_what_lies_within_the_seals_of_the_block_is_stored(run: RunDir) -> None:
+    ends = write(run, "a", record(0, 7, 0), record(1, 8, 0), record(2, 7, 0, "failed"), record(3, 7, 0))
+    write(run, "b", record(4, 7, 1), record(5, 7, 0))
+    stored = StoredRollouts(run)
+    assert stored.ids(7, [Holding(0, "a.0", ends[2])]) == {"t0/p/0"}
+    assert stored.ids(7, [Holding(0, "a.0", ends[3]), Holding(1, "b.0", 1 << 40)]) == {
+        "t0/p/0",
+        "t3/p/0",
+        "t4/p/0",
+    }
+    assert stored.ids(8, [Holding(0, "a.0", ends[3])]) == {"t1/p/0"}
+    assert stored.ids(9, [Holding(0, "nobody.0", 0)]) == set()
+
+
+def test_other_pods_journals_are_not_read_and_the_holders_once(run: RunDir) -> None:
+    for pod in ("a", "b", "c"):
+        write(run, pod, record(0, 0, 0), record(1, 1, 0))
+    stored = StoredRollouts(run)
+    with counted(run.path) as operations:
+        length = stored.length("a.0")
+        assert stored.ids(0, [Holding(0, "a.0", length)]) == {"t0/p/0"}
+    assert operations["opens"] == 2  # for its length, and for its records
+    with counted(run.path) as operations:
+        assert stored.length("a.0") == length
+        assert stored.ids(1, [Holding(0, "a.0", length)]) == {"t1/p/0"}
+    assert operations["opens"] == 0
+
+
+def test_a_journal_that_has_grown_is_read_again(run: RunDir) -> None:
+    with JournalWriter(run.journal_file("a", "0")) as journal:
+        journal.append(record(0, 0, 0))
+        first = journal.commit()
+        stored = StoredRollouts(run)
+        assert stored.length("a.0") == first
+        assert stored.ids(0, [Holding(0, "a.0", first)]) == {"t0/p/0"}
+        journal.append(record(1, 0, 0))
+        second = journal.commit()
+        assert stored.length("a.0") == second
+        assert stored.ids(0, [Holding(0, "a.0", second)]) == {"t0/p/0", "t1/p/0"}
+
+
+def test_the_reader_shows_that_it_lives_between_the_parts_of_a_long_journal(run: RunDir) -> None:
+    ends = write(run, "a", *(record(number, 0, 0) for number in range(10)), rotate=1)
+    beats: list[None] = []
+    stored = StoredRollouts(run, lambda: beats.append(None))
+    assert len(stored.ids(0, [Holding(0, "a.0", ends[-1])])) == 10
+    assert len(beats) >= 10
