@@ -2,9 +2,10 @@
 
 ::
 
-    ledger/claims/<block>.<epoch>         the pod that has the block; from epoch 1 on also the seal of its predecessor
+    ledger/claims/<block>.<epoch>         the pod that has the block; from epoch 1 on also the seal of its predecessor,
+                                          or that the predecessor itself says: done
     ledger/released/<block>.<epoch>       the pod of that epoch gave the block back: its seal, and what is left to run
-    ledger/done/<block>.<n>               every rollout of the block is durable, but for those in n blocks handed off
+    ledger/done/<block>.<epoch>.<n>       that claim ended the block: all is durable, but for n blocks handed off
     ledger/leases/<pod>.<start>           who the pod is, and a counter it renews every 30 s for all its blocks
     ledger/gone/<pod>.<start>             Slurm (or this host's process table) says that this pod is no more
     ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s free slots and finds nothing to claim
@@ -16,7 +17,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,10 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
-from megaflow_hpc.ledger.files import Files, boot_clock
+from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.rules import Claim, Rules
+from megaflow_hpc.ledger.rules import Claim, Survey
+from megaflow_hpc.ledger.survey import SurveyingRules
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.types import Rollout
@@ -50,6 +52,7 @@ class Ledger:
         identity: the pod; a reader has none.
         clock: see :func:`~megaflow_hpc.ledger.files.boot_clock`.
         times: when a lease is renewed, fenced and expired.
+        pods: how many pods may claim at the same time.
         say: gets a line of text when the file system does not answer, and when it is back.
         files: carries calls out, in place of the default.
     """
@@ -62,11 +65,12 @@ class Ledger:
         times: Times = TIMES,
         say: Callable[[str], None] = lambda text: None,
         files: Files | None = None,
+        pods: int = 1,
     ) -> None:
         self.run, self._marks = run, Marks(run)
         self.identity = identity
         self._files = files or Files(run, clock, say)
-        self._rules = Rules(identity, times) if identity else None
+        self._rules = SurveyingRules(identity, times, pods) if identity else None
 
     def create(self) -> None:
         """Makes the directories; done once, when the run directory is made."""
@@ -82,6 +86,11 @@ class Ledger:
     def renew(self, force: bool = False) -> None:
         """Counts the lease up when it is due. Call often; it costs nothing in between."""
         self._files.carry_out(self._mine.renew(force))
+
+    def show(self, progress: Mapping[str, Any], every_s: float) -> None:
+        """Has the lease say how far the pod is, and be renewed this often, in seconds; never too seldom."""
+        mine = self._mine
+        mine.progress, mine.renew_s = dict(progress), min(every_s, mine.times.renew_s)
 
     @property
     def may_commit(self) -> bool:
@@ -171,7 +180,7 @@ class Ledger:
 
     def prefer(self, blocks: Iterable[int]) -> None:
         """Claims these blocks before others from now on, where they are free."""
-        self._mine.preferred = frozenset(blocks)
+        self._mine.preferred = tuple(blocks)
 
     @property
     def others(self) -> bool:
@@ -192,6 +201,29 @@ class Ledger:
     def work_requests(self) -> dict[str, int]:
         """Returns the slots that other pods ask to be filled, by request."""
         return self._files.carry_out(self._mine.work_requests())
+
+    # --- for all ---
+
+    def survey(self) -> Operation[Survey]:
+        """Returns the operation, to be carried out a part at a time, that finds out what may be claimed, and who asks.
+
+        Pods whose lease has run out are marked as gone by it. When it has ended, :attr:`surveyed_leases` is new.
+        """
+        return Operation(self._files, self._mine.survey())
+
+    @property
+    def surveyed_leases(self) -> dict[str, dict[str, Any]]:
+        """What each lease said at the last survey, by ``<pod>.<start>``."""
+        return self._mine.leases
+
+    @property
+    def surveyed_live(self) -> set[str]:
+        """Every ``<pod>.<start>`` that had neither ended nor was gone at the last survey."""
+        return self._mine.live
+
+    def follow(self, survey: Survey | None) -> None:
+        """Relies on what another pod found out not long ago; ``None``: looks itself again."""
+        self._mine.surveyed, self._mine.watched = survey, survey is not None
 
     # --- reading ---
 
@@ -215,7 +247,8 @@ class Ledger:
             LedgerError: a claim that is listed cannot be read.
         """
         read = []
-        for block, epoch in sorted(names.pairs(self._names(names.CLAIMS))):
+        claimed = names.pairs(self._names(names.CLAIMS))
+        for block, epoch in sorted(claimed - names.ends(self._names(names.DONE))):
             if epoch:
                 content = self._files.answer(Read(names.claim_path(block, epoch)))
                 if content is None:
@@ -223,11 +256,25 @@ class Ledger:
                 read.append((block, epoch, content))
         return names.seals(read)
 
+    def earlier(self, claim: Claim) -> list[tuple[int, str, int]]:
+        """Returns the epochs of a block before this claim: number, ``<pod>.<start>``, bytes of its journal that count.
+
+        Raises:
+            LedgerError: a claim of them is not there.
+        """
+        found = []
+        for epoch in range(1, claim.epoch + 1):
+            content = self._files.answer(Read(names.claim_path(claim.block, epoch)))
+            if content is None:
+                raise LedgerError(f"{names.claim_path(claim.block, epoch)}: not there; was it removed?")
+            found.append((epoch - 1, str(content["predecessor"]), int(content["sealed"])))
+        return found
+
     def _names(self, room: str) -> tuple[str, ...]:
         return self._files.answer(Names(room))
 
     @property
-    def _mine(self) -> Rules:
+    def _mine(self) -> SurveyingRules:
         if self._rules is None:
             raise LedgerError("this ledger was opened for reading; give it a pod identity to claim")
         return self._rules

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Generic
 
 from megaflow_hpc.host.atomic import file_mode, make_directory, to_json, write_json
 from megaflow_hpc.ledger.calls import (
@@ -52,6 +52,7 @@ def passing(error: OSError) -> bool:
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
+MANY = 1000
 MOST_LINKS = 1000
 """Links to one private file; file systems have a limit."""
 
@@ -77,27 +78,22 @@ class Files:
         self._root, self.clock, self.say = run.path, clock, say
         self.journal_length: Callable[[str], int] = lambda owner: 0
         """Bytes of whole records in the journal of a ``<pod>.<start>``."""
+        self._rewritten: dict[str, BinaryIO] = {}
+        """Path → the open file."""
         self._private: dict[str, tuple[Path, int]] = {}
         """Token → a private file that is used again, and its links."""
 
     def carry_out(self, steps: Steps[T]) -> T:
-        """Runs an operation to its end, and returns what it does.
+        """Carries an operation out, and returns what it does.
 
         Raises:
             LedgerError: as the operation raises it.
             OSError: see :meth:`answer`.
         """
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = self.answer(call)
-                except (ValueError, OSError) as error:
-                    call = steps.throw(error)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as stop:
-            return stop.value
+        operation = Operation(self, steps)
+        while not operation.advance(MANY):
+            pass
+        return operation.result
 
     def answer(self, call: Call) -> Any:
         """Carries one call out, waiting while the file system is away.
@@ -164,12 +160,17 @@ class Files:
         write_json(self._root / call.path, call.content)
 
     def _rewrite(self, call: Rewrite) -> None:
-        # One open, no directory change. Contents never shrink, if written as they were first, and a torn one is read
-        # again.
-        with open(self._root / call.path, "r+b") as file:
-            file.write(to_json(call.content).encode())
-            file.flush()
+        # No directory changes, and the file stays open, for a server's sake. What is shorter than before is filled up,
+        # and a torn one is read again.
+        file = self._rewritten.pop(call.path, None) or open(self._root / call.path, "r+b")  # noqa: SIM115
+        try:
+            content = to_json(call.content).encode()
+            os.pwrite(file.fileno(), content.ljust(os.fstat(file.fileno()).st_size), 0)
             os.fsync(file.fileno())
+        except BaseException:
+            file.close()  # its handle may be stale: it is opened afresh
+            raise
+        self._rewritten[call.path] = file
 
     def _touch(self, call: TouchCall) -> None:
         path = self._root / call.path
@@ -211,6 +212,39 @@ class Files:
             write_json(private, call.content)
         self._private[call.token] = private, 1
         return private
+
+
+class Operation(Generic[T]):
+    """An operation of the rules that is carried out a part at a time."""
+
+    result: T
+    """What it returned, once it has ended."""
+
+    def __init__(self, files: Files, steps: Steps[T]) -> None:
+        self._files, self._steps = files, steps
+        self._call: Call | None = None
+
+    def advance(self, calls: int) -> bool:
+        """Carries out so many more calls; True when the operation has ended.
+
+        Raises:
+            LedgerError: as the operation raises it.
+            OSError: see :meth:`Files.answer`.
+        """
+        try:
+            if self._call is None:
+                self._call = next(self._steps)
+            for _ in range(calls):
+                try:
+                    answer = self._files.answer(self._call)
+                except (ValueError, OSError) as error:
+                    self._call = self._steps.throw(error)
+                else:
+                    self._call = self._steps.send(answer)
+        except StopIteration as stop:
+            self.result = stop.value
+            return True
+        return False
 
 
 def _mark(path: Path) -> None:

@@ -40,9 +40,20 @@ def latest(names: Iterable[str]) -> dict[int, int]:
     return found
 
 
+def done_path(block: int, epoch: int, given: int) -> str:
+    """Path of a done mark, below the run directory; ``epoch`` is that of the claim that ended the block."""
+    return f"{DONE}/{block:06d}.{epoch}.{given}"
+
+
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns how many blocks each finished block handed off."""
-    return {int(block): int(given or 0) for block, _, given in (name.partition(".") for name in names)}
+    """Returns how many blocks each finished block handed off. In runs of before, marks have no epoch."""
+    return {int(block): int(rest.rpartition(".")[2] or 0) for block, _, rest in (name.partition(".") for name in names)}
+
+
+def ends(names: Iterable[str]) -> set[tuple[int, int]]:
+    """Returns (block, epoch) of the claims that ended a block, as the done marks say it."""
+    parts = (name.split(".") for name in names)
+    return {(int(each[0]), int(each[1])) for each in parts if len(each) == 3}
 
 
 def block_numbers(names: Iterable[str]) -> list[int]:
@@ -61,10 +72,10 @@ def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int,
     """Returns (block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
 
     Args:
-        read: block, epoch and content of claims.
+        read: block, epoch and content of claims. One that ended its block seals nothing.
     """
     return {
         (block, epoch - 1): (str(content["predecessor"]), int(content["sealed"]))
         for block, epoch, content in read
-        if epoch
+        if epoch and "done" not in content
     }

@@ -9,12 +9,16 @@ was found to be gone. *Handing off.* A pod hands rollouts that it has not starte
 from ``FIRST_HANDED_OFF`` on, that names the block they come from. Whoever takes that one over leaves them out, and
 lists the blocks handed off that it knows; one that appears later belongs to nobody and is marked done without a run.
 
-*The end.* A mark ``done/<block>.<n>`` says that a block is finished and handed off n others; the campaign is finished
-when all blocks that can be seen are done and as many handed-off ones can be seen as the marks speak of.
+*The end.* Whoever finishes a block claims its next epoch and says that it is done: so a block is either done or taken
+over, whatever its holder and its successor know of each other. A mark ``done/<block>.<epoch>.<n>`` repeats this for
+those who list: that epoch ended the block, which handed off n others. The campaign is finished when all blocks that can
+be seen are done and as many handed-off ones can be seen as the marks speak of.
 """
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,6 +37,7 @@ from megaflow_hpc.ledger.names import (
     block_numbers,
     claim_path,
     done_blocks,
+    done_path,
     latest,
     pairs,
     task_path,
@@ -53,15 +58,35 @@ class Claim:
     """Ids that lie in blocks handed off."""
 
 
-class _NotYet(Exception):
+@dataclass(frozen=True)
+class Survey:
+    """What one pod finds out for all, so that not every pod has to look."""
+
+    open: int
+    """Blocks that are not done."""
+    claimable: int
+    """Those of them that are free, were given back, or whose holder is gone."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """Slots that pods without work ask others to fill, by request."""
+
+
+REFUSALS = 3
+"""Claims that may be refused before the claims are listed again."""
+
+
+class NotYet(Exception):
     """A file is listed and cannot be opened: a cache will let it through at a later look."""
 
 
 class Rules(Lease):
     """What one start of a pod knows of the ledger; operations are steps, of which one runs at a time."""
 
-    def __init__(self, identity: PodIdentity, times: Times = TIMES) -> None:
+    def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
+        """``pods``: how many may claim at the same time; each begins at a place of its own."""
         super().__init__(identity, times)
+        self._place = _number(identity.pod) % pods
+        self.surveyed: Survey | None = None
+        """What another pod found out not long ago, where one does so for all."""
         self.held: set[Claim] = set()
         self._let_go: set[Claim] = set()
         """Held earlier: what a cache still shows of them is not to be believed."""
@@ -75,11 +100,12 @@ class Rules(Lease):
         """After :meth:`claim`: some block that it saw is not done."""
         self.free: list[int] = []
         """After :meth:`claim`: the free blocks that it saw and left, in the order in which they will be claimed."""
-        self.preferred: frozenset[int] = frozenset()
-        """Free blocks that are claimed before others."""
+        self.preferred: tuple[int, ...] = ()
+        """Free blocks that are claimed before others, in this order."""
         self._done: dict[int, int] = {}
         self._blocks: list[int] = []
-        self._owners: dict[tuple[int, int], str] = {}
+        self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
+        """Block and epoch → who claimed it and, if that ended the block, how many others it had handed off."""
         self._parents: dict[int, tuple[int, int, frozenset[str]]] = {}
         """Block handed off → block and epoch that it comes from, ids of its rollouts."""
         self._given: dict[int, int] = {}
@@ -96,19 +122,16 @@ class Rules(Lease):
             return None
         try:
             return (yield from self._claim())
-        except _NotYet:
+        except NotYet:
             self.unsettled = True
             return None
 
     def _claim(self) -> Steps[Claim | None]:
-        free, self.free = self._in_order(self.free), []
-        if free and (claim := (yield from self._first(free[:1]))):  # seen at the last look: the link decides
-            self.free, self.unclaimed = free[1:], len(free) - 1
+        if self.free and (claim := (yield from self._first(self.free))):
             return claim
-        if free:
-            claimed = latest((yield Names(CLAIMS)))
-            if claim := (yield from self._first([block for block in free if block not in claimed])):
-                return claim
+        if (found := self.surveyed) and found.open and not found.claimable:
+            self.unsettled, self.others, self.unclaimed = False, found.open > len(self.held), 0
+            return None
         self._done = done_blocks((yield Names(DONE)))
         self._blocks = block_numbers((yield Names(TASKS)))  # after the marks: whoever is done has given before
         self.unsettled, self.others, self.unclaimed = False, False, 0
@@ -118,62 +141,92 @@ class Rules(Lease):
             return None
         claimed = latest((yield Names(CLAIMS)))
         open_blocks = [block for block in self._blocks if block not in self._done]
-        taken = yield from self._take_over({block: claimed[block] for block in open_blocks if block in claimed})
-        free = self._in_order(block for block in open_blocks if block not in claimed)
-        return taken or (yield from self._first(free))
-
-    def _in_order(self, free: Iterable[int]) -> list[int]:
-        return sorted(free, key=lambda block: block not in self.preferred)
+        free = [block for block in open_blocks if block not in claimed]
+        held = {block: claimed[block] for block in open_blocks if block in claimed}
+        # Whose element starts for the first time has nothing to take back; who holds what matters once nothing is free.
+        taken = yield from self._take_over(held, released_only=bool(free) and self.identity.start == "0")
+        if taken or not free:
+            return taken
+        claim = yield from self._first(free)
+        self.unsettled |= claim is None  # others were faster; there may be more
+        return claim
 
     def _first(self, free: Sequence[int]) -> Steps[Claim | None]:
-        """Claims the first of these that nobody else was faster to claim."""
-        for place, block in enumerate(free):
+        """Claims one of these blocks that nobody else was faster to claim, and keeps what is left of them.
+
+        Pods that begin together each begin at a place of their own: of those that all begin at the first one, most are
+        refused. A block's number is its place in the order, so that no pod leaves it by more than the number of pods.
+        """
+        refused = 0
+        left = list(free)
+        self.free = []
+        while left:
+            block = next((block for block in self.preferred if block in left), left[self._place % len(left)])
+            left.remove(block)
             if block >= FIRST_HANDED_OFF and not (yield from self._belongs(block)):
                 continue
-            if (yield from self._take(block, 0, {"owner": self.identity.name}, keep=True)):
-                self.free = list(free[place + 1 :])
-                self.unclaimed = len(self.free)
+            if (yield from self._take(block, 0, {"owner": self.identity.name}, every="")):
+                self.free, self.unclaimed = left, len(left)
                 return self._hold(Claim(block, 0))
+            refused += 1
+            if refused % REFUSALS == 1:
+                claimed = latest((yield Names(CLAIMS)))
+                left = [block for block in left if block not in claimed]
+        self.unclaimed = 0
         return None
 
-    def _take(self, block: int, epoch: int, content: Mapping[str, Any], keep: bool = False) -> Steps[bool]:
-        token = "" if keep else f"{block}.{epoch}"
-        won: bool = yield Link(claim_path(block, epoch), content, f"{self.identity.name}.{token}", keep)
+    def _take(self, block: int, epoch: int, content: Mapping[str, Any], every: str | None = None) -> Steps[bool]:
+        """``every``: names the claims of this pod that have the same content, and so one private file."""
+        token = f"{block}.{epoch}" if every is None else every
+        name = f"{self.identity.name}.{token}"
+        won: bool = yield Link(claim_path(block, epoch), content, name, keep=every is not None)
         if won:
-            self._owners[block, epoch] = self.identity.name
+            self._owners[block, epoch] = self.identity.name, content.get("done")
         return won
 
     def _hold(self, claim: Claim) -> Claim:
         self.held.add(claim)
         return claim
 
-    def _take_over(self, claimed: Mapping[int, int]) -> Steps[Claim | None]:
+    def _take_over(self, claimed: Mapping[int, int], released_only: bool) -> Steps[Claim | None]:
         me = self.identity.name
         released = pairs((yield Names(RELEASED)))
         owners = {}
-        for block, epoch in claimed.items():
-            owner = yield from self.owner(block, epoch)
-            claim = Claim(block, epoch)
-            if owner == me and (block, epoch) not in released and claim not in self.held | self._let_go:
+        for block, epoch in () if released_only else claimed.items():
+            if (block, epoch) in released:
+                continue
+            owner, given = yield from self._owner(block, epoch)
+            if given is not None:
+                yield Touch(done_path(block, epoch, given))  # its pod may have died before it could
+            elif owner == me and Claim(block, epoch) not in self.held | self._let_go:
                 return self._hold((yield from self._again(block, epoch)))  # the answer to our claim had been lost
-            owners[block] = owner
-        waiting = {block for block, epoch in claimed.items() if (block, epoch) not in released}
-        gone = yield from self._look_after({owners[block] for block in waiting} - {me})
-        for block, epoch in claimed.items():
-            owner, content = owners[block], {"owner": me, "predecessor": owners[block]}
-            if block not in waiting:
-                said = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
-                if said is None:
-                    continue  # listed and not yet to be seen: a cache will let it through
-                content |= {"sealed": said["sealed"], "left": said["left"], "given": said["given"]}
-            elif owner in gone:
-                content |= yield from self._what_counts(block, owner)
+            else:
+                owners[block] = owner
+        gone = yield from self._look_after(set(owners.values()) - {me})
+        for block, owner in owners.items():
+            if owner in gone:
+                content = yield from self._what_counts(block, owner)
+                if claim := (yield from self._succeed(block, claimed[block], owner, content)):
+                    return claim
             else:
                 self.unsettled |= owner not in (me, *self._alive)
                 self.others |= owner != me
-                continue
-            if (yield from self._take(block, epoch + 1, content)):
-                return self._hold(self._taken(block, epoch + 1, content))
+        given_back = [(block, epoch) for block, epoch in claimed.items() if (block, epoch) in released]
+        place = self._place % max(1, len(given_back))
+        for block, epoch in given_back[place:] + given_back[:place]:
+            said = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
+            if said is None:
+                continue  # listed and not yet to be seen: a cache will let it through
+            owner, _ = yield from self._owner(block, epoch)
+            content = {"sealed": said["sealed"], "left": said["left"], "given": said["given"]}
+            if claim := (yield from self._succeed(block, epoch, owner, content)):
+                return claim
+        return None
+
+    def _succeed(self, block: int, epoch: int, owner: str, content: Mapping[str, Any]) -> Steps[Claim | None]:
+        whole = {"owner": self.identity.name, "predecessor": owner, **content}
+        if (yield from self._take(block, epoch + 1, whole)):
+            return self._hold(self._taken(block, epoch + 1, whole))
         return None
 
     def _what_counts(self, block: int, owner: str) -> Steps[dict[str, Any]]:
@@ -200,7 +253,7 @@ class Rules(Lease):
             return Claim(block, epoch)
         content = yield Read(claim_path(block, epoch))
         if content is None:
-            raise _NotYet
+            raise NotYet
         if not isinstance(content["given"], int):
             for number in content["given"]:
                 yield from self._parent(number)
@@ -210,7 +263,7 @@ class Rules(Lease):
         if number not in self._parents:
             content = yield Read(task_path(number))
             if content is None:
-                raise _NotYet
+                raise NotYet
             ids = frozenset(Rollout(**rollout).id for rollout in content["rollouts"])
             self._parents[number] = int(content["from"][0]), int(content["from"][1]), ids
         return self._parents[number]
@@ -219,18 +272,19 @@ class Rules(Lease):
         """Tells whether a block handed off counts; one that its origin's next holder did not know is marked done."""
         block, epoch, _ = yield from self._parent(number)
         successor = yield Read(claim_path(block, epoch + 1))
-        if successor is None or isinstance(successor["given"], int) or number in successor["given"]:
+        if successor is None or "done" in successor or isinstance(successor["given"], int):
             return True
-        yield Touch(f"{DONE}/{number:06d}.0")
+        if number in successor["given"]:
+            return True
+        yield from self._end(number, 0, 0)
         return False
 
-    def owner(self, block: int, epoch: int) -> Steps[str]:
-        """Returns the ``<pod>.<start>`` of a claim."""
+    def _owner(self, block: int, epoch: int) -> Steps[tuple[str, int | None]]:
         if (block, epoch) not in self._owners:
             content = yield Read(claim_path(block, epoch))
             if content is None:
-                raise _NotYet
-            self._owners[block, epoch] = str(content["owner"])
+                raise NotYet
+            self._owners[block, epoch] = str(content["owner"]), content.get("done")
         return self._owners[block, epoch]
 
     # --- letting go ---
@@ -269,18 +323,23 @@ class Rules(Lease):
         Raises:
             LedgerError: the block was taken over; what this pod stored late does not count.
         """
-        if (yield There(claim_path(claim.block, claim.epoch + 1))):
+        if not (yield from self._end(claim.block, claim.epoch + 1, self._given.get(claim.block, 0))):
             raise LedgerError(
                 f"block {claim.block} was taken over from epoch {claim.epoch}; this pod was too slow to renew"
             )
-        if not (yield from self.may_commit()):
-            return
-        yield Touch(f"{DONE}/{claim.block:06d}.{self._given.get(claim.block, 0)}")
         self._drop(claim)
         if not self.held:
             done = done_blocks((yield Names(DONE)))
             if all_done(done, block_numbers((yield Names(TASKS)))):
                 yield from self._finish()
+
+    def _end(self, block: int, epoch: int, given: int) -> Steps[bool]:
+        me = self.identity.name
+        ended = self._owners.get((block, epoch)) == (me, given)  # the mark alone had failed
+        if not ended and not (yield from self._take(block, epoch, {"owner": me, "done": given}, every=f"done.{given}")):
+            return False
+        yield Touch(done_path(block, epoch, given))
+        return True
 
     def _finish(self) -> Steps[None]:
         if not (yield There(FINISHED)):
@@ -298,11 +357,20 @@ class Rules(Lease):
         if before:
             yield Remove(before)
 
-    def work_requests(self) -> Steps[dict[str, int]]:
-        """Returns the slots that other pods ask to be filled, by request."""
-        found = {}
-        for name in (yield Names(REQUESTS)):
-            owner, number, slots = name.rsplit(".", 2)
-            if owner != self.identity.name:
-                found[f"{owner}.{number}"] = int(slots)
-        return found
+    def work_requests(self, everybodys: bool = False) -> Steps[dict[str, int]]:
+        """Returns the slots that other pods, or all, ask to be filled, by request."""
+        found: dict[str, int] = {}
+        if self.surveyed and not everybodys:
+            found = self.surveyed.requests
+        else:
+            for name in (yield Names(REQUESTS)):
+                request, _, slots = name.rpartition(".")
+                found[request] = int(slots)
+        mine = self.identity.name
+        return {name: slots for name, slots in found.items() if everybodys or name.rpartition(".")[0] != mine}
+
+
+def _number(pod: str) -> int:
+    """A number of a pod: that of an array's element, else one that its name gives."""
+    element = re.search(r"_(\d+)(?:@|$)", pod)
+    return int(element[1]) if element else zlib.crc32(pod.encode())

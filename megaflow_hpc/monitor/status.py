@@ -1,17 +1,21 @@
 """Counts by state, pods, servers, failures, rate and time to completion: ``status --json`` and what ``run`` shows.
 
-A :class:`Monitor` reads each event file on from where it stopped, so looking often is cheap.
+A :class:`Monitor` reads each event file on from where it stopped, and how far pods are in their leases, or of many pods
+in the report of the one that reads the leases for all; so looking often is cheap.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
+from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.events import (
@@ -70,7 +74,10 @@ class Monitor:
         self._events = EventReader(run.events)
         self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
-        self._recent: deque[float] = deque()
+        self._recent: list[float] = []
+        """When rollouts were stored, of the last minutes."""
+        self._coordinator = LeaderLease(run, COORDINATOR)
+        self._ledger = Ledger(run)
         self._retries: Counter[str] = Counter()
         self._finished = False
         self._began = math.inf
@@ -83,7 +90,21 @@ class Monitor:
             pod = self._pods.setdefault(name, PodView(name))
             for event in events:
                 self._apply(pod, event)
+        for name, progress in self._progress():
+            known = self._pods.get(name)
+            if known is not None and progress.t > known.seen_at:
+                known.seen_at, known.grown_at = progress.t, time.monotonic()
+                if known.active:
+                    known.running, known.stored = progress.running, max(known.stored, progress.stored)
         self._began = min(self._began, time.monotonic())
+
+    def _progress(self) -> Iterator[tuple[str, Progress]]:
+        if len(self._pods) > FEW and self._coordinator.holder():
+            yield from reported(self._coordinator).progress.items()
+            return
+        for name, lease in self._ledger.leases().items():
+            if (progress := progress_of(lease)) is not None:
+                yield name, progress
 
     def _apply(self, pod: PodView, event: AnyEvent) -> None:
         pod.seen_at, pod.grown_at = event.t, time.monotonic()
@@ -170,14 +191,16 @@ class Monitor:
             **{state: counts[state] for state in states},
             "total": self._total,
         }
+        unstarted = [asdict(pod) for pod in self._marks.unstarted()]
         rate = self._rate()
         left = self._total - stored
         return {
             "run": str(self.run),
-            "state": self._state(pods, live_jobs),
+            "state": self._state(pods, live_jobs, bool(unstarted)),
             "rollouts": rollouts,
             "pods": pods,
             "servers": self.servers(),
+            "unstarted": unstarted,
             "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
             "retries": dict(self._retries),
             "rate_per_s": round(rate, 3),
@@ -217,7 +240,7 @@ class Monitor:
         grown = time.monotonic() - pod.grown_at
         return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
 
-    def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None) -> str:
+    def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None, unstarted: bool) -> str:
         if self._finished:
             return "finished"
         if self._marks.cancelled:
@@ -226,15 +249,14 @@ class Monitor:
             return "running"
         if live_jobs:
             return "queued"
-        return "stopped" if pods else "planned"
+        return "stopped" if pods or unstarted else "planned"
 
     def _rate(self) -> float:
         now = time.time()
-        while self._recent and self._recent[0] < now - RATE_WINDOW_S:
-            self._recent.popleft()
+        self._recent = [t for t in self._recent if t >= now - RATE_WINDOW_S]
         if len(self._recent) < 2:
             return 0.0
-        return len(self._recent) / max(1.0, now - self._recent[0])
+        return len(self._recent) / max(1.0, now - min(self._recent))
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says of them."""

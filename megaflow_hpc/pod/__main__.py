@@ -14,12 +14,14 @@ import sys
 import traceback
 
 from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.host.mpi import mpi_library, mpi_order
 from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
 from megaflow_hpc.pod.engine_rank import accompany, start_server
 from megaflow_hpc.pod.master.assembly import lead
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import ORDERLY
+from megaflow_hpc.texts import printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         rank, size = world_hint()
         status = _alone(run) if size == 1 else _rank(run, rank, size)
     except MegaflowError as error:
-        print(f"pod: {error}", file=sys.stderr)
+        print(printable(f"pod: {error}"), file=sys.stderr)
         status = error.exit_status
     except Exception:
         traceback.print_exc()
@@ -60,9 +62,12 @@ def _rank(run: RunDir, rank: int, size: int) -> int:
     runner = start_runner() if server is None and rank > 0 else None
     comm = MpiComm()
     if comm.size != size:
+        library, now = mpi_library(), os.environ.get("MEGAFLOW_MPI", "")
+        others = " or ".join(plugin for plugin in mpi_order(library)[:2] if plugin != now)
         raise MegaflowError(
-            f"MPI sees {comm.size} ranks where the launcher started {size}; "
-            "the MPI of mpi4py and the launcher do not fit: try another MEGAFLOW_MPI (srun --mpi=list)"
+            f"MPI sees {comm.size} ranks where the launcher started {size}: mpi4py's {library or 'MPI'} and "
+            f"{f'srun --mpi={now}' if now else 'the launcher'} do not fit; set MEGAFLOW_MPI to {others}, or to another "
+            "type of srun --mpi=list"
         )
     if runner is not None:
         serve(comm, *runner)

@@ -1,8 +1,9 @@
 """Message passing between the ranks of a pod. The only importer of mpi4py.
 
 A :class:`Comm` sends messages to ranks and yields what has come in; it never blocks in MPI, because a blocking
-receive spins a core. Messages to one rank are gathered until :meth:`Comm.push` and leave as one: what MPI costs is
-paid by the turn of a loop and not by the message. No collectives, no pickle, no message to a rank known dead.
+receive spins a core, and of a rank that dies inside a large message it waits for ever. Messages to one rank are
+gathered until :meth:`Comm.push` and leave as one: what MPI costs is paid by the turn of a loop and not by the message.
+No collectives, no pickle, no message to a rank known dead.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Link, Message, pack, unpack_all
 
 TAG = 77
@@ -23,6 +27,8 @@ SWEEP = 1024
 """Messages on their way at which all of them are looked at, not only the oldest."""
 BEAT_S = 5.0
 """How often each side sends a heartbeat."""
+FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
+"""Sleeps of a rank to which nothing happens."""
 PUSH_BYTES = 1 << 20
 """Gathered bytes that leave without waiting for a push."""
 INIT_S = 120
@@ -34,6 +40,10 @@ class Comm(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def link(self) -> Link | None:
+        """Where there is one, ``select`` can wait by it for messages."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
         """Hands over a message, or a packed one; it leaves with the next push at the latest."""
@@ -60,12 +70,28 @@ def unlink_shared_memory() -> None:
     They stay mapped and vanish with the last rank. A rank that is killed, or leaves by ``os._exit`` as ours do, would
     leave them on the node; MPICH names them by job and step, so a requeued job would even attach to the old ones.
     """
-    with open("/proc/self/maps") as maps:
-        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/" in line}
-    for path in mapped:
-        if not path.endswith("(deleted)"):
+    for path in mapped_files(os.getpid()):
+        if path.startswith("/dev/shm/") and not path.endswith("(deleted)"):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def check_shared_memory() -> None:
+    """Raises :class:`SiteError` if a stranger shares memory with this rank; call before any rank unlinks its files.
+
+    MPICH takes whatever file has its name, which every user of the node can work out from the numbers of job and step.
+    """
+    for path in mapped_files(os.getpid()):
+        if path.startswith("/dev/shm/mpich"):
+            try:
+                owner = os.lstat(path).st_uid
+            except OSError:  # taken away: none of ours does that yet
+                owner = -1
+            if owner != os.getuid():
+                raise SiteError(
+                    f"{path}: MPI's shared memory is another user's, who was there first; run the job again, on nodes "
+                    "of its own if need be (slurm.pods.extra: {exclusive: true})"
+                )
 
 
 class MpiComm:
@@ -73,6 +99,8 @@ class MpiComm:
 
     Making one initialises MPI and waits for every rank; the process is ended by SIGALRM after :data:`INIT_S`.
     """
+
+    link: Link | None = None
 
     def __init__(self) -> None:
         import mpi4py
@@ -90,10 +118,19 @@ class MpiComm:
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
-        self._outgoing: deque[tuple[Any, bytes]] = deque()
+        self.lost: dict[int, str] = {}
+        """Ranks with which MPI could not exchange a message, and what it said."""
+        self._outgoing: deque[tuple[Any, bytes, int]] = deque()
+        self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
+        """By rank, what it has announced and what is not here whole, in the order in which it was sent."""
+        self._lost: list[int] = []
+        """Those of them that were not reported yet."""
+        self._said = False
         self._gathered: dict[int, list[bytes]] = {}
         self._incoming: deque[tuple[int, Message]] = deque()
         self._look_at = SWEEP
+        self._world.Barrier()
+        check_shared_memory()
         self._world.Barrier()
         signal.alarm(0)
         unlink_shared_memory()
@@ -109,9 +146,12 @@ class MpiComm:
             return
         for rank, parts in self._gathered.items():
             data = parts[0] if len(parts) == 1 else b"".join(parts)
-            self._outgoing.append((self._world.Isend([data, self._mpi.BYTE], dest=rank, tag=TAG), data))
+            try:
+                self._outgoing.append((self._world.Isend([data, self._mpi.BYTE], dest=rank, tag=TAG), data, rank))
+            except self._mpi.Exception as error:
+                self._lose(rank, error)
         self._gathered.clear()
-        while self._outgoing and self._outgoing[0][0].Test():
+        while self._outgoing and self._has_left(self._outgoing[0]):
             self._outgoing.popleft()
         if len(self._outgoing) > self._look_at:  # one to a dead rank may stand before many that have left
             self._sweep()
@@ -126,18 +166,58 @@ class MpiComm:
             self._incoming.extend((source, message) for message in unpack_all(parcel))
         return self._incoming.popleft()
 
-    def poll_parcel(self) -> tuple[int, bytearray] | None:
-        """Returns a rank and what it sent in one go, unopened, or ``None``."""
-        if not self._probe() and not self._probe():  # the first may take a message in without showing it (MPICH)
-            return None
-        source = self._status.Get_source()
-        data = bytearray(self._status.Get_count(self._mpi.BYTE))
-        self._world.Recv([data, self._mpi.BYTE], source=source, tag=TAG)
-        return source, data
+    def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:
+        """Returns a rank and what it sent in one go, unopened, or ``None``.
 
-    def _probe(self) -> bool:
-        found: bool = self._world.Iprobe(source=self._mpi.ANY_SOURCE, tag=TAG, status=self._status)
-        return found
+        Of a rank that MPI reports as failed comes ``{"op": "left"}``, once; of one that dies or stops inside a message,
+        nothing: its silence tells.
+        """
+        if self._lost:
+            rank = self._lost.pop()
+            return rank, pack({"op": "left", "why": f"MPI: {self.lost[rank]}"})
+        message = self._probe() or self._probe()  # the first may take a message in without showing it (MPICH)
+        if message is not None:
+            source = self._status.Get_source()
+            data = bytearray(self._status.Get_count(self._mpi.BYTE))
+            try:
+                request = message.Irecv([data, self._mpi.BYTE])
+                if source not in self._arriving and request.Test():
+                    return source, data
+            except self._mpi.Exception as error:
+                self._lose(source, error)
+                return None
+            self._arriving.setdefault(source, deque()).append((request, data))
+        return self._arrived() if self._arriving else None
+
+    def _arrived(self) -> tuple[int, bytearray] | None:
+        """Returns the next whole parcel of those that took longer than a look."""
+        for source, parcels in self._arriving.items():
+            try:
+                if not parcels[0][0].Test():
+                    continue
+            except self._mpi.Exception as error:
+                self._lose(source, error)
+                return None
+            _, data = parcels.popleft()
+            if not parcels:
+                del self._arriving[source]
+            return source, data
+        return None
+
+    def _probe(self) -> Any:
+        try:
+            return self._world.Improbe(source=self._mpi.ANY_SOURCE, tag=TAG, status=self._status)
+        except self._mpi.Exception as error:  # nobody's in particular: a rank that is gone is known by its silence
+            if not self._said:
+                self._said = True
+                print(f"rank {self.rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            return None
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        self._arriving.pop(rank, None)
+        if rank not in self.lost:
+            self.lost[rank] = str(error).splitlines()[-1]
+            self._lost.append(rank)
 
     def flush(self, seconds: float) -> None:
         """Sends what was handed over, and waits at most ``seconds`` until it has left."""
@@ -148,7 +228,16 @@ class MpiComm:
             time.sleep(0.001)
 
     def _sweep(self) -> None:
-        self._outgoing = deque((request, data) for request, data in self._outgoing if not request.Test())
+        self._outgoing = deque(parcel for parcel in self._outgoing if not self._has_left(parcel))
+
+    def _has_left(self, parcel: tuple[Any, bytes, int]) -> bool:
+        """Whether nothing of a parcel is to be done any more."""
+        try:
+            left: bool = parcel[0].Test()
+        except self._mpi.Exception as error:
+            self._lose(parcel[2], error)
+            return True
+        return left
 
 
 class ChildComm:
@@ -162,13 +251,13 @@ class ChildComm:
     size = 2
 
     def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
-        self._link, self._clock = link, clock
+        self.link, self._clock = link, clock
         self._gone = False
         self._beaten = clock()
 
     def send(self, rank: int, message: Message | bytes) -> None:
         try:
-            self._link.send_parcel(message if isinstance(message, bytes) else pack(message))
+            self.link.send_parcel(message if isinstance(message, bytes) else pack(message))
         except OSError:
             pass  # poll reports it
 
@@ -179,7 +268,7 @@ class ChildComm:
         if self._gone:
             return None
         try:
-            message = self._link.receive()
+            message = self.link.receive()
         except EOFError:
             self._gone = True
             return 1, {"op": "left", "why": "the runner process ended"}
@@ -196,19 +285,32 @@ class ChildComm:
 class Backoff:
     """Sleeps longer the longer nothing happens, so that an idle rank costs little and a busy one adds no latency.
 
+    The first sleep is :data:`FIRST_S`, each one after it twice as long up to :data:`SHORT_S`; from then on a sleep is a
+    fiftieth of the time for which nothing has happened: that much later at most is noticed what comes.
+
     Args:
-        first_s: the first sleep; each is twice as long as the one before.
-        last_s: the longest.
+        clock: seconds of a clock that never jumps.
     """
 
-    def __init__(self, first_s: float = 5e-5, last_s: float = 1e-3) -> None:
-        self._first, self._last, self._now = first_s, last_s, first_s
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sleep_s = 0.0
+        self._since = 0.0
 
     def reset(self) -> None:
         """Notes that something happened: the next sleep is short."""
-        self._now = self._first
+        self._sleep_s = 0.0
+
+    def next_s(self) -> float:
+        """Returns how long to sleep now, in seconds."""
+        if not self._sleep_s:
+            self._since, self._sleep_s = self._clock(), FIRST_S
+        elif self._sleep_s < SHORT_S:
+            self._sleep_s = min(SHORT_S, 2 * self._sleep_s)
+        else:
+            self._sleep_s = min(LONG_S, max(SHORT_S, (self._clock() - self._since) / 50))
+        return self._sleep_s
 
     def sleep(self, link: Link | None = None) -> None:
         """Sleeps; returns at once when ``link`` has data."""
-        select.select([link] if link else [], [], [], self._now)
-        self._now = min(self._last, self._now * 2)
+        select.select([link] if link else [], [], [], self.next_s())

@@ -15,7 +15,7 @@ import time
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
 from megaflow_hpc.pod.messages import BEAT, STOP
-from megaflow_hpc.pod.worker import MASTER_LOST_S, PRIVATE
+from megaflow_hpc.pod.worker import PRIVATE, master_lost
 from megaflow_hpc.rundir.layout import RunDir
 
 STOP_S = 30.0
@@ -35,7 +35,7 @@ def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
 
 def accompany(comm: MpiComm, server: subprocess.Popen[bytes]) -> None:
     """Runs the loop of such a rank; returns when the pod ends, rank 0 is silent, or the server has ended."""
-    backoff = Backoff(last_s=0.1)  # nothing is urgent here
+    backoff = Backoff()
     heard = beaten = time.monotonic()
     comm.send(0, {"op": "engine", "node": node_name()})
     try:
@@ -43,18 +43,17 @@ def accompany(comm: MpiComm, server: subprocess.Popen[bytes]) -> None:
             comm.push()
             received = comm.poll_parcel()
             now = time.monotonic()
-            if received is not None:
+            if received is None:
+                backoff.sleep()
+            else:
                 heard = now
-                backoff.reset()
                 if received[1] == STOP:
                     return
-            else:
-                backoff.sleep()
             if now - beaten > BEAT_S:
                 comm.send(0, BEAT)
                 beaten = now
-            if now - heard > MASTER_LOST_S:
-                print(f"engine rank {comm.rank}: nothing from rank 0 for {MASTER_LOST_S:.0f} s", file=sys.stderr)
+            if why := master_lost(comm, now - heard):
+                print(f"engine rank {comm.rank}: {why}; leaving", file=sys.stderr)
                 return
             if server.poll() is not None:
                 comm.send(0, {"op": "left", "why": f"its engine server ended with {server.returncode}"})

@@ -44,7 +44,9 @@ class Outcome:
     def of(
         cls, trajectory: Trajectory, attempts: Sequence[Attempt] = (), cause: str = "", partial: str = ""
     ) -> Outcome:
-        """Packs ``trajectory`` with ``attempts`` before it and its own.
+        """Packs ``trajectory`` with ``attempts`` before it and its own; without messages that cannot be packed.
+
+        Messages are an agent's word (a thousand lists in one another), and no reason to go without its verdict.
 
         Args:
             cause: of the failure; default: its ``error_kind``.
@@ -53,9 +55,15 @@ class Outcome:
             TypeError, ValueError, OverflowError: something in it cannot be packed.
         """
         trajectory.attempts = [*attempts, attempt_of(trajectory)]
+        try:
+            record = pack(trajectory.to_record())
+        except (TypeError, ValueError, OverflowError) as error:
+            trajectory.messages = []
+            trajectory.error = "; ".join(filter(None, (trajectory.error, f"its messages cannot be kept: {error!r}")))
+            trajectory.attempts = [*attempts, attempt_of(trajectory)]
+            record = pack(trajectory.to_record())
         told = {name: getattr(trajectory, name) for name in _TOLD}
         cause = cause or (trajectory.error_kind if trajectory.status == "failed" else "")
-        record = pack(trajectory.to_record())
         return cls(**told, turns=len(trajectory.turns), cause=cause, record=record, partial=partial)
 
     @property

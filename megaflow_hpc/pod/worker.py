@@ -14,6 +14,7 @@ import time
 from megaflow_hpc.host.wire import Link
 from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
 from megaflow_hpc.pod.messages import BEAT, STOP
+from megaflow_hpc.texts import printable
 
 MASTER_LOST_S = 30.0
 STOP_S = 20.0
@@ -47,6 +48,13 @@ def stop_runner(process: subprocess.Popen[bytes], link: Link) -> None:
         process.wait()
 
 
+def master_lost(comm: MpiComm, silent_s: float) -> str:
+    """Returns why rank 0 is given up, silent for so many seconds; empty while it is not."""
+    if 0 in comm.lost:
+        return f"rank 0 is lost: {comm.lost[0]}"
+    return f"nothing from rank 0 for {MASTER_LOST_S:.0f} s" if silent_s > MASTER_LOST_S else ""
+
+
 def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
     """Runs the loop of a worker rank; returns when the pod ends, for whatever reason."""
     backoff = Backoff()
@@ -56,8 +64,9 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
             busy = False
             received = comm.poll_parcel()
             if received is not None:
-                busy, heard = True, time.monotonic()
-                if received[1] != BEAT:
+                heard = time.monotonic()
+                if received[1] != BEAT:  # with nothing else to do a rank sleeps on
+                    busy = True
                     link.send_parcel(bytes(received[1]))
                 if received[1] == STOP:
                     return
@@ -70,15 +79,15 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
                 comm.send(0, BEAT)
                 beaten = now
             comm.push()
-            if now - heard > MASTER_LOST_S:
-                print(f"worker {comm.rank}: nothing from rank 0 for {MASTER_LOST_S:.0f} s; leaving", file=sys.stderr)
+            if why := master_lost(comm, now - heard):
+                print(f"worker {comm.rank}: {why}; leaving", file=sys.stderr)
                 return
             if busy:
                 backoff.reset()
             else:
                 backoff.sleep(link)
     except (EOFError, OSError) as error:
-        print(f"worker {comm.rank}: the runner ended: {error!r}", file=sys.stderr)
+        print(printable(f"worker {comm.rank}: the runner ended: {error!r}"), file=sys.stderr)
         comm.send(0, {"op": "left", "why": f"its runner process ended ({error})"})
         comm.push()
     finally:

@@ -1,8 +1,8 @@
 """Limits on what a whole campaign uses: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
 
-Every pod reports the core-seconds of its allocation in its events, every engine server its GPU-seconds in a file of its
-own, and each pod sums up all reports. So a limit is exceeded by no more than what is used between two looks, without
-messages between jobs and without asking Slurm.
+Every pod reports the core-seconds of its allocation in its lease, every engine server its GPU-seconds in a file of its
+own, and one pod sums up all reports for all. So a limit is exceeded by no more than what is used between two looks,
+without messages between jobs and without asking Slurm.
 
 ::
 
@@ -17,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from megaflow_hpc.rundir.layout import RunDir
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
 LOOK_S = 30.0
-"""Seconds between two looks at what is used, and between two reports of GPU time."""
+"""Seconds between two reports of GPU time."""
 TAIL = 1 << 16
 """Bytes at the end of an event file within which the last progress is looked for."""
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -51,9 +52,7 @@ class CampaignBudget:
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
         self._run, self._planned = run, {name: limits.get(name) for name in LIMITS}
         self._raised: dict[str, float | None] = {}
-        self._began: dict[Path, float] = {}
-        self._ended: dict[Path, tuple[int, float]] = {}
-        """File → (its size, core-seconds in it)."""
+        self._earlier: dict[str, dict[str, float]] = {}
         self._held: dict[Path, float] = {}
 
     def limits(self) -> dict[str, float | None]:
@@ -75,48 +74,50 @@ class CampaignBudget:
         if limits:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
-    def exceeded(self) -> str:
-        """Returns a sentence on the limit that is exceeded; empty if none is."""
+    def exceeded(self, leases: Mapping[str, Mapping[str, Any]]) -> str:
+        """Returns a sentence on the limit that is exceeded; empty if none is.
+
+        Args:
+            leases: What every start of a pod has said in its lease: ``core_s`` and, in seconds UTC, ``began_at``.
+        """
         core_h, gpu_h, wall = (self.limits()[name] for name in LIMITS)
-        files = sorted(self._run.events.glob("*.jsonl")) if core_h or wall else []
-        if core_h is not None and (used_h := sum(self._core_s(file) for file in files) / 3600) >= core_h:
-            return f"{used_h:.2f} core-hours are used, limits.core_hours is {core_h:g}"
+        if core_h is not None:
+            used_h = sum(self._said(name, lease, "core_s") for name, lease in leases.items()) / 3600
+            if used_h >= core_h:
+                return f"{used_h:.2f} core-hours are used, limits.core_hours is {core_h:g}"
         if gpu_h is not None and (used_h := self._gpu_s() / 3600) >= gpu_h:
             return f"{used_h:.2f} GPU-hours are used, limits.gpu_hours is {gpu_h:g}"
         if wall is not None:
-            wall_h = (time.time() - min((self._first(file) for file in files), default=time.time())) / 3600
+            began = min((self._said(name, lease, "began_at") for name, lease in leases.items()), default=time.time())
+            wall_h = (time.time() - began) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
         return ""
+
+    def _said(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
+        """What a lease says, or, of a pod of an earlier version, its events."""
+        if what not in lease and pod not in self._earlier:
+            self._earlier[pod] = _of_events(self._run.events / f"{pod}.jsonl")
+        return float(lease[what] if what in lease else self._earlier[pod][what])
 
     def _gpu_s(self) -> float:
         for file in self._run.gpus.glob("*.json"):
             self._held[file] = max(held_before(file), self._held.get(file, 0.0))
         return sum(self._held.values())
 
-    def _first(self, file: Path) -> float:
-        if file not in self._began:
-            with open(file, "rb") as lines:
-                event = decode(lines.readline())
-            if event is None:
-                return time.time()
-            self._began[file] = event.t
-        return self._began[file]
 
-    def _core_s(self, file: Path) -> float:
-        with open(file, "rb") as lines:
-            size = lines.seek(0, os.SEEK_END)
-            known, core_s = self._ended.get(file, (-1, 0.0))
-            if size == known:
-                return core_s
-            lines.seek(max(0, size - TAIL))
-            for line in reversed(lines.read().splitlines()):
-                event = decode(line)
-                if isinstance(event, ProgressEvent) and event.core_s is not None:
-                    core_s = event.core_s
-                    break
-        self._ended[file] = size, core_s
-        return core_s
+def _of_events(file: Path) -> dict[str, float]:
+    """Returns the first time and the last progress of an event file; a pod that has not written yet begins now."""
+    said = {"began_at": time.time(), "core_s": 0.0}
+    with suppress(OSError), open(file, "rb") as lines:
+        first = decode(lines.readline())
+        said["began_at"] = said["began_at"] if first is None else first.t
+        lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL))
+        for line in reversed(lines.read().splitlines()):
+            event = decode(line)
+            if isinstance(event, ProgressEvent) and event.core_s is not None:
+                return {**said, "core_s": event.core_s}
+    return said
 
 
 class Meter:

@@ -7,6 +7,7 @@
     <policy>.<n>.failed.json    :class:`FailedServer`: gave up
     .<policy>.<n>.admin         :class:`AdminKey`: opens the paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that is this policy's model
+    .listing                    :class:`Listing`: all of them as one pod found them, so that not each lists them
 
 Every file is replaced by rename, with mode 0600. A later start of the same array element may have published its own,
 so a start withdraws only what carries its ``start``. Readers skip a file that is just being withdrawn or is damaged.
@@ -15,7 +16,7 @@ so a start withdraws only what carries its ``start``. Readers skip a file that i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,7 +24,7 @@ from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.layout import RunDir
 
 T = TypeVar("T")
-FAILED, LOADING = ".failed.json", ".loading"
+FAILED, LOADING, LISTING = ".failed.json", ".loading", ".listing"
 
 
 class RefusedWeights(msgspec.Struct):
@@ -107,6 +108,15 @@ class PoolMembership(msgspec.Struct, kw_only=True):
     key: str
 
 
+class Listing(msgspec.Struct, kw_only=True):
+    """The engines as one pod listed them for all."""
+
+    generation: str
+    """Differs where anything differs that a pod has to hear of."""
+    found: dict[str, Any]
+    """File name → decoded endpoint file; of a pool's server, as its member asks it."""
+
+
 class EndpointFiles:
     """The files of one run."""
 
@@ -165,6 +175,14 @@ class EndpointFiles:
         """Publishes that an engine pool is a policy's model, with the key to it."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
+    def publish_listing(self, listing: Listing) -> None:
+        """Publishes what one pod found, for all."""
+        self._write(self._folder / LISTING, listing)
+
+    def listing(self) -> Listing | None:
+        """Returns what a pod found for all; ``None`` where none has."""
+        return read(self._folder / LISTING, Listing)
+
     def withdraw(self, server: str, start: str) -> bool:
         """Withdraws what this start of a server published; False where a later start has published its own."""
         endpoint = read(self._file(server), Endpoint)
@@ -202,5 +220,5 @@ def read(path: Path, kind: type[T]) -> T | None:
     """Reads one file; ``None`` where it was just withdrawn, or is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

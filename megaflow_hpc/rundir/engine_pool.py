@@ -18,6 +18,7 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -124,9 +125,13 @@ class EnginePool:
                     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError:
                     continue
-                with os.fdopen(descriptor, "rb") as file:
-                    if file.read(65) == path.name.encode():  # a link to another's file has another's name in it
-                        found[path.name] = user_name(os.fstat(file.fileno()).st_uid)
+                try:
+                    status = os.fstat(descriptor)
+                    # A member may put anything there; a link to another's file has another's name in it.
+                    if stat.S_ISREG(status.st_mode) and os.read(descriptor, 65) == path.name.encode():
+                        found[path.name] = user_name(status.st_uid)
+                finally:
+                    os.close(descriptor)
         return found
 
 

@@ -12,11 +12,13 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
+from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.atomic import file_mode
 
 FORMAT_VERSION = 1
@@ -76,7 +78,7 @@ class ClaimEvent(Event, tag="claim"):
 
 
 class ProgressEvent(Event, tag="progress", omit_defaults=False):
-    """Counts, at most once a second."""
+    """Counts, as pods of earlier versions wrote them every second; now their lease says them."""
 
     running: int = 0
     queued: int = 0
@@ -157,14 +159,13 @@ def encode(event: Event) -> bytes:
 def decode(line: bytes) -> AnyEvent | None:
     """Returns the event of a line; ``None`` for a cut line and for a kind that this version does not know."""
     try:
-        return _decoder.decode(line)
-    except msgspec.ValidationError:
-        return None
-    except ValueError:
-        pass
-    try:  # NaN and lone surrogates, which are no JSON, but what Python writes
-        return msgspec.convert(json.loads(line), AnyEvent)
-    except ValueError:
+        try:
+            return _decoder.decode(line)
+        except msgspec.ValidationError:
+            return None
+        except ValueError:  # NaN and lone surrogates, which are no JSON, but what Python writes
+            return msgspec.convert(json.loads(line), AnyEvent)
+    except (ValueError, RecursionError):
         return None
 
 
@@ -202,7 +203,7 @@ class EventWriter:
 
 
 class EventReader:
-    """Follows the event files of a run.
+    """Follows the event files of a run, of which it keeps so many open that a look costs few opens.
 
     Args:
         folder: ``RUN/events``.
@@ -213,18 +214,35 @@ class EventReader:
         self._folder = folder
         self._mark = f'"event": "{only}"'.encode() if only else b""
         self._offsets: dict[Path, int] = {}
+        self._open: dict[Path, BinaryIO] = {}
+        self._most_open = descriptors.limit() // 2
 
-    def read(self) -> Iterator[tuple[str, list[AnyEvent]]]:
-        """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, maybe none."""
-        for path in sorted(self._folder.glob("*.jsonl")):
+    def read(self, pods: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent]]]:
+        """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, maybe none.
+
+        Args:
+            pods: Those whose files are read. Default: every file there is.
+        """
+        named = None if pods is None else sorted(self._folder / f"{pod}.jsonl" for pod in pods)
+        for path in sorted(self._folder.glob("*.jsonl")) if named is None else named:
             offset = self._offsets.get(path, 0)
             try:
-                with open(path, "rb") as file:
-                    file.seek(offset)
-                    data = file.read()
+                data = self._appended(path, offset)
             except OSError:
                 continue  # a file system that is away for a moment
             end = data.rfind(b"\n") + 1
             self._offsets[path] = offset + end
             decoded = (decode(line) for line in data[:end].splitlines() if self._mark in line)
             yield path.stem, [event for event in decoded if event is not None]
+
+    def _appended(self, path: Path, offset: int) -> bytes:
+        file = self._open.pop(path, None) or open(path, "rb")  # noqa: SIM115
+        try:
+            file.seek(offset)
+            data = file.read()
+            if len(self._open) < self._most_open:
+                self._open[path] = file
+            return data
+        finally:
+            if path not in self._open:  # one that could not be read is opened afresh: its handle may be stale
+                file.close()

@@ -5,15 +5,20 @@
     RUN/ledger/finished         every block is done; the pod that finished the last one writes it
     RUN/ledger/cancelled        the campaign was cancelled; ``resume`` removes it
     RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
+    RUN/ledger/unstarted/<pod>  its last start ended before rank 0 had its lease: node, exit status, log and its end
 
 The batch shell of a pod and its rank 0 talk by two files in a directory of their own (``MEGAFLOW_POD_DIR``)::
 
     drain                       the pod shall drain
     state                       the pod's last word, one of :data:`LAST_WORDS`
+    progress                    this start has stored something: it was not in vain
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.host.atomic import make_directory
@@ -23,10 +28,28 @@ FINISHED = "ledger/finished"
 """Path of the finished mark in the run directory; the ledger's rules publish it."""
 DRAIN = "drain"
 STATE = "state"
+PROGRESS = "progress"
 LAST_WORDS = ("done", "drained", "paused", "lost")
 """All rollouts are stored; blocks were given back; nothing more is started (a limit); another pod took the blocks."""
 ORDERLY = LAST_WORDS[:3]
 """The last words of a pod that ended as it should."""
+
+
+CAUSES = ("pod: ", "Error: ", "srun: error: ", "slurmstepd: error: ", "error")
+"""Where one of these stands in a line, it says more than the last line does, the first of them the most."""
+
+
+@dataclass(frozen=True)
+class Unstarted:
+    """A pod whose last start ended before rank 0 had its lease."""
+
+    pod: str
+    node: str
+    exit_status: int
+    """Of srun."""
+    log: str
+    cause: str
+    """The line of the log that says why, as far as that can be told."""
 
 
 class Marks:
@@ -35,6 +58,8 @@ class Marks:
     def __init__(self, run: RunDir) -> None:
         self._finished, self._cancelled = run.path / FINISHED, run.ledger / "cancelled"
         self._leaving: Path = run.ledger / "leaving"
+        self._unstarted: Path = run.ledger / "unstarted"
+        self._leases: Path = run.ledger / "leases"
 
     @property
     def finished(self) -> bool:
@@ -71,3 +96,28 @@ class Marks:
     def leaving(self) -> set[str]:
         """Returns the elements that are leaving."""
         return {path.name for path in self._leaving.glob("*")}
+
+    def unstarted(self) -> list[Unstarted]:
+        """Returns the pods of which no start ever got as far as to its lease."""
+        found = []
+        for path in sorted(self._unstarted.glob("[!.]*")):
+            if any(self._leases.glob(f"{path.name}.*")):
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                first, _, end = path.read_text(errors="replace").partition("\n")
+                node, status, log = first.split(" ", 2)
+                found.append(Unstarted(path.name, node, int(status), log, _cause(end.splitlines())))
+        return found
+
+    def forget_unstarted(self) -> None:
+        """Forgets them: they are about to be started anew."""
+        for path in self._unstarted.glob("*"):
+            path.unlink(missing_ok=True)
+
+
+def _cause(lines: Sequence[str]) -> str:
+    said = [line.strip() for line in lines if line.strip()]
+    for mark in CAUSES:
+        if found := [line for line in said if mark in line]:
+            return found[0]
+    return said[-1] if said else "nothing was written"

@@ -163,11 +163,14 @@ def read_run(run: RunDir) -> RunRecord:
 def _decode(data: bytes, kind: type[T]) -> T:
     """Raises :class:`ValueError`."""
     try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError:
-        raise
-    except ValueError:  # NaN in a task's metadata, which Python's json writes
-        return msgspec.convert(json.loads(data), kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError:
+            raise
+        except ValueError:  # NaN in a task's metadata, which Python's json writes
+            return msgspec.convert(json.loads(data), kind)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _damaged(run: RunDir, error: Exception) -> ConfigError:

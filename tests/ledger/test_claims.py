@@ -173,3 +173,64 @@ def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run:
     ledger.reopen()
     assert not ledger.finished
     assert ledger.claim(nothing) == Claim(2, 0)
+
+
+def test_a_block_is_done_or_taken_over_though_neither_pod_knows_of_the_other(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), size=1)
+    slow, swift = pod(run, "slow"), pod(run, "swift")
+    first, second = slow.claim(nothing), slow.claim(nothing)
+    assert first is not None
+    assert second is not None
+    Ledger(run).mark_gone("slow.0")  # a mistake: it lives, and its fence is open
+
+    def meanwhile(owner: str) -> int:
+        slow.mark_done(first)  # after the journal was measured, before the claim
+        return 0
+
+    assert swift.claim(meanwhile) == Claim(1, 1)
+    with pytest.raises(LedgerError, match="taken over"):
+        slow.mark_done(second)
+    assert Ledger(run).view().done == {0}
+    assert Ledger(run).seals() == {(1, 0): ("slow.0", 0)}
+    assert not swift.finished
+    swift.mark_done(Claim(1, 1))
+    assert swift.finished
+
+
+@pytest.mark.parametrize("mark", ["lost", "refused"])
+def test_a_done_block_whose_mark_was_not_written_is_marked_by_whoever_looks(run: RunDir, mark: str) -> None:
+    write_blocks(run, rollouts(1), size=1)
+    holder = pod(run, "holder")
+    claim = holder.claim(nothing)
+    assert claim is not None
+    holder.mark_done(claim)
+    (run.ledger / "finished").unlink()
+    (done,) = (run.ledger / "done").iterdir()
+    done.unlink()
+    who = pod(run, "other") if mark == "lost" else holder
+    assert Ledger(run).seals() == {}
+    if mark == "lost":
+        assert who.claim(nothing) is None
+    else:
+        who.mark_done(claim)  # what the pod does again after an error
+    assert [path.name for path in (run.ledger / "done").iterdir()] == [done.name]
+    assert who.claim(nothing) is None
+    assert who.finished
+
+
+def test_done_marks_of_before_have_no_epoch(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), size=1)
+    (run.ledger / "done" / "000000.0").touch()
+    assert Ledger(run).view().done == {0}
+    assert Ledger(run).seals() == {}
+    assert pod(run, "a").claim(nothing) == Claim(1, 0)
+
+
+def test_a_start_ends_when_it_sees_a_later_one_of_its_element(run: RunDir) -> None:
+    write_blocks(run, rollouts(1), size=1)
+    earlier = pod(run, "a")
+    assert earlier.claim(nothing) is not None
+    Ledger(run, PodIdentity("a", "1")).register()
+    earlier.renew(force=True)
+    assert not earlier.may_commit
+    assert earlier.claim(nothing) is None

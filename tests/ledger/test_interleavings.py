@@ -18,7 +18,9 @@ from megaflow_hpc.ledger.names import (
     RELEASED,
     TASKS,
     block_numbers,
+    claim_path,
     done_blocks,
+    done_path,
     earlier,
 )
 from megaflow_hpc.ledger.rules import Rules
@@ -68,6 +70,18 @@ def drained(make: Make = Rules) -> Model:
     return Model(programs, {0: 2}, units=1, fixed=(GONE, TASKS), prompt=("b.0",))
 
 
+def living(make: Make = Rules) -> Model:
+    """The element's next start takes over from an earlier one that goes on: its node was lost to Slurm alone."""
+    programs = {name: partial(pod, name, make) for name in ("a.0", "a.1")}
+    return Model(programs, {0: 2}, units=1, fixed=(GONE, RELEASED, TASKS), deceived=True)
+
+
+def mistaken(make: Make = Rules) -> Model:
+    """A pod that lives is marked as gone, and another claims as well."""
+    programs = {name: partial(pod, name, make) for name in ("a.0", "b.0")}
+    return Model(programs, {0: 2}, units=0, gone=("a.0",), deceived=True)
+
+
 def read() -> Model:
     """A reader follows while a pod dies and the other takes over."""
     programs = {"a.0": partial(pod, "a.0"), "b.0": partial(pod, "b.0"), "reader": reader}
@@ -84,6 +98,8 @@ SCENES = {
     ),
     "a holder that crashes": (crashed, {"done"}, {0, 1}),
     "a requeued element": (requeued, {"done"}, {0, 1}),
+    "an earlier start that lives on": (living, {"done", "taken over", "fenced"}, {0, 1}),
+    "a mark that a living pod is gone": (mistaken, {"done", "taken over"}, {0, 1}),
     "giving back": (giving, {"done"}, {0, 1}),
     "draining": (drained, {"done", "drained"}, {0, 1}),
     "a reader": (read, {"done", "read"}, {0, 1}),
@@ -180,6 +196,16 @@ class RunsGivenTwice(RunsWhatNobodyKnew, ForgetsWhatWasGiven):
     pass
 
 
+class MarksWithoutClaiming(Rules):
+    """Looks whether the block was taken over, and marks it done: it may be taken over in between."""
+
+    def _end(self, block: int, epoch: int, given: int) -> Steps[bool]:
+        if (yield There(claim_path(block, epoch))):
+            return False
+        yield Touch(done_path(block, epoch, given))
+        return True
+
+
 class CountsBlocksFirst(Rules):
     """Lists the blocks before the marks: one that is given in between is not missed."""
 
@@ -205,6 +231,8 @@ MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
     "a late lease is renewed": (partial(paused, RenewsTooLate), "lost|taken over"),
     "the clock is read after the lease": (partial(paused, ReadsTheClockAfterwards), "lost|taken over"),
     "takeover without a lease's end": (partial(two, TakesOverAtOnce, units=1), "lost|taken over"),
+    "a done mark that excludes no successor of a living start": (partial(living, MarksWithoutClaiming), "finished"),
+    "a done mark that excludes no successor of a mistaken mark": (partial(mistaken, MarksWithoutClaiming), "finished"),
     "given rollouts are taken over": (partial(giving, RunsGivenTwice), "settled"),
     "a block that nobody knows is run": (partial(giving, RunsWhatNobodyKnew, 5, SHORT), "settled"),
     "blocks are listed before marks": (partial(giving, CountsBlocksFirst, blocks=2), "finished|left no mark"),

@@ -55,6 +55,7 @@ def test_a_call_waits_while_the_file_system_is_away_and_says_so_once(
 FULL = """
     import errno, json, os, resource, signal, sys, threading, time
     from megaflow_hpc.rundir.budget import CampaignBudget
+    from megaflow_hpc.trajectories.journal.stored import StoredRollouts
     from megaflow_hpc.ledger import Ledger, PodIdentity
     from megaflow_hpc.pod.master.run_io import RunIo
     from megaflow_hpc.pod.master.run_io_messages import Durable
@@ -71,7 +72,7 @@ FULL = """
     ledger = Ledger(run, PodIdentity("a", "0"))
     ledger.register()
     events = EventWriter(run.event_file("a", "0"))
-    blocks = ClaimedBlocks(run, ledger, events, lambda owner: 0, set)
+    blocks = ClaimedBlocks(run, ledger, events, StoredRollouts(run))
     journal = JournalWriter(run.journal_file("a", "0"))
     io = RunIo(RunIoThread(run, journal, ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})))
     durable = []

@@ -23,8 +23,10 @@ from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.ledgers import rollouts
+from tests.support.waiting import until
 
 
 class Pod:
@@ -34,7 +36,7 @@ class Pod:
         self.ledger = Ledger(run, PodIdentity(name, "0"))
         self.ledger.register()
         events = EventWriter(run.event_file(name, "0"))
-        self.blocks = ClaimedBlocks(run, self.ledger, events, lambda owner: 0, set, ahead)
+        self.blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), ahead)
         journal, budget = JournalWriter(run.journal_file(name, "0")), CampaignBudget(run, {})
         self.thread = RunIoThread(run, journal, self.ledger, self.blocks, events, Endpoints(run, {}), budget)
         self.io = RunIo(self.thread)
@@ -169,9 +171,10 @@ def test_a_pod_that_finds_nothing_to_claim_gets_what_the_other_has_not_started(
     rollouts = [rollout for block in read_blocks(run.dir) for rollout in block.rollouts]
     for file in run.dir.tasks.iterdir():
         file.unlink()
-    write_blocks(run.dir, rollouts, size=100)
     pods = [LocalPod(run.dir, 1, 0) for _ in range(2)]
     try:
+        until(lambda: len(run.ledger.leases()) == 2, "both pods look for work")
+        write_blocks(run.dir, rollouts, size=100)
         for pod in pods:
             assert pod.pod.wait(300) == 0
     finally:

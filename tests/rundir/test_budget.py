@@ -16,38 +16,44 @@ from megaflow_hpc.rundir.layout import RunDir
 from tests.support.campaigns import cli
 
 
-def said(run: RunDir, pod: str, *core_s: float, began: float | None = None) -> Path:
-    file = run.event_file(pod, "0")
-    first = {"t": time.time() if began is None else began, "event": "pod", "state": "started"}
-    lines = [
-        first,
-        *({"t": 0, "event": "progress", "core_s": value} for value in core_s),
-        {"t": 0, "event": "claim", "block": 0, "epoch": 0, "state": "done"},
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"t": 1, "event": "prog')
-    return file
+def lease(core_s: float, began_at: float | None = None) -> dict[str, float]:
+    return {"core_s": core_s, "began_at": time.time() if began_at is None else began_at}
 
 
-def test_core_hours_are_summed_over_pods_from_the_last_that_each_has_said(tmp_path: Path) -> None:
+def test_core_hours_are_summed_over_what_the_leases_of_all_pods_say(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     budget = CampaignBudget(run, {"core_hours": 2.0})
-    assert budget.exceeded() == ""
-    said(run, "a", 10, 3600)
-    said(run, "b", 3000)
-    assert budget.exceeded() == ""
-    said(run, "b", 3000, 3700)
-    assert budget.exceeded() == "2.03 core-hours are used, limits.core_hours is 2"
+    assert budget.exceeded({}) == ""
+    assert budget.exceeded({"a.0": lease(3600), "b.0": lease(3000)}) == ""
+    passed = {"a.0": lease(3600), "b.0": lease(3700)}
+    assert budget.exceeded(passed) == "2.03 core-hours are used, limits.core_hours is 2"
+
+
+def test_pods_of_an_earlier_version_have_said_it_in_their_events(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    lines = [
+        {"t": time.time() - 5400, "event": "pod", "state": "started"},
+        *({"t": 0, "event": "progress", "core_s": value} for value in (3000, 3700)),
+        {"t": 0, "event": "claim", "block": 0, "epoch": 0, "state": "done"},
+    ]
+    written = "".join(json.dumps(line) + "\n" for line in lines) + '{"t": 1, "event": "prog'
+    run.event_file("a", "0").write_text(written)
+    leases = {"a.0": {"counter": 7}, "b.0": lease(3600)}
+    core_hours = CampaignBudget(run, {"core_hours": 2.0}).exceeded(leases)
+    assert core_hours == "2.03 core-hours are used, limits.core_hours is 2"
+    wall = CampaignBudget(run, {"wall": 1.0}).exceeded(leases)
+    assert wall == "the first pod started 1.50 hours ago, limits.wall is 1"
 
 
 def test_the_wall_limit_counts_from_the_first_pod(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     budget = CampaignBudget(run, {"wall": 1.0})
-    said(run, "b")
-    assert budget.exceeded() == ""
-    said(run, "a", began=time.time() - 5400)
-    assert budget.exceeded() == "the first pod started 1.50 hours ago, limits.wall is 1"
+    assert budget.exceeded({"b.0": lease(0)}) == ""
+    passed = {"b.0": lease(0), "a.0": lease(0, time.time() - 5400)}
+    assert budget.exceeded(passed) == "the first pod started 1.50 hours ago, limits.wall is 1"
 
 
 def test_cores_are_those_of_the_whole_allocation() -> None:
@@ -59,15 +65,15 @@ def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(tmp_path: P
     run = RunDir(tmp_path / "run")
     run.create()
     budget = CampaignBudget(run, {"gpu_hours": 1.0})
-    assert budget.exceeded() == ""
+    assert budget.exceeded({}) == ""
     for server, gpus, held_s in (("a.0", 2, 1000.0), ("a.0", 2, 500.0), ("a.2", 0, 9000.0), ("a.1", 1, 700.0)):
         meter = Meter(run, server, gpus)
         meter._began -= held_s
-        assert budget.exceeded() == ""
+        assert budget.exceeded({}) == ""
         meter.tick()
-    assert budget.exceeded() == "1.03 GPU-hours are used, limits.gpu_hours is 1"
+    assert budget.exceeded({}) == "1.03 GPU-hours are used, limits.gpu_hours is 1"
     (run.gpus / "a.0.json").write_text('{"gpu_s"')  # half a file: what was read before still counts
-    assert budget.exceeded() == "1.03 GPU-hours are used, limits.gpu_hours is 1"
+    assert budget.exceeded({}) == "1.03 GPU-hours are used, limits.gpu_hours is 1"
 
 
 def test_gpus_are_those_that_slurm_gave_the_element(tmp_path: Path) -> None:
@@ -79,11 +85,10 @@ def test_gpus_are_those_that_slurm_gave_the_element(tmp_path: Path) -> None:
 def test_a_limit_is_raised_for_pods_that_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    said(run, "a", 7200)
-    running = CampaignBudget(run, {"core_hours": 1.0})
-    assert running.exceeded()
+    running, leases = CampaignBudget(run, {"core_hours": 1.0}), {"a.0": lease(7200)}
+    assert running.exceeded(leases)
     CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": 3.0})
-    assert running.exceeded() == ""
+    assert running.exceeded(leases) == ""
     CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": None, "wall": 5.0})
     assert running.limits() == {"core_hours": None, "gpu_hours": None, "wall": 5.0}
     for wrong in ({"core_hours": 0.0}, {"failures": 3.0}):

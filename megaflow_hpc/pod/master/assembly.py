@@ -32,8 +32,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
-from megaflow_hpc.trajectories.journal.winners import index
-from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.version import __version__
 
 SWITCH_S = 5e-4
@@ -117,7 +116,8 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:
-    config, ledger = planned.config, Ledger(run, who)
+    config = planned.config
+    ledger = Ledger(run, who, pods=config.slurm.pods.total)
     return Pod(
         run=run,
         comm=comm,
@@ -135,8 +135,6 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         },
         tasks=planned.tasks,
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},
-        journal_length=lambda owner: valid_length(run.journal / f"{owner}.journal"),
-        stored=lambda: {e.id for e in index(run, ledger.seals()).winners if e.status != "failed"},
         limits=config.limits,
         samples={name: policy.samples for name, policy in planned.policies.items()},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),

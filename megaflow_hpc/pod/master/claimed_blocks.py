@@ -5,7 +5,7 @@ Used by one thread: the one that touches the run directory (:mod:`~megaflow_hpc.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,6 +15,7 @@ from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.pod.master.lookahead import BlockLookahead
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 
@@ -50,8 +51,7 @@ class ClaimedBlocks:
     """The blocks of one pod, from claim to done mark, release or hand-off.
 
     Args:
-        journal_length: bytes of whole records in the journal of a pod (``<pod>.<start>``), a dead one's or this one's.
-        stored: ids of the rollouts that are stored and did not fail; asked once, when a dead pod's block is taken over.
+        stored: what the journals of earlier holders of a block hold, and how long they are.
         ahead: blocks of few rollouts that are looked into before they are claimed.
     """
 
@@ -60,16 +60,14 @@ class ClaimedBlocks:
         run: RunDir,
         ledger: Ledger,
         events: EventWriter,
-        journal_length: Callable[[str], int],
-        stored: Callable[[], set[str]],
+        stored: StoredRollouts,
         ahead: int = 0,
     ) -> None:
         self._histories = Histories(run)
         self._lookahead = BlockLookahead(run, ledger, ahead)
         self._run, self._ledger, self._events = run, ledger, events
-        self._journal_length, self._stored = journal_length, stored
+        self._stored = stored
         self._held: dict[int, _Held] = {}
-        self._stored_ids: set[str] | None = None
         self._unread: Claim | None = None
         self._hand_offs: list[_HandOff] = []
         """Kept until they are known to be in the ledger."""
@@ -85,15 +83,16 @@ class ClaimedBlocks:
             LedgerError: the block is no block.
             OSError: the run directory does not answer; the next call goes on with the same block.
         """
-        claim = self._unread or self._ledger.claim(self._journal_length)
+        claim = self._unread or self._ledger.claim(self._stored.length)
         if claim is None:
             return None
         self._unread = claim  # until it has been read: an error in between must not lose it
-        size, todo = self._to_run(claim)
+        unknown = claim.epoch > 0 and claim.left is None  # the holder before could not say what is left
+        held = [Holding(*each) for each in self._ledger.earlier(claim)] if unknown else []
+        size, todo = self._to_run(claim, held)
         if claim.epoch or claim.block >= FIRST_HANDED_OFF:
             self._histories.look()
-            if claim.epoch and claim.left is None:
-                self._histories.look_at_events()
+            self._histories.look_at_events({each.owner for each in held})
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
         self._write_event(claim, "claimed", rollouts=len(todo))
@@ -104,15 +103,14 @@ class ClaimedBlocks:
         histories = {rollout: history for rollout, history in found.items() if history is not None}
         return ClaimedBlock(claim, todo, histories, tuple(self._lookahead.tasks))
 
-    def _to_run(self, claim: Claim) -> tuple[int, tuple[Rollout, ...]]:
+    def _to_run(self, claim: Claim, held: Sequence[Holding]) -> tuple[int, tuple[Rollout, ...]]:
         """Returns how many rollouts the claim covers, and those of them that are not stored or handed off."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
             rollouts = tuple(rollout for rollout in rollouts if rollout.id in claim.left)
-        elif claim.epoch:
-            # Asked once: what is stored meanwhile is run again at worst, and counts once all the same.
-            self._stored_ids = stored = self._stored() if self._stored_ids is None else self._stored_ids
+        elif held:
+            stored = self._stored.ids(claim.block, held)
         todo = (rollout for rollout in rollouts if rollout.id not in stored and rollout.id not in claim.without)
         return len(rollouts), tuple(todo)
 
@@ -166,7 +164,7 @@ class ClaimedBlocks:
         self.retry_hand_offs()
         if not self._held:
             return
-        sealed = self._journal_length(self._ledger.identity.name) if self._ledger.identity else 0
+        sealed = self._stored.length(self._ledger.identity.name) if self._ledger.identity else 0
         for held in self._held.values():
             self._ledger.release(held.claim, sealed, held.missing)
             self._write_event(held.claim, "released", rollouts=len(held.missing))

@@ -1,14 +1,15 @@
-"""The engines there are, as rank 0 lists them for its workers: one listing of ``RUN/endpoints`` at a time."""
+"""The engines there are, as rank 0 lists them for its workers, or as another pod has listed them for all."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.endpoints import EndpointFiles, Listing
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -37,6 +38,20 @@ class Endpoints:
         """The sorted names of the endpoint files; a pool's server is named ``<policy>@<server>``."""
         return sorted(self._found)
 
+    @property
+    def generation(self) -> str:
+        """Names what was found: differs where gateways must hear of a change."""
+        return hashlib.sha256(repr(sorted(_essence(self._found).items())).encode()).hexdigest()[:16]
+
+    def publish(self) -> None:
+        """Lets the other pods know what was found. Raises OSError."""
+        self._files.publish_listing(Listing(generation=self.generation, found=self._found))
+
+    def adopt(self) -> bool:
+        """Takes over what another pod has listed; whether gateways must hear of a change."""
+        listing = self._files.listing()
+        return listing is not None and self._take(listing.found)
+
     def refresh(self) -> bool:
         """Lists anew; whether gateways must hear of a change."""
         found: dict[str, Any] = {}
@@ -49,6 +64,9 @@ class Endpoints:
                 server.server, server.policy = f"{membership.policy}@{server.server}", membership.policy
                 server.key = membership.key
                 found[server.server] = msgspec.to_builtins(server)
+        return self._take(found)
+
+    def _take(self, found: dict[str, Any]) -> bool:
         failed = Counter(endpoint["policy"] for endpoint in found.values() if not endpoint.get("url"))
         for endpoint in found.values():
             if failed[endpoint["policy"]] == self._servers.get(endpoint["policy"]):

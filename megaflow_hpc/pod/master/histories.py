@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,9 +81,9 @@ class Histories:
             for rollout, history in told.items():
                 self._known[rollout] = history.later(self._known.get(rollout))
 
-    def look_at_events(self) -> None:
-        """Reads the failed attempts in the events of pods, for the blocks of one that was killed."""
-        for _, events in self._failures.read():
+    def look_at_events(self, pods: Collection[str]) -> None:
+        """Reads the failed attempts in the events of these starts of pods, which were killed."""
+        for _, events in self._failures.read(pods):
             for event in events:
                 if isinstance(event, AttemptEvent):
                     self._hear(event)

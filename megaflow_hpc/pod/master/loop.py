@@ -26,7 +26,6 @@ from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, EndpointsC
 from megaflow_hpc.pod.master.run_io_thread import LOOK_S, RunIoThread
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.master.work_stealing import WorkStealing
-from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
@@ -39,9 +38,11 @@ from megaflow_hpc.rundir.events import (
     EndpointsEvent,
     EngineEvent,
     PodEvent,
-    ProgressEvent,
     WorkerEvent,
 )
+from megaflow_hpc.rundir.marks import PROGRESS
+from megaflow_hpc.texts import printable
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.types import Rollout
 
 TICK_S = 1.0
@@ -105,7 +106,7 @@ class Master:
         self._nothing_free = False
         """The last claim found no block."""
         self._look_s = SOON_S
-        self._slow = False
+        self._slow = self._progressed = False
         self._grace_s = DRAIN_S
         self._started = 0
         self._per_s = 0.0
@@ -141,7 +142,7 @@ class Master:
             if busy:
                 backoff.reset()
             else:
-                backoff.sleep()
+                backoff.sleep(pod.comm.link)
 
     def _ended(self) -> str | None:
         """Returns the word with which the pod ends, ``None`` while it goes on."""
@@ -179,8 +180,8 @@ class Master:
             received = comm.poll()
             if received is None:
                 break
-            any_ = True
             rank, message = received
+            any_ |= message["op"] != "beat"  # with nothing else to do the loop sleeps on
             heard[rank] = time.monotonic()
             getattr(self, f"_on_{message['op']}")(rank, message)
         return any_
@@ -221,6 +222,7 @@ class Master:
                 case Durable(results):
                     busy = True
                     self._results.count(results)
+                    self._mark_progress()
                     if not self.scheduler.running:
                         self._look_s = SOON_S
                 case Claimed(block):
@@ -340,8 +342,7 @@ class Master:
         self._per_s, self._started = self._started / TICK_S, 0
         core_s = round(self._cores * (time.monotonic() - self._began), 1)
         running, queued = self.scheduler.running, self.scheduler.queued
-        stored = self._results.stored
-        pod.events.write(ProgressEvent(running=running, queued=queued, stored=stored, core_s=core_s))
+        self._io.show_progress(running, queued, self._results.stored, core_s)
 
     def _copy_stragglers(self, stragglers: Stragglers) -> None:
         """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""
@@ -353,13 +354,19 @@ class Master:
                 self._start(*copy)
                 self.pod.events.write(CopyEvent(id=rollout, rank=copy[0], attempt=copy[1].attempt))
 
+    def _mark_progress(self) -> None:
+        """Tells the supervisor that this start is not in vain."""
+        if not self._progressed and self.pod.drain_file is not None:
+            self.pod.drain_file.with_name(PROGRESS).touch()
+            self._progressed = True
+
     def _say_slow(self) -> None:
         """Reports a run directory that does not answer, or does again: on stderr, and later in the events."""
         stuck_s = self._io.stuck_s
         if (stuck_s > SLOW_S) != self._slow:
             self._slow = not self._slow
             why = f"no answer for {stuck_s:.0f} s; results wait in memory" if self._slow else "answers again"
-            print(f"pod: {self.pod.run}: {why}", file=sys.stderr, flush=True)
+            print(printable(f"pod: {self.pod.run}: {why}"), file=sys.stderr, flush=True)
             self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
     def _on_endpoints(self, found: EndpointsChanged) -> None:
@@ -398,13 +405,15 @@ class Master:
         pod = self.pod
         nothing_left = self._io.idle and not self._io.held
         pod.comm.push()
-        self._ranks.tell(STOP)
+        self._ranks.stop()
         pod.comm.push()
         if state == "lost":
             pod.events.write(PodEvent(state=state, stored=self._results.stored))
             self._io.finish(LOOK_S)
             return state  # nothing is given back: whoever takes over seals what counts
         self._results.cut_short(preempted=self._grace_s == DRAIN_NOW_S)
+        if any(history.partial for history in self._results.histories.values()):
+            self._mark_progress()
         self._io.finish(STUCK_S, release=True, histories=self._results.histories)
         for report in self._io.collect():
             if isinstance(report, Durable):
@@ -419,6 +428,6 @@ class Master:
 def _io_thread(pod: Pod) -> RunIoThread:
     """Puts together what touches the run directory; it belongs to the thread from now on."""
     ahead = AHEAD_BLOCKS if len({task.get("image") for task in pod.tasks.values()}) > 1 else 0
-    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, pod.journal_length, pod.stored, ahead)
+    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, StoredRollouts(pod.run, pod.ledger.renew), ahead)
     endpoints = Endpoints(pod.run, pod.servers)
     return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, pod.budget())

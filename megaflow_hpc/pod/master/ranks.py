@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import BEAT_S, Comm
-from megaflow_hpc.pod.messages import BEAT
+from megaflow_hpc.pod.messages import BEAT, STOP
 
 LOST_S = 30.0
 JOIN_S = 120.0
@@ -62,6 +62,11 @@ class Ranks:
         """Sends to every rank that is ready."""
         for rank in [*self.ready, *self._engines]:
             self._comm.send(rank, message)
+
+    def stop(self) -> None:
+        """Tells every rank to leave, those too that are not ready yet: they would wait for a heartbeat."""
+        for rank in [*self.all, *self._engines]:
+            self._comm.send(rank, STOP)
 
     def beat(self) -> None:
         """Sends every rank a heartbeat, when that is due."""

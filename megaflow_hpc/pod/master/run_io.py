@@ -24,6 +24,7 @@ from megaflow_hpc.pod.master.run_io_messages import (
     Report,
     RequestWork,
     RunState,
+    ShowProgress,
     Stop,
     Stopped,
     TurnEnded,
@@ -82,6 +83,10 @@ class RunIo:
         """Has the engines looked at; a change comes back as ``EndpointsChanged``."""
         self._requests.put(ListEndpoints())
 
+    def show_progress(self, running: int, queued: int, stored: int, core_s: float) -> None:
+        """Has the lease say how far the pod is, the next time that it is renewed."""
+        self._requests.put(ShowProgress(running, queued, stored, core_s))
+
     def request_work(self, slots: int) -> None:
         """Asks other pods to fill so many slots; 0 withdraws that."""
         self._requests.put(RequestWork(slots))
@@ -113,11 +118,12 @@ class RunIo:
     # --- reports ---
 
     def collect(self) -> Iterator[Report]:
-        """Yields what the thread has reported since the last call.
+        """Yields what the thread has reported since the last call, which is also the loop's sign of life.
 
         Raises:
             BaseException: what ended the thread: the pod cannot go on.
         """
+        self._thread.loop_turned_at = time.monotonic()
         while True:
             try:
                 report = self._reports.get_nowait()

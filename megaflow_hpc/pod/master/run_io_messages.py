@@ -34,6 +34,16 @@ class ListEndpoints:
     """Asks for a look at the engines; :class:`EndpointsChanged` where something changed."""
 
 
+class ShowProgress(NamedTuple):
+    """How far the pod is, for its lease to say."""
+
+    running: int
+    queued: int
+    stored: int
+    core_s: float
+    """Core-seconds that the allocation has cost so far."""
+
+
 @dataclass(frozen=True)
 class RequestWork:
     """Asks other pods to fill free slots; 0 withdraws that."""
@@ -64,7 +74,7 @@ class Stop:
     """What the next pods are told of the rollouts that go back, by id."""
 
 
-Request = PendingResult | ClaimBlock | ListEndpoints | RequestWork | LookForWorkRequests | HandOff | Stop
+Request = PendingResult | ClaimBlock | ListEndpoints | ShowProgress | RequestWork | LookForWorkRequests | HandOff | Stop
 
 # --- reports ---
 

@@ -5,16 +5,18 @@ the workers would miss rank 0's heartbeat and leave. So ledger, journal, claimed
 this thread, and it speaks with the loop by messages alone (:mod:`~megaflow_hpc.pod.master.run_io_messages`; the loop's
 end is :class:`~megaflow_hpc.pod.master.run_io.RunIo`). In a turn it
 
-* renews the lease,
+* renews the lease, as long as the loop turns: one that hangs must not keep others from its work,
 * appends results to the journal, fsyncs it once for all that came meanwhile (group commit), and only then settles and
   reports them,
-* claims blocks, shares work with other pods, lists engines, looks at the budget, and flushes events.
+* claims blocks, shares work with other pods, takes its part in what one pod does for all, lists engines, and flushes
+  events.
 
 What a disk refuses is kept and tried again at the next turn.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -25,6 +27,7 @@ from typing import Protocol
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.master import histories
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
+from megaflow_hpc.pod.master.coordination import Coordination
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.run_io_messages import (
     ClaimBlock,
@@ -41,18 +44,20 @@ from megaflow_hpc.pod.master.run_io_messages import (
     Request,
     RequestWork,
     RunState,
+    ShowProgress,
     Stop,
     Stopped,
     TurnEnded,
     WorkRequested,
 )
-from megaflow_hpc.rundir import budget as budgets
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
+LOOP_HANGS_S = 60.0
+"""A loop that has not turned for so long hangs; its longest turns take seconds."""
 RETRY_S = 1.0
 """Until a run directory that refused is tried again."""
 
@@ -84,11 +89,15 @@ class RunIoThread(threading.Thread):
         self.requests: SimpleQueue[Request] = SimpleQueue()
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self._run, self._journal, self._ledger, self._blocks = run, journal, ledger, blocks
-        self._events, self._endpoints, self._budget = events, endpoints, budget
-        self._budget_read_at = -budgets.LOOK_S
+        self._events, self._endpoints = events, endpoints
+        self._coordination = Coordination(ledger, endpoints, budget)
+        self._began_at = round(time.time(), 3)
+        self._progress = ShowProgress(0, 0, 0, 0.0)
         self._exceeded = ""
         self._state = RunState()
         self._stuck_since: float | None = None
+        self.loop_turned_at = time.monotonic()
+        """The loop writes here that it lives."""
         # What was asked for and is not done yet.
         self._results: deque[PendingResult] = deque()
         self._appended: list[PendingResult] = []
@@ -109,6 +118,8 @@ class RunIoThread(threading.Thread):
                 self.turn(LOOK_S if self._stuck_since is None else 0.0)
                 if self._stuck_since is not None and self._stop_asked is None:
                     time.sleep(RETRY_S)
+                if self._loop_hangs and not self._ledger.may_commit:
+                    self._end_process()
             if self._stop_asked.release:
                 self._release(self._stop_asked)
             self._post(Stopped(finished=self._stop_asked.release and self._ledger.finished))
@@ -133,6 +144,8 @@ class RunIoThread(threading.Thread):
                 self._claim_asked = True
             case ListEndpoints():
                 self._list_asked = True
+            case ShowProgress():
+                self._progress = request
             case RequestWork(slots):
                 self._work_asked = slots
             case LookForWorkRequests():
@@ -155,12 +168,14 @@ class RunIoThread(threading.Thread):
         """
         self._receive(wait_s)
         try:
-            self._ledger.renew()
+            if not self._loop_hangs:
+                self._renew()
             self._commit()
+            self._coordination.tick()
+            self._look_at_limits()
             self._claim()
             self._share()
             self._list_endpoints()
-            self._look_at_budget()
             self._stuck_since = None
         except OSError as error:
             # A full disk or quota: what was asked for waits in memory, and each turn tries again.
@@ -171,6 +186,26 @@ class RunIoThread(threading.Thread):
         self._post_state()
         self.reports.put(TurnEnded(time.monotonic()))
         self._events.flush()
+
+    def _renew(self, ended: str = "") -> None:
+        now = round(time.time(), 3)
+        said = {**self._progress._asdict(), "t": now, "began_at": self._began_at, "ended": ended}
+        self._ledger.show(said, self._coordination.renew_s)
+        self._ledger.renew(force=bool(ended))
+
+    @property
+    def _loop_hangs(self) -> bool:
+        return self._stop_asked is None and time.monotonic() - self.loop_turned_at > LOOP_HANGS_S
+
+    def _end_process(self) -> None:
+        """Ends rank 0, of which nothing counts any more, so that its job starts anew."""
+        why = f"rank 0's loop has not turned for {time.monotonic() - self.loop_turned_at:.0f} s"
+        try:
+            print(f"pod: {why}; leaving", file=sys.stderr, flush=True)
+            self._events.write(PodEvent(state="lost", why=why))
+            self._events.flush()
+        finally:
+            os._exit(1)
 
     def _commit(self) -> None:
         if not self._ledger.may_commit:
@@ -229,16 +264,14 @@ class RunIoThread(threading.Thread):
     def _list_endpoints(self) -> None:
         if self._list_asked:
             self._list_asked = False
-            if self._endpoints.refresh():
+            if self._coordination.list_engines():
                 found = self._endpoints
                 self._post(EndpointsChanged(found.all, found.names, found.unanswered))
 
-    def _look_at_budget(self) -> None:
-        if not self._exceeded and time.monotonic() - self._budget_read_at >= budgets.LOOK_S:
-            self._budget_read_at = time.monotonic()
-            self._exceeded = self._budget.exceeded()
-            if self._exceeded:
-                self._post(LimitExceeded(self._exceeded))
+    def _look_at_limits(self) -> None:
+        if not self._exceeded and (why := self._coordination.report.exceeded):
+            self._exceeded = why
+            self._post(LimitExceeded(why))
 
     # --- the end ---
 
@@ -254,6 +287,8 @@ class RunIoThread(threading.Thread):
         self._blocks.release()
         if self._ledger.finished:
             histories.remove_partials(self._run)
+        self._coordination.leave()
+        self._renew(ended="released")
 
     # --- reports ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,6 @@ class Pod:
     """Task dictionaries by id."""
     servers: dict[str, int]
     """Engine servers that the campaign asks for, by policy; empty where no policy has a model."""
-    journal_length: Callable[[str], int]
-    stored: Callable[[], set[str]]
-    """Ids of the rollouts that were stored and did not fail; asked when a block is taken over."""
     drain_file: Path | None = None
     job_id: str = ""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)

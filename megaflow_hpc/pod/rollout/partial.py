@@ -3,7 +3,8 @@
 ::
 
     RUN/partial/
-      <digest of the rollout's id>.<8 hex>    one partial rollout, by the runner where it ran
+      <job>.<rank>/                           what the runners of one worker rank kept
+        <digest of the rollout's id>.<8 hex>  one partial rollout
       <pod>.<start>.json                      what became of rollouts there (histories.py), by rank 0
 
 A file is a digest of what follows, the length of a msgpack map, the map (trajectory so far, recorder, agent's state,
@@ -16,14 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import struct
+import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import wire
 from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.types import Artifact, Trajectory, Verdict
@@ -39,6 +43,30 @@ TIMES = ("setup_s", "agent_s", "verify_s")
 
 class Damaged(Exception):
     """A file is no partial rollout, or one of another version."""
+
+
+class Room:
+    """Bytes that may still be kept, by threads that write at the same time."""
+
+    def __init__(self, left: float = math.inf) -> None:
+        self._left = left
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Takes bytes before they are written.
+
+        Raises:
+            SandboxError: so many are not left.
+        """
+        with self._lock:
+            if count > self._left:
+                raise SandboxError("what is kept of rollouts takes this rank's part of scheduling.partial_total_gb")
+            self._left -= count
+
+    def give_back(self, count: int) -> None:
+        """Gives back what was taken for a file that did not come about."""
+        with self._lock:
+            self._left += count
 
 
 class CutShort(Exception):
@@ -84,11 +112,11 @@ class Partial:
     layer: Snapshot | None = None
     """The sandbox's files."""
 
-    def write(self, path: Path, limit: int) -> None:
+    def write(self, path: Path, limit: int, room: Room) -> None:
         """Publishes it at ``path``, whole or not at all. ``layer`` must be a directory.
 
         Raises:
-            SandboxError: it takes more than ``limit`` bytes.
+            SandboxError: it takes more than ``limit`` bytes, or than there is room for.
             OSError: it cannot be written.
             TypeError, ValueError, OverflowError: something in it cannot be packed.
         """
@@ -102,9 +130,10 @@ class Partial:
         }
         data = wire.pack(head)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        hashed: _Hashed | None = None
         try:
             with open(temporary, "xb", opener=_private) as file:
-                hashed = _Hashed(file)
+                hashed = _Hashed(file, room)
                 file.write(bytes(_DIGEST))
                 hashed.write(_LENGTH.pack(len(data)))
                 hashed.write(data)
@@ -114,6 +143,10 @@ class Partial:
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(temporary, path)
+        except BaseException:
+            if hashed is not None:
+                room.give_back(hashed.taken)
+            raise
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -168,12 +201,15 @@ def new_name(rollout_id: str) -> str:
 class _Hashed:
     """Writes to a file and knows the digest of what it wrote."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash = file, hashlib.sha256()
+    def __init__(self, file: BinaryIO, room: Room) -> None:
+        self._file, self._room, self._hash = file, room, hashlib.sha256()
         self.digest = self._hash.digest
+        self.taken = 0
 
     def write(self, data: bytes) -> int:
         """Writes ``data``, adds it to the digest, and returns the number of bytes written."""
+        self._room.take(len(data))
+        self.taken += len(data)
         self._hash.update(data)
         return self._file.write(data)
 

@@ -32,6 +32,7 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
 from megaflow_hpc.tasks.steps import prepare, run_steps
+from megaflow_hpc.texts import printable
 from megaflow_hpc.types import (
     Agent,
     AgentResult,
@@ -42,6 +43,7 @@ from megaflow_hpc.types import (
     ResumableAgent,
     Rollout,
     Sandbox,
+    Status,
     Task,
     Trajectory,
 )
@@ -118,11 +120,17 @@ async def run_attempt(
 
 
 def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
-    trajectory.status, trajectory.error_kind, trajectory.error = "cancelled", services.suspension.kind, error
+    _end(trajectory, "cancelled", services.suspension.kind, error)
 
 
 def _fail(trajectory: Trajectory, kind: str, error: str) -> None:
-    trajectory.status, trajectory.error_kind, trajectory.error = "failed", kind, error
+    _end(trajectory, "failed", kind, error)
+
+
+def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
+    """Without a verdict, whatever it had until then: a file in which such a rollout has a reward is not valid."""
+    trajectory.status, trajectory.error_kind, trajectory.error = status, kind, error
+    trajectory.reward, trajectory.rewards = None, {}
 
 
 @contextmanager
@@ -167,8 +175,8 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     finally:
         try:
             await sandbox.stop()
-        except OSError as error:  # what is left is the janitor's; the rollout is as good as it was
-            print(f"{rollout.id}: {error}", file=sys.stderr)
+        except Exception as error:  # what is left is the janitor's; the verdict is as good as it was
+            print(printable(f"{rollout.id}: {error}"), file=sys.stderr)
 
 
 class _AgentRun:
@@ -234,7 +242,7 @@ async def _sandbox(
                 sandbox = await services.provider.start(spec, resumed.layer)
                 return sandbox, resumed
             except SandboxError as error:
-                print(f"{error}; the rollout starts anew", file=sys.stderr)
+                print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
             finally:
                 services.suspension.remove(partial)
         return await services.provider.start(spec), None

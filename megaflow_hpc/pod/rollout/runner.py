@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig, Policy, resolved
+from megaflow_hpc.host.descriptors import raise_limit
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
 from megaflow_hpc.pod.messages import STOP
@@ -97,6 +98,7 @@ class Runner:
 
     async def _run(self, rollout: Rollout, start: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
+        self._services.suspension.owner = f"{start['job_id'] or 0}.{start['rank']}"
         attempts = [Attempt(**attempt) for attempt in start["attempts"]]
         try:
             task = Task.from_dict(start["task"])
@@ -123,6 +125,7 @@ async def _main(descriptor: int) -> None:
     # Slurm signals every process of a step; draining is the master's decision, not ours.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    raise_limit()
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
     connection.set_inheritable(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,10 @@ class Services:
     """Where rollouts that are cut short are kept; ``None``: nowhere."""
 
     def __post_init__(self) -> None:
-        self.suspension = Suspension(self.gateway, self.partials, self.config.scheduling.partial_mb * 10**6)
+        scheduling = self.config.scheduling
+        total = math.inf if scheduling.partial_total_gb is None else scheduling.partial_total_gb * 1e9
+        part = total / gateways(self.config.slurm.pods)
+        self.suspension = Suspension(self.gateway, self.partials, scheduling.partial_mb * 10**6, part)
 
     @classmethod
     async def open(
@@ -48,6 +52,7 @@ class Services:
             policies=[name for name, policy in policies.items() if policy.model],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=replays_of(policies),
+            media_domains={name: policy.model.media_domains for name, policy in policies.items() if policy.model},
         )
         await gateway.start()
         agents = Zygote([policy.agent.name for policy in policies.values()])

@@ -9,7 +9,9 @@ Slurm signalled every process of the step.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,8 +20,9 @@ from pathlib import Path
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.partial import Damaged, Partial, new_name
+from megaflow_hpc.pod.rollout.partial import Damaged, Partial, Room, new_name
 from megaflow_hpc.tasks import checkout
+from megaflow_hpc.texts import printable
 
 
 class Suspension:
@@ -28,11 +31,15 @@ class Suspension:
     Args:
         folder: where partial rollouts are published; ``None``: none are.
         limit: bytes of one.
+        total: bytes of all that this rank keeps, those of its earlier starts included.
     """
 
-    def __init__(self, gateway: ModelGateway, folder: Path | None, limit: int) -> None:
-        self._gateway, self._limit = gateway, limit
-        self.folder = folder if limit else None
+    def __init__(self, gateway: ModelGateway, folder: Path | None, limit: int, total: float = math.inf) -> None:
+        self._gateway, self._limit, self._total = gateway, limit, total
+        self.folder = folder if limit and total else None
+        self.owner = "0"
+        """Name of this rank's own directory there, the same in every start of it."""
+        self._room: Room | None = None
         self.preempted = False
         """Whether Slurm has signalled every process of the step: what ends from now on may have ended of that."""
         self._suspending = self._now = False
@@ -85,25 +92,40 @@ class Suspension:
             return "", "it had not begun"
         if rollout in self._interrupted or sandbox.busy:
             return "", "processes were at work in its sandbox"
-        name = new_name(rollout)
+        name = f"{self.owner}/{new_name(rollout)}"
         try:
+            room = self._kept()
             await asyncio.to_thread(self._check_size, sandbox)
             partial.note = checkout.read_note(sandbox)
             partial.layer = await sandbox.snapshot(Path(sandbox.directory, "kept"))
-            await asyncio.to_thread(partial.write, self.folder / name, self._limit)
+            await asyncio.to_thread(partial.write, self.folder / name, self._limit, room)
         except (SandboxError, OSError, ValueError, TypeError, OverflowError) as error:
             return "", str(error)
         return name, ""
 
+    def _kept(self) -> Room:
+        """Returns the room that this rank has beside what its earlier starts left there.
+
+        Raises:
+            OSError: the directory cannot be made or read.
+        """
+        if self._room is None:
+            assert self.folder is not None, "nothing else was suspended"
+            own = self.folder / self.owner
+            own.mkdir(mode=0o700, exist_ok=True)
+            used = 0
+            for entry in os.scandir(own):
+                with suppress(FileNotFoundError):  # somebody goes on with it
+                    used += entry.stat().st_size
+            self._room = Room(max(0, self._total - used))
+        return self._room
+
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
         """Before a large layer is copied in vain; what cannot be read counts for nothing here."""
-        size = 0
-        for place, _, files in os.walk(os.path.join(sandbox.directory, "layer", "upper")):
-            for name in files:
-                with suppress(OSError):
-                    size += os.lstat(os.path.join(place, name)).st_blocks * 512
-            if size > self._limit:
-                raise SandboxError(f"its files take more than {self._limit} bytes (scheduling.partial_mb)")
+        command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
+        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
+        if said and int(said[0]) > self._limit:
+            raise SandboxError(f"its files take more than {self._limit} bytes (scheduling.partial_mb)")
 
     async def read(self, name: str) -> Partial | None:
         """Reads a partial rollout to go on with; ``None`` where there is none, or it is damaged."""
@@ -112,7 +134,7 @@ class Suspension:
         try:
             return await asyncio.to_thread(Partial.read, self.folder / name)
         except Damaged as error:
-            print(f"{error}; the rollout starts anew", file=sys.stderr)
+            print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
             return None
 
     def remove(self, name: str) -> None:

@@ -10,6 +10,7 @@ from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import AttemptEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.types import Attempt, Rollout
 
 
@@ -23,7 +24,7 @@ def prepared(path: Path) -> RunDir:
 def claimed_blocks(run: RunDir, name: str) -> tuple[EventWriter, ClaimedBlocks]:
     ledger, events = Ledger(run, PodIdentity(name, "0")), EventWriter(run.event_file(name, "0"))
     ledger.register()
-    return events, ClaimedBlocks(run, ledger, events, lambda owner: 0, set)
+    return events, ClaimedBlocks(run, ledger, events, StoredRollouts(run))
 
 
 def say(events: EventWriter, rollout: str, attempt: int, kind: str) -> None:
@@ -63,12 +64,12 @@ def test_what_was_told_counts_beside_what_was_only_heard(tmp_path: Path) -> None
     with run.event_file("a", "0").open("a") as file:
         file.write('{"t": 1, "event": "attempt", "id": "t/p/0", "att')  # killed while it wrote
     known = Histories(run)
-    known.look_at_events()
+    known.look_at_events(["a.0", "b.0"])
     assert (known.take("t/p/0") or History()).causes == ["node"] * 3
     run.partial.mkdir(exist_ok=True)
     told = History([Attempt(0, "cancelled"), Attempt(1, "failed")], ["model"], cuts=1)
     histories.write(run, "c.0", {"t/p/0": told})
     known = Histories(run)
     known.look()
-    known.look_at_events()
+    known.look_at_events(["a.0", "b.0"])
     assert (known.take("t/p/0") or History()).cuts == 1, "how often it was cut short outweighs"

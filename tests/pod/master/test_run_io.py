@@ -16,11 +16,12 @@ from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, Report
-from megaflow_hpc.pod.master.run_io_thread import RunIoThread
+from megaflow_hpc.pod.master.run_io_thread import LOOP_HANGS_S, RunIoThread
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.types import Trajectory
 from tests.support.ledgers import Clock, rollouts
 
@@ -58,7 +59,7 @@ class Pod:
         self.ledger = Ledger(run, PodIdentity("a", "0"), files=self.files)
         self.ledger.register()
         events = EventWriter(run.event_file("a", "0"))
-        blocks = ClaimedBlocks(run, self.ledger, events, lambda owner: 0, set)
+        blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run))
         parts = run, self.journal, self.ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})
         self.thread = RunIoThread(*parts)
         self.io = RunIo(self.thread, self.clock)
@@ -155,6 +156,17 @@ def test_a_commit_that_outlasts_the_fence_does_not_count(pod: Pod) -> None:
     pod.store(0)
     assert durable(pod.turn()) == []
     assert not pod.io.idle
+
+
+def test_the_lease_is_renewed_only_while_the_loop_turns(pod: Pod) -> None:
+    first = pod.ledger.closes_at
+    pod.thread.loop_turned_at -= LOOP_HANGS_S + 1
+    pod.clock.now += TIMES.renew_s
+    pod.thread.turn()
+    assert pod.ledger.closes_at == first, "others may take over what a loop that hangs has claimed"
+    list(pod.io.collect())
+    pod.thread.turn()
+    assert pod.ledger.closes_at == first + TIMES.renew_s
 
 
 def test_at_its_end_the_thread_leaves_word_and_gives_the_block_back(pod: Pod, run: RunDir) -> None:

@@ -111,7 +111,7 @@ def test_a_pod_of_one_process_does_the_same(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
 
     def serve() -> None:
-        player, link = world.Player(1), Link(theirs)
+        player, link = world.Player(1, run), Link(theirs)
         with theirs:
             while True:
                 message = link.receive()

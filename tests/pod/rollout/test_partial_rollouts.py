@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,13 @@ import pytest
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.environments.sandbox.provider import default_scratch
-from megaflow_hpc.pod.rollout.partial import new_name
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.rollout.partial import Partial, new_name
+from megaflow_hpc.pod.rollout.suspension import Suspension
 from megaflow_hpc.types import Rollout
+from tests.support import samples
 from tests.support.campaigns import Make
 from tests.support.scripted import ENGINE, block
 
@@ -95,8 +102,63 @@ def log(run: Run) -> str:
 
 def partial(run: Run, rollout: str) -> Path:
     """The file that is kept of a rollout."""
-    (path,) = run.dir.partial.glob(new_name(rollout).partition(".")[0] + ".*")
+    (path,) = run.dir.partial.rglob(new_name(rollout).partition(".")[0] + ".*")
     return path
+
+
+def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path) -> None:
+    """Eight threads keep 1 MB each where 3.5 MB are left, and the same rank starts again."""
+    (tmp_path / "layer" / "upper").mkdir(parents=True)
+    (tmp_path / "layer" / "upper" / "data").write_bytes(os.urandom(10**6))
+    folder, total = tmp_path / "partial", 3.5e6
+    folder.mkdir()
+
+    def kept() -> int:
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+    def keep(suspension: Suspension, number: int) -> bool:
+        partial = Partial(samples.trajectory(number), 0, [], 1.0, {}, {"recording": {"turns": [1]}})
+        partial.layer = Snapshot(str(tmp_path / "layer"), "image")
+        path = folder / suspension.owner / new_name(str(number))
+        try:
+            partial.write(path, 10**7, suspension._kept())
+        except SandboxError:
+            return False
+        return True
+
+    first = Suspension(ModelGateway(), folder, 10**7, total)
+    first.owner = "7_0.1"
+    first._kept()
+    with ThreadPoolExecutor(8) as threads:
+        done = list(threads.map(lambda number: keep(first, number), range(8)))
+    assert sum(done) <= 3
+    assert kept() <= total
+    while keep(first, 9):
+        done.append(True)
+    assert sum(done) == 3, "what was written in vain was given back"
+    again = Suspension(ModelGateway(), folder, 10**7, total)
+    again.owner = first.owner
+    assert not keep(again, 10)
+    next((folder / "7_0.1").iterdir()).unlink()  # somebody went on with it
+    later = Suspension(ModelGateway(), folder, 10**7, total)
+    later.owner = first.owner
+    assert keep(later, 11)
+    assert not keep(later, 12)
+    assert kept() <= total
+
+
+@pytest.mark.slow
+def test_rollouts_without_room_start_anew_and_say_so(start: Callable[[str, int], tuple[Run, str]]) -> None:
+    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}scheduling: {{partial_total_gb: 0.000001}}\n", 1)
+    drain(run, mark, 2)
+    assert not [path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]
+    again = Run(run.path)
+    assert again.resume(launcher="local")
+    again.wait(timeout_s=120)
+    with open_trajectories(run.path) as store:
+        found = [row.trajectory() for row in store]
+    assert [(t.status, t.reward) for t in found] == [("completed", 1.0)] * 2
+    assert all("rank's part of scheduling.partial_total_gb" in t.attempts[0].error for t in found)
 
 
 @pytest.mark.slow

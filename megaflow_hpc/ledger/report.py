@@ -1,0 +1,53 @@
+"""``RUN/ledger/coordinator.json``: the lease of the pod that looks at everything for all, and what it has found out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from megaflow_hpc.ledger.leader_lease import LeaderLease
+from megaflow_hpc.ledger.rules import Survey
+
+FEW = 8
+"""Up to so many pods each look at the ledger for themselves."""
+
+
+class Progress(NamedTuple):
+    """How far a pod is, as its lease says."""
+
+    t: float
+    """Seconds UTC of the pod's clock."""
+    running: int
+    queued: int
+    stored: int
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What the coordinator reports."""
+
+    pods: int = 0
+    """Pods whose lease is renewed."""
+    survey: Survey | None = None
+    generation: str = ""
+    """Of the engines, as they are in the listing."""
+    exceeded: str = ""
+    """The limit of the campaign that is exceeded."""
+    progress: dict[str, Progress] = msgspec.field(default_factory=dict)
+    """By ``<pod>.<start>``, of all that have not ended."""
+
+
+def reported(lease: LeaderLease) -> Report:
+    """Returns what the leader reported at the last look; an empty report where it is of another version."""
+    try:
+        return msgspec.convert(lease.report, Report)
+    except msgspec.ValidationError:
+        return Report()
+
+
+def progress_of(lease: dict[str, object]) -> Progress | None:
+    """Returns what a pod's lease says of its progress; ``None`` of one that says nothing."""
+    try:
+        return msgspec.convert([lease[name] for name in Progress._fields], Progress)
+    except (KeyError, msgspec.ValidationError):
+        return None

@@ -1,0 +1,60 @@
+"""The rules of the pod that looks at everything for all: one look at blocks, requests and every pod's lease. Pure."""
+
+from __future__ import annotations
+
+from megaflow_hpc.ledger.calls import Names, Steps, Touch
+from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
+from megaflow_hpc.ledger.names import (
+    CLAIMS,
+    DONE,
+    GONE,
+    LEASES,
+    RELEASED,
+    TASKS,
+    all_done,
+    block_numbers,
+    done_blocks,
+    latest,
+    pairs,
+)
+from megaflow_hpc.ledger.rules import NotYet, Rules, Survey
+
+
+class SurveyingRules(Rules):
+    """The rules of any pod, and those of one that surveys."""
+
+    def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
+        super().__init__(identity, times, pods)
+        self.live: set[str] = set()
+        """After :meth:`survey`: every ``<pod>.<start>`` that has neither ended nor is gone."""
+
+    def survey(self) -> Steps[Survey]:
+        """Looks at everything: which blocks may be claimed, who asks for work, whose lease has run out.
+
+        Marks whose lease has run out as gone, so that the others need not read it. Other operations may run between
+        the steps of this one.
+        """
+        gone = set((yield Names(GONE)))
+        for name in sorted((yield Names(LEASES))):
+            if name not in gone and not self.leases.get(name, {}).get("ended") and (yield from self._expired(name)):
+                gone.add(name)
+                yield Touch(f"{GONE}/{name}")
+        self.live = {name for name, lease in self.leases.items() if name not in gone and not lease.get("ended")}
+        done = done_blocks((yield Names(DONE)))
+        blocks = block_numbers((yield Names(TASKS)))
+        open_blocks = [block for block in blocks if block not in done]
+        claimed = latest((yield Names(CLAIMS)))
+        released = pairs((yield Names(RELEASED)))
+        claimable = 0
+        for block in open_blocks:
+            epoch = claimed.get(block)
+            if epoch is None or (block, epoch) in released:
+                claimable += 1
+                continue
+            try:
+                owner, given = yield from self._owner(block, epoch)
+            except NotYet:
+                owner, given = "", 0
+            claimable += given is not None or owner in gone
+        requests = yield from self.work_requests(everybodys=True)
+        return Survey(0 if all_done(done, blocks) else max(1, len(open_blocks)), claimable, requests)

@@ -1,0 +1,58 @@
+"""What status reads, and how fast it says a campaign is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.ledger import Ledger, PodIdentity
+from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, write_run
+from tests.support.operations import counted
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_run(run, RunRecord(campaign={"name": "x"}, total=10_000))
+    return run
+
+
+def ended(run: RunDir, pod: str, number: int, age_s: float) -> None:
+    said = {"t": time.time() - age_s, "event": "rollout", "id": f"{pod}/p/{number}", "status": "completed"}
+    with open(run.event_file(pod, "0"), "a") as file:
+        file.write(json.dumps({**said, "kind": "", "error": ""}) + "\n")
+
+
+def test_the_rate_is_that_of_all_pods_at_the_first_look_too(run: RunDir) -> None:
+    for pod in range(12):
+        for number in range(20):
+            ended(run, f"7_{pod}", number, 200 - 10 * number)
+    ended(run, "7_11", 21, 3000)  # long ago, and read last
+    status = Monitor(run).status()
+    assert status["rate_per_s"] == pytest.approx(240 / 200, rel=0.02)
+
+
+def test_following_many_pods_opens_few_files(run: RunDir) -> None:
+    pods = 60
+    for pod in range(pods):
+        ended(run, f"7_{pod}", 0, 5)
+        Ledger(run, PodIdentity(f"7_{pod}", "0")).register()
+    progress = {f"7_{pod}.0": [time.time(), 2, 1, 1] for pod in range(pods)}
+    assert LeaderLease(run, COORDINATOR, "7_0.0").hold({"pods": pods, "progress": progress})
+    monitor = Monitor(run)
+    assert monitor.status()["rollouts"]["completed"] == pods
+    for pod in range(pods):
+        ended(run, f"7_{pod}", 1, 0)
+    with counted(run.path) as operations:
+        status = monitor.status()
+    assert status["rollouts"]["completed"] == 2 * pods
+    assert operations["opens"] <= 2
+    assert sum(operations.values()) <= 20

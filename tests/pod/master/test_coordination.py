@@ -1,0 +1,172 @@
+"""One pod looks at the ledger, the leases and the engines for all, and whoever is left does so when it is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
+from megaflow_hpc.ledger.leader_lease import STALE_S
+from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.ledger.rules import Survey
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.pod.master.coordination import SELDOM_S, SOON_S, Coordination
+from megaflow_hpc.pod.master.endpoints import Endpoints
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
+from megaflow_hpc.rundir.events import EventWriter, PodEvent
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, write_run
+from tests.support.ledgers import Clock, rollouts
+from tests.support.operations import counted
+
+
+class Pod:
+    """A pod's ledger and its part in the coordination, which knows no few pods."""
+
+    def __init__(self, run: RunDir, name: str, clock: Clock, few: int = 0, **limits: float) -> None:
+        self.clock = clock
+        self.ledger = Ledger(run, PodIdentity(name, "0"), clock)
+        self.endpoints = Endpoints(run, {"default": 1})
+        self.coordination = Coordination(self.ledger, self.endpoints, CampaignBudget(run, limits), clock, few)
+        self.said = {"running": 1, "queued": 2, "stored": 3, "core_s": 3600.0, "began_at": 0.0}
+        self.ledger.register()
+        self.turn()
+
+    def turn(self) -> None:
+        self.ledger.show({**self.said, "t": self.clock.now}, self.coordination.renew_s)
+        self.ledger.renew()
+        self.coordination.tick()
+
+    def claim(self) -> Claim | None:
+        return self.ledger.claim(lambda owner: 0)
+
+
+def go_by(clock: Clock, seconds: float, *pods: Pod) -> None:
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += 1
+        for pod in pods:
+            pod.turn()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, rollouts(3), size=1)
+    return run
+
+
+def test_who_is_not_the_coordinator_reads_one_file_and_learns_what_there_is_to_claim(run: RunDir) -> None:
+    clock = Clock()
+    first, second, third = (Pod(run, name, clock) for name in "abc")
+    for pod in (first, second, third):
+        assert pod.claim() is not None
+    go_by(clock, 2 * SELDOM_S, first, second, third)
+    assert [pod.coordination.leads for pod in (first, second, third)] == [True, False, False]
+    assert second.coordination.report.survey == Survey(open=3, claimable=0)
+    assert second.claim() is None  # what it had seen as free is not
+    clock.now += SOON_S
+    with counted(run.path) as operations:
+        second.coordination.tick()
+        assert second.claim() is None
+        assert second.ledger.work_requests() == {}
+    assert operations == {"opens": 1}
+    assert second.ledger.others
+    assert not second.ledger.unsettled
+    third.ledger.request_work(5)
+    first.ledger.release(Claim(0, 0), 0, [])
+    go_by(clock, 2 * SOON_S, first, second, third)
+    assert second.ledger.work_requests() == {"c.0.1": 5}
+    assert second.claim() == Claim(0, 1)
+
+
+def test_the_coordinator_marks_whose_lease_has_run_out_and_the_others_take_over(run: RunDir) -> None:
+    clock = Clock()
+    first, second, third = (Pod(run, name, clock) for name in "abc")
+    for pod in (first, second, third):
+        assert pod.claim() is not None
+    go_by(clock, TIMES.lease_s + 3 * SELDOM_S, first, second)  # the third is no more
+    assert Ledger(run).gone() == {"c.0"}
+    assert second.claim() == Claim(2, 1)
+
+
+def test_another_pod_leads_when_the_coordinator_is_gone_or_leaves(run: RunDir) -> None:
+    clock = Clock()
+    first, second, third = (Pod(run, name, clock) for name in "abc")
+    go_by(clock, SELDOM_S, first, second, third)
+    go_by(clock, STALE_S + TIMES.lease_s, second, third)
+    assert second.coordination.leads
+    second.coordination.leave()
+    go_by(clock, 2 * SELDOM_S, third)
+    assert third.coordination.leads
+    assert third.claim() is not None
+
+
+def test_what_all_have_used_is_summed_up_once_and_all_hear_of_it(run: RunDir) -> None:
+    clock = Clock()
+    pods = [Pod(run, name, clock, core_hours=2.5) for name in "abc"]
+    go_by(clock, 2 * SELDOM_S, *pods)
+    assert {pod.coordination.report.exceeded for pod in pods} == {"3.00 core-hours are used, limits.core_hours is 2.5"}
+
+
+def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(run: RunDir) -> None:
+    clock = Clock()
+    files = EndpointFiles(run)
+    engine = Endpoint(server="default.0", policy="default", url="https://n0:1", key="secret")
+    files.publish(engine)
+    first, second = Pod(run, "a", clock), Pod(run, "b", clock)
+    go_by(clock, 2 * SELDOM_S, first, second)
+
+    def listed() -> list[bool]:
+        changed = [first.coordination.list_engines()]
+        go_by(clock, 3 * SOON_S, first, second)
+        return [*changed, second.coordination.list_engines()]
+
+    assert listed() == [True, True]
+    assert second.endpoints.all == first.endpoints.all
+    assert second.endpoints.all[0]["key"] == "secret"
+    assert (run.endpoints / ".listing").stat().st_mode & 0o777 == 0o600
+    engine.heartbeat += 1
+    files.publish(engine)
+    assert listed() == [False, False]
+    engine.weight_version = 7
+    files.publish(engine)
+    assert listed() == [True, True]
+    assert second.endpoints.all[0]["weight_version"] == 7
+
+
+def test_few_pods_each_look_for_themselves(run: RunDir) -> None:
+    clock = Clock()
+    first, second = (Pod(run, name, clock, few=2) for name in "ab")
+    go_by(clock, 2 * SELDOM_S, first, second)
+    for pod in (first, second, first):
+        assert pod.claim() is not None
+    second.ledger.release(Claim(1, 0), 0, [])
+    assert first.claim() == Claim(1, 1)  # at once: nobody has to report it
+
+
+def test_status_says_how_far_pods_are_by_their_leases_or_by_the_report(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    write_run(run, RunRecord(campaign={"name": "x"}, total=3))
+    for name in "ab":
+        writer = EventWriter(run.event_file(name, "0"))
+        writer.write(PodEvent(state="started"))
+        writer.close()
+    clock.now = 4e9  # later than the events
+    pods = [Pod(run, name, clock) for name in "ab"]
+    go_by(clock, 2 * SELDOM_S, *pods)
+    monitor = Monitor(run)
+    assert monitor.status()["rollouts"]["running"] == 2
+    pods[0].said["running"] = 4
+    go_by(clock, 2 * SELDOM_S, *pods)
+    monkeypatch.setattr("megaflow_hpc.monitor.status.FEW", 1)
+    with counted(run.path) as operations:
+        assert monitor.status()["rollouts"]["running"] == 5
+    assert operations["opens"] <= 2
+    assert [pod["stored"] for pod in monitor.status()["pods"]] == [3, 3]

@@ -1,0 +1,107 @@
+"""Ranks that die or freeze inside a message, under real MPI over each way that messages take; a loop that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.host.mpi import find_mpiexec
+from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.winners import index
+from megaflow_hpc.types import Rollout
+from tests.support import processes
+from tests.support.dying_ranks import SHELL
+from tests.support.waiting import until
+from tests.support.world import HASTY
+
+SIZES = [1000, 16_000, 100_000, 1_000_000, 4_000_000]
+"""Bytes: from what leaves at once to what waits for the receiver."""
+WAYS = {
+    "copied by the kernel": {"MPIR_CVAR_CH4_CMA_ENABLE": "1"},
+    "shared memory": {"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
+    "network": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"},
+}
+
+
+def start(ranks: int, module: str, place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program of so many ranks, of which any may die; at its end all are gone."""
+    command = [find_mpiexec(), "-n", str(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
+    try:
+        return subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+        )
+    finally:
+        for file in place.rglob("*.pid"):
+            processes.kill(int(file.read_text()))
+
+
+def prepare(tmp_path: Path, tasks: list[str], **said: Any) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, [Rollout(task, "p", 0, "a") for task in tasks], pods=1)
+    (run.path / "world.json").write_text(json.dumps(said))
+    return run
+
+
+def events(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in run.events.iterdir() for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_gone_inside_a_large_message_holds_up_nobody_else(tmp_path: Path, way: str, how: str) -> None:
+    done = start(len(SIZES) + 2, "tests.support.dying_ranks", tmp_path, how, *map(str, SIZES), **WAYS[way])
+    assert (tmp_path / "report.json").exists(), done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    came = {int(rank): what for rank, what in report["came"].items()}
+    assert came.pop(report["last"]) == SIZES, "in the order in which they were sent"
+    for rank, what in came.items():
+        assert what in ([], ["left"], [SIZES[rank - 1]], [SIZES[rank - 1], "left"]), f"rank {rank}: whole or not at all"
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_campaign_goes_on_without_a_worker_that_is_gone_inside_its_result(tmp_path: Path, way: str, how: str) -> None:
+    tasks = [f"{how}_2000000", *(f"ok_{n}" for n in range(50))]
+    run = prepare(tmp_path, tasks, lost_s=8.0)
+    done = start(3, "tests.support.world", run.path, **WAYS[way])
+    if way == "network" and not (run.report / "state").exists():  # a library for networks may end rank 0, too
+        (run.path / "world.json").write_text(json.dumps({"start": "1"}))
+        (run.path / "over").unlink()
+        done = start(3, "tests.support.world", run.path, **WAYS[way])
+    if way != "network":  # over which the message may have left before
+        lost = [entry for entry in events(run) if entry["event"] == "worker" and entry["state"] == "lost"]
+        assert [entry["rank"] for entry in lost] == [1]
+    assert (run.report / "state").exists(), done.stderr
+    assert (run.report / "state").read_text() == "done"
+    counted = Counter(entry.id for entry in index(run, Ledger(run).seals()).winners)
+    assert counted == Counter(f"{task}/p/0" for task in tasks)
+
+
+def test_a_pod_whose_loop_hangs_lets_others_take_over_and_ends(tmp_path: Path) -> None:
+    run = prepare(tmp_path, ["hangs_0"], hangs=True)
+    start(3, "tests.support.world", run.path)
+    assert not (run.report / "state").exists()
+    last = [entry for entry in events(run) if entry["event"] == "pod"][-1]
+    assert last["state"] == "lost"
+    assert "loop has not turned" in last["why"]
+    heir = Ledger(run, PodIdentity("heir", "0"), times=HASTY)
+    heir.register()
+    claims: list[Any] = []
+
+    def takes_over() -> bool:
+        heir.renew()
+        claims.append(heir.claim(lambda owner: 0))
+        return claims[-1] is not None
+
+    until(takes_over, "the block is taken over", 60)
+    assert (claims[-1].block, claims[-1].epoch) == (0, 1)

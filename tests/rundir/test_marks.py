@@ -1,0 +1,39 @@
+"""Pods of which no start came as far as to its lease, as their batch shells left word of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks, Unstarted
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("loading\n0: pod: MPI sees 1 ranks\nsrun: error: task 0: exit code 1\n", "0: pod: MPI sees 1 ranks"),
+        ("srun: error: Unable to create step\nlater\n", "srun: error: Unable to create step"),
+        (
+            "0: Fatal Python error: init\n0: ModuleNotFoundError: No module\nsrun: error: task 0: Exited with 1\n",
+            "0: ModuleNotFoundError: No module",
+        ),
+        ("bash: /no/python: No such file\nbye \n\n", "bye"),
+        ("", "nothing was written"),
+    ],
+)
+def test_the_line_that_says_most_is_the_cause(tmp_path: Path, said: str, cause: str) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    marks, folder = Marks(run), run.ledger / "unstarted"
+    assert marks.unstarted() == []
+    folder.mkdir()
+    (folder / "7_0").write_text(f"cpu1 137 /a log/pod.log\n{said}")
+    (folder / ".7_1").write_text("half")
+    assert marks.unstarted() == [Unstarted("7_0", "cpu1", 137, "/a log/pod.log", cause)]
+    (run.ledger / "leases").mkdir()
+    (run.ledger / "leases" / "7_0.1").touch()  # a later start came further
+    assert marks.unstarted() == []
+    marks.forget_unstarted()
+    assert not list(folder.glob("7_*"))
