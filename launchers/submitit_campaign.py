@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import submitit
+
+from megaflow_hpc.slurm.submission import inherited
 
 
 def campaign(file: str, launcher: str = "slurm") -> dict[str, Any]:
@@ -32,6 +35,8 @@ def main() -> None:
     parser.add_argument("--folder", help="submitit's files; default: beside the campaign")
     arguments = parser.parse_args()
     file = Path(arguments.campaign).absolute()
+    for name in inherited(os.environ):  # of a job around this one; sbatch would prefer them to what is said below
+        del os.environ[name]
     executor = submitit.AutoExecutor(folder=arguments.folder or file.parent / "submitit", cluster="slurm")
     executor.update_parameters(
         timeout_min=60, cpus_per_task=1, mem_gb=0.5, slurm_partition=arguments.partition, slurm_job_name="campaign"

@@ -23,7 +23,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, ServerGroup
 from megaflow_hpc.slurm import accounting, limits, resources, script, site
 from megaflow_hpc.slurm.accounting import JobState
-from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, server_jobs
+from megaflow_hpc.slurm.arrays import Arrays, cpus_per_gpu, pod_jobs, pod_jobs_elsewhere, server_jobs
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 ASK_SLURM_S = 30.0
@@ -376,7 +376,8 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def _together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
-    return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)])
+    cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
+    return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus)
 
 
 def _options(config: CampaignConfig) -> dict[str, Any]:

@@ -84,11 +84,12 @@ def make(
     Raises:
         ConfigError: names file, line, value and remedy.
     """
+    from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import ImageMapping, Images
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.probe import require
-    from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
+    from megaflow_hpc.environments.sandbox.provider import default_scratch
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.images import image_requests, in_image_directories
     from megaflow_hpc.tasks.loading import load_tasks
@@ -99,7 +100,8 @@ def make(
         config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return Plan(config, pools, [], [], {}, list_servers(pools), source)
     environment = config.environment
-    images = Images(ImageStore(), Registries.configured(environment.mirrors, environment.air_gapped or None))
+    registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
+    images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
     try:
         tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base, images.dockerfiles)
     except ConfigError as error:
@@ -119,7 +121,7 @@ def make(
         raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
     used = {rollout.task_id for rollout in rollouts}
     tasks = [task for task in tasks if task.id in used]
-    require((environment.network_of(task) for task in tasks), private_directory(default_scratch()))
+    require((environment.network_of(task) for task in tasks), default_scratch())
     mapping = ImageMapping(environment.images, base, where("environment.images"))
     files = images.resolve_all(image_requests(tasks), mapping, build=build)
     tasks = in_image_directories(tasks, files, images, mapping)
@@ -311,7 +313,8 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
 
 def environment_script(config: CampaignConfig, mpi: str) -> str:
     """``env.sh``: the same environment in every job, however it was submitted."""
-    lines = ["# Sourced by every job of this run.", *config.slurm.setup]
+    # Servers and workers hold keys in memory; who debugs one raises the soft limit in `setup`.
+    lines = ["# Sourced by every job of this run.", "ulimit -S -c 0", *config.slurm.setup]
     for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
         if name in os.environ:
             lines.append(f"export {name}={shlex.quote(os.environ[name])}")
@@ -320,7 +323,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
     lines += [
         f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}",
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
-        f"export MEGAFLOW_REQUEUES={config.slurm.requeues}",
+        f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
         "export PYTHONUNBUFFERED=1",
     ]
     if config.share == "group":

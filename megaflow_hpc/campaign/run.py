@@ -279,13 +279,14 @@ class Run:
         chosen = resolve_launcher(launcher)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
-        if (passed := budget.exceeded()) and not self.ledger.finished:
+        if (passed := budget.exceeded(self.ledger.leases())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
         self._mark_gone()
         self._marks.uncancel()
+        self._marks.forget_unstarted()
         if failed or only:
             self._repeat(only)
         if self.ledger.finished:

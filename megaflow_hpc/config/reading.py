@@ -26,6 +26,8 @@ class _Loader(yaml.SafeLoader):
         """
         seen: set[Any] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
             seen.add(key.value)
@@ -56,10 +58,19 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); correct the path") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error.reason} at byte {error.start})") from None
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # a character that YAML has not
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
     try:
         node = loader.get_single_node()
+        if node is not None:
+            _require_small(node)
         value = None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise ConfigError(f"{path}:{loader.line + 1}: not valid YAML: nested too deeply") from None
+    except (ValueError, TypeError, ArithmeticError) as error:  # a date that is none, a number of 5000 digits
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -68,6 +79,36 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     finally:
         loader.dispose()
     return value, node
+
+
+MOST = 100_000
+"""Values that a file may hold, each counted as often as an alias repeats it."""
+
+
+def _require_small(root: yaml.Node) -> None:
+    """Makes sure that aliases, which cost nothing to write, do not repeat values without end.
+
+    Raises:
+        ConstructorError: they do.
+    """
+    sizes: dict[int, int] = {}
+    stack = [(root, False)]
+    while stack:
+        node, children_done = stack.pop()
+        children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        children = children if isinstance(node, yaml.CollectionNode) else []
+        if not children_done:
+            if id(node) not in sizes:
+                sizes[id(node)] = 0  # under way: met again, it holds itself
+                stack.append((node, True))
+                stack += [(child, False) for child in children]
+            continue
+        if any(not sizes[id(child)] for child in children):
+            raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
+        sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
+        if sizes[id(node)] > MOST:
+            problem = f"aliases repeat values until there are more than {MOST}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:

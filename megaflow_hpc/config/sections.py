@@ -126,6 +126,8 @@ class ModelConfig(Section):
     """How published weights are loaded."""
     args: dict[str, Any] = {}
     """Command-line options of the engine, without the dashes."""
+    media_domains: tuple[str, ...] = ()
+    """Hosts from which engines may fetch images that agents name by URL. Default: none; agents send images as data."""
     python: str | None = None
     """Interpreter or virtual environment of the engine. Default: ``MEGAFLOW_ENGINE_VENV``; python3 in images."""
     image: str | None = None
@@ -155,6 +157,14 @@ class ModelConfig(Section):
     @classmethod
     def _bare_agent(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("media_domains")
+    @classmethod
+    def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not re.fullmatch(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", host):
+                raise ValueError(f"{host!r} is not the name of a host, such as images.site.edu")
+        return tuple(host.lower() for host in value)
 
     @model_validator(mode="after")
     def _complete(self) -> ModelConfig:
@@ -212,11 +222,22 @@ class EnvironmentConfig(Section):
     air_gapped: bool = False
     """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
     false."""
+    build_network: Literal["none", "host"] | None = None
+    """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
+    the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of one sandbox where its task states none."""
+    nested: bool = False
+    """Whether commands may make user namespaces of their own (bubblewrap, containers); limits do not see all of what
+    runs there. Default: false."""
     verification: Literal["shared", "fresh"] = "shared"
     """``shared``: tests run in the agent's sandbox; ``fresh``: in a new one, with the agent's work directory copied
     into it."""
+
+    @property
+    def network_of_builds(self) -> Literal["none", "host"]:
+        """What the steps of Dockerfiles get."""
+        return self.build_network or ("host" if self.network == "host" else "none")
 
     def network_of(self, task: Task) -> Network:
         """The narrower of what the campaign gives and the task allows."""
@@ -311,8 +332,30 @@ class ServersConfig(Section):
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
+    cpus_per_gpu: int | None = Field(None, ge=1)
+    """CPUs of each server for each of its GPUs; for all of it where it has none. Default: the partition's CPUs by its
+    GPUs, 8 at most, unless the site gives some by itself (DefCpuPerGPU)."""
+    mem_gb: float | None = Field(None, gt=0)
+    """Memory of each server on each of its nodes in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
+    extra: dict[str, Any] = {}
+    """Further sbatch options by name."""
+
+    _time = field_validator("time", mode="before")(_walltime)
+
+
+class GatherConfig(Section):
+    """The job that writes trajectories.h5 when the pods have ended."""
+
+    partition: str | None = None
+    """Partition. Default: ``pods.partition``."""
+    time: str | int | None = 60
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: 60."""
+    cpus: int | None = Field(None, ge=1)
+    """CPUs, by which it compresses. Default: those of a pod on one node, 8 at most."""
+    mem_gb: float | None = Field(None, gt=0)
+    """Memory in GB (10^9 bytes). Default: the partition's."""
     extra: dict[str, Any] = {}
     """Further sbatch options by name."""
 
@@ -337,10 +380,13 @@ class SlurmConfig(Section):
     """The pod array."""
     servers: ServersConfig = ServersConfig()
     """The engine array."""
+    gather: GatherConfig = GatherConfig()
+    """The job that gathers."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:
-        extras = [self.extra, self.pods.extra, self.servers.extra, *(pool.extra for pool in self.pods.pools)]
+        extras = [self.extra, self.pods.extra, self.servers.extra, self.gather.extra]
+        extras += [pool.extra for pool in self.pods.pools]
         for name in sorted({name for extra in extras for name in extra}):
             if name.strip("-") in ("M", "cluster", "clusters"):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
@@ -383,6 +429,9 @@ class SchedulingConfig(Section):
     partial_mb: int = Field(256, ge=0)
     """Maximum size in MB of an interrupted rollout that is kept, so that it resumes elsewhere. 0: it starts anew.
     Default: 256."""
+    partial_total_gb: float | None = Field(200, ge=0)
+    """Maximum size in GB (10^9 bytes) of all interrupted rollouts that are kept, shared out over the worker ranks.
+    null: no limit. Default: 200."""
     copies: bool = False
     """Whether to start stragglers a second time when no other rollout is left; the first result counts, which favours
     short rollouts. Default: false."""

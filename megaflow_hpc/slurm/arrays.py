@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
-from megaflow_hpc.slurm.limits import Allowance, chunks
-from megaflow_hpc.slurm.resources import Amounts, asked, at_once
-from megaflow_hpc.slurm.script import Job, pod_job, server_job
+from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
+from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
+from megaflow_hpc.slurm.script import Job, option_name, pod_job, server_job
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob
@@ -39,10 +40,29 @@ def server_jobs(
 ) -> Iterator[Job]:
     """Yields the engine arrays, each of a part of one group."""
     for group in groups:
-        first = group.first
+        first, largest, cpus = group.first, allowed.array_size - 1, cpus_per_gpu(config, run, group)
         for size in chunks(group.count, allowed.array_size):
-            yield server_job(config, run, size, group.gpus, first, allowed.array_size - 1, group.held, group.nodes)
+            yield server_job(config, run, size, group.gpus, first, largest, group.held, group.nodes, cpus)
             first += size
+
+
+_OF_CPUS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
+"""sbatch options by which a campaign itself says how many CPUs its servers get."""
+
+
+def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
+    """Returns the CPUs for each GPU that servers get unasked; ``None``: Slurm's default."""
+    servers = config.slurm.servers
+    said = {option_name(name) for name in {**config.slurm.extra, **servers.extra}}
+    if servers.cpus_per_gpu or not group.gpus or said & _OF_CPUS or not site.has_slurm():
+        return None
+    try:
+        cpus = site.engine_cpus(servers.partition)
+    except SiteError:
+        return None
+    wanted = server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=cpus).options
+    refused = impossible(resource_caps({option_name(name): value for name, value in wanted.items()}), asked(wanted))
+    return None if refused else cpus
 
 
 def pod_jobs(

@@ -11,6 +11,9 @@ MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(un
 export MEGAFLOW_POD_DIR
 export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}@CLUSTER@"
 element=${MEGAFLOW_POD%@*} # what the Slurm of this very cluster calls it
+# Slurm sets the count in a start that is not the first; else it is that of a job from inside which this one was queued.
+[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(scontrol -o show job "$element" 2>/dev/null | grep -o ' Restarts=[0-9]*')
+[ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 export MEGAFLOW_START="${SLURM_RESTART_COUNT:-0}"
 trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW_POD_DIR"' EXIT
 
@@ -18,8 +21,9 @@ trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW
 MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$element" -o %e 2>/dev/null | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
-# USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue.
-ours=yes
+# USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue. A job that runs this
+# script among other things is its user's, who decides as well.
+case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) ours=yes ;; *) ours=no ;; esac
 trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2
 trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
 
@@ -29,8 +33,13 @@ if [ -n "${MEGAFLOW_ELASTIC:-}" ] && [ "$element" = "$MEGAFLOW_POD" ]; then # no
     elastic=$!
 fi
 
-# One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task.
-srun --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
+# What a job or step around the one that queued this left behind would decide about memory and binding of the step.
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
+unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
+
+# One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task. --export: whatever the
+# job was queued with, the ranks need what stands above.
+srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
 step=$!
 while :; do
@@ -42,11 +51,27 @@ done
 state=$(cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost)
 echo "pod $MEGAFLOW_POD start $MEGAFLOW_START: $state (srun exit status $status)"
 case $state in done | paused) exit 0 ;; esac
-[ "$state" = lost ] && "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
+if [ "$state" = lost ]; then
+    "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
+    if [ ! -e "$RUN/ledger/leases/$MEGAFLOW_POD.$MEGAFLOW_START" ]; then # rank 0 did not get as far as to its lease
+        log=$(readlink /proc/$$/fd/1)
+        mkdir -p "$RUN/ledger/unstarted"
+        { echo "$(uname -n) $status $log"; tail -c 4000 "$log"; } 2>/dev/null >"$MEGAFLOW_POD_DIR/unstarted"
+        cp "$MEGAFLOW_POD_DIR/unstarted" "$RUN/ledger/unstarted/.$MEGAFLOW_POD" &&
+            mv "$RUN/ledger/unstarted/.$MEGAFLOW_POD" "$RUN/ledger/unstarted/$MEGAFLOW_POD"
+    fi
+fi
 [ -e "$RUN/ledger/cancelled" ] && exit 1
 [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ] && exit 0 # asked to, by a smaller scale
-if [ "$ours" = yes ] && [ "$MEGAFLOW_START" -lt "$MEGAFLOW_REQUEUES" ]; then
-    echo "requeueing element ($((MEGAFLOW_START + 1)) of $MEGAFLOW_REQUEUES)"
+# Slurm took this node for lost and has started the element anew elsewhere: the job is that start's.
+[ -e "$RUN/ledger/leases/$MEGAFLOW_POD.$((MEGAFLOW_START + 1))" ] && exit 1
+[ "$ours" = yes ] || exit 1
+# Starts that stored nothing are counted, not those that a walltime ended.
+count="$RUN/logs/pod-$element.requeues"
+if [ -e "$MEGAFLOW_POD_DIR/progress" ]; then rm -f "$count"; else printf . >>"$count"; fi
+vain=$(wc -c 2>/dev/null <"$count" || echo 0)
+if [ "$vain" -le "$MEGAFLOW_REQUEUES" ]; then
+    echo "requeueing element (${vain:-0} of $MEGAFLOW_REQUEUES in a row that stored nothing)"
     scontrol requeue "$element" # not SLURM_JOB_ID: for an array's last element that names the whole array
     sleep 30 # until Slurm ends this shell
 fi

@@ -70,18 +70,19 @@ def script(job: Job) -> str:
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
-    body = body.replace(" @ENGINES@", "".join(_beside(n) for n in range(len(job.engines))))
     if job.engines:  # the step has a part for each component of the job
-        body = body.replace("srun --mpi", "srun --het-group=0 --mpi").replace(
+        body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL").replace(
             "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK_HET_GROUP_0"
         )
+    body = body.replace(" @ENGINES@", "".join(_beside(n) for n in range(len(job.engines))))
     return "\n".join(lines) + "\n\n" + body.replace("@ARGUMENTS@", shlex.join(job.arguments))
 
 
 def _beside(server: int) -> str:
     """The part of the step that is one engine server: a rank of the same world."""
     return (
-        f' \\\n    : --het-group={server + 1} --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label '
+        f' \\\n    : --het-group={server + 1} --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill '
+        f'--label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
         f'env MEGAFLOW_SERVER={server} "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN"'
     )
 
@@ -106,6 +107,10 @@ def command(job: Job, path: str) -> str:
 
 def _walltime(value: str | int | None) -> str | None:
     return None if value is None else str(value)
+
+
+def _megabytes(gb: float | None) -> str | None:
+    return None if gb is None else f"{round(gb * 1000)}M"
 
 
 def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def pod_job(
         "nodes": pods.nodes,
         "ntasks-per-node": pods.ranks_per_node,
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
-        "mem": None if pods.mem_gb is None else f"{round(pods.mem_gb * 1000)}M",
+        "mem": _megabytes(pods.mem_gb),
         "time": _walltime(pods.time),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
@@ -169,6 +174,7 @@ def server_job(
     largest: int | None = None,
     held: bool = False,
     nodes: int = 1,
+    cpus_per_gpu: int | None = None,
 ) -> Job:
     """Returns an engine array: each element is one engine server; its index is the server's in ``run.json``.
 
@@ -178,8 +184,10 @@ def server_job(
         largest: Highest array index that the site allows; servers beyond are counted from 0 and a base.
         held: Whether they wait in the queue for a release (``scontrol release``).
         nodes: Nodes of each server.
+        cpus_per_gpu: CPUs for each GPU where the campaign does not say. Default: Slurm's.
     """
     servers = config.slurm.servers
+    each = servers.cpus_per_gpu or cpus_per_gpu
     options = {
         **_common(config, run, "server"),
         "partition": servers.partition,
@@ -187,6 +195,8 @@ def server_job(
         "ntasks": nodes,
         "ntasks-per-node": 1 if nodes > 1 else None,
         "gres": f"gpu:{gpus}" if gpus else None,
+        "cpus-per-task": each and each * max(1, gpus),
+        "mem": _megabytes(servers.mem_gb),
         "time": _walltime(servers.time),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
@@ -198,15 +208,16 @@ def server_job(
     return Job("servers", options, elements, first - base, base, run=str(run))
 
 
-def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int]) -> Job:
+def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_per_gpu: int | None = None) -> Job:
     """Returns a pod and engine servers as one heterogeneous job: one allocation, one MPI world.
 
     Args:
         gpus: GPUs of each server.
+        cpus_per_gpu: As for :func:`server_job`.
     """
     pod = pod_job(config, run, 1)
-    kept = ("partition", "nodes", "ntasks", "gres")
-    servers = [server_job(config, run, 1, count).options for count in gpus]
+    kept = ("partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem")
+    servers = [server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu).options for count in gpus]
     beyond = {**config.slurm.extra, **config.slurm.servers.extra}
     engines = [{n: v for n, v in options.items() if n in kept or n in beyond} for options in servers]
     return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
@@ -214,15 +225,18 @@ def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int]) -> Jo
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
     """Returns the follow-up job, which writes trajectories.h5 and ends the engine arrays ``servers``."""
+    gather, pods = config.slurm.gather, config.slurm.pods
     options = {
         **_common(config, run, "gather"),
         "output": str(run.logs / "gather-%j.log"),
-        "partition": config.slurm.pods.partition,
+        "partition": gather.partition or pods.partition,
         "ntasks": 1,
-        "cpus-per-task": 1,
-        "time": 60,
+        "cpus-per-task": gather.cpus or min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
+        "mem": _megabytes(gather.mem_gb),
+        "time": _walltime(gather.time),
         "dependency": dependency,
         **config.slurm.extra,
+        **gather.extra,
     }
     elsewhere = ["--wait"] if any(pool.cluster for pool in config.slurm.pods.pools) else []
     ending = ["--end-servers", *servers] if servers else []

@@ -31,9 +31,11 @@ fi
 [ "$status" -eq 2 ] && exit 2
 if { [ "$status" -ne 0 ] || [ "$drained" = yes ]; } && [ "$ours" = yes ]; then
     count="$RUN/logs/server-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}.requeues"
-    printf . >>"$count"
-    if [ "$(wc -c <"$count")" -le "$MEGAFLOW_REQUEUES" ]; then
-        echo "requeueing element ($(wc -c <"$count") of $MEGAFLOW_REQUEUES)"
+    # Failures in a row are counted, not what a walltime ended or served for an hour.
+    if { [ "$status" -eq 0 ] && [ "$drained" = yes ]; } || [ "$SECONDS" -ge 3600 ]; then rm -f "$count"; else printf . >>"$count"; fi
+    vain=$(wc -c 2>/dev/null <"$count" || echo 0)
+    if [ "$vain" -le "$MEGAFLOW_REQUEUES" ]; then
+        echo "requeueing element ($vain of $MEGAFLOW_REQUEUES failures in a row)"
         scontrol requeue "$element"
         sleep 30
     fi

@@ -13,6 +13,7 @@ from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.mpi import mpi_library, mpi_order
 
 ASK_S = 60.0
 """A busy slurmctld may take this long to answer."""
@@ -20,7 +21,10 @@ ASK_S = 60.0
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as sinfo shows it: ``cpus`` and ``memory_mb`` of one node, ``time`` the limit in Slurm's form."""
+    """One partition as sinfo shows it: ``cpus`` and ``memory_mb`` of one node, ``time`` the limit in Slurm's form.
+
+    ``cpus_per_gpu`` is of the node that has the fewest for each of its GPUs; 0 where no node has one.
+    """
 
     name: str
     default: bool
@@ -30,6 +34,7 @@ class Partition:
     memory_mb: int
     gpus: bool
     time: str
+    cpus_per_gpu: int = 0
 
 
 def ask(*command: str) -> str:
@@ -64,6 +69,9 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
     for line in ask("sinfo", *(("-M", cluster) if cluster else ()), "-h", "-o", "%R|%P|%a|%D|%c|%m|%G|%l").splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
         before = found.get(name)
+        count = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)??:(\d+)", gres))
+        shares = [int(re.sub(r"\D.*", "", cpus)) // count] if count else []
+        shares += [before.cpus_per_gpu] if before and before.cpus_per_gpu else []
         found[name] = Partition(
             name=name,
             default=marked.endswith("*"),
@@ -73,13 +81,9 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
             memory_mb=int(re.sub(r"\D.*", "", memory)),
             gpus="gpu" in gres or bool(before and before.gpus),
             time=limit,
+            cpus_per_gpu=min(shares, default=0),
         )
     return found
-
-
-MPI_PLUGINS = ("pmi2", "pmix", "pmix_v5", "pmix_v4", "pmix_v3", "cray_shasta")
-"""Types of ``srun --mpi`` in the order in which they are tried: MPICH, which the mpi extra installs, speaks pmi2
-without further libraries."""
 
 
 def mpi_plugin() -> str:
@@ -98,7 +102,7 @@ def mpi_plugins() -> tuple[str, ...]:
         return (chosen,)
     done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
     offered = set(re.split(r"[\s,:]+", done.stdout + done.stderr))
-    if fitting := tuple(plugin for plugin in MPI_PLUGINS if plugin in offered):
+    if fitting := tuple(plugin for plugin in mpi_order(mpi_library()) if plugin in offered):
         return fitting
     raise SiteError(f"srun --mpi=list offers none of pmi2, pmix: {sorted(offered)}; name one with MEGAFLOW_MPI")
 
@@ -133,10 +137,43 @@ def partition_qos(names: str) -> set[str]:
     return {known for name, known in _partition_qos().items() if name in wanted}
 
 
-@functools.cache
 def _partition_qos() -> dict[str, str]:
-    found = re.findall(r"PartitionName=(\S+).*?\bQoS=(\S+)", ask("scontrol", "-o", "show", "partition"))
-    return {name: qos for name, qos in found if qos != "N/A"}
+    return {name: qos for name, qos in _each_partition("QoS") if qos != "N/A"}
+
+
+def _each_partition(key: str) -> list[tuple[str, str]]:
+    """Returns partitions, each with what ``scontrol show partition`` says of ``key``."""
+    return re.findall(rf"^PartitionName=(\S+).*?\b{key}=(\S+)", _shown_partitions(), re.MULTILINE)
+
+
+@functools.cache
+def _shown_partitions() -> str:
+    return ask("scontrol", "-o", "show", "partition")
+
+
+MOST_CPUS_PER_GPU = 8
+"""CPUs for each GPU that an engine gets unasked; more would be kept from others for little."""
+
+
+def engine_cpus(names: str | None) -> int | None:
+    """Returns the CPUs for each GPU that engine servers ask for unasked: their part of a node.
+
+    ``None`` where Slurm gives some by itself (DefCpuPerGPU), or nobody knows.
+
+    Args:
+        names: Partitions as sbatch takes them; ``None``: the default one.
+
+    Raises:
+        SiteError: Slurm does not answer.
+    """
+    known = partitions()
+    wanted = names.split(",") if names else [p.name for p in known.values() if p.default]
+    shares = [known[name].cpus_per_gpu if name in known else 0 for name in wanted]
+    if not shares or not min(shares):
+        return None
+    given = [configuration().get("JobDefaults", "")]
+    given += [said for name, said in _each_partition("JobDefaults") if name in wanted]
+    return None if any("DefCpuPerGPU" in said for said in given) else min(MOST_CPUS_PER_GPU, *shares)
 
 
 def check_site(config: CampaignConfig, where: Any) -> None:

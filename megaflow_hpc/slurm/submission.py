@@ -6,6 +6,9 @@ submission and its handles are used. Handles know state and cancel; ``result()``
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +58,9 @@ class ScriptExecutor(submitit.SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return script(self._job)
 
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["env", *(f"--unset={name}" for name in inherited(os.environ)), "sbatch", str(submission_file_path)]
+
     def _num_tasks(self) -> int:
         return 1
 
@@ -69,6 +75,23 @@ class ScriptExecutor(submitit.SlurmExecutor):
             return [first]
         indices = range(self._job.first, self._job.first + self._job.elements)
         return [ArrayJob(folder=self.folder, job_id=f"{first.job_id}_{i}", tasks=[0]) for i in indices]
+
+
+KEPT = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"))
+"""What of Slurm's variables names the site, not a job."""
+OURS = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC", "CLUSTER", "REQUEUES"))
+"""``MEGAFLOW_…`` variables of a pod, which may submit jobs too."""
+
+
+def inherited(environment: Iterable[str]) -> list[str]:
+    """Returns the names of variables that no job shall inherit.
+
+    Those of a job, a step or an MPI world around this process, which Slurm and MPI in the new job would take for their
+    own, and ``SBATCH_…``, which sbatch prefers to what stands in a script.
+    """
+    foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
+    mine = {f"MEGAFLOW_{name}" for name in OURS}
+    return sorted(name for name in environment if name in mine or (foreign.match(name) and name not in KEPT))
 
 
 def submit(run: RunDir, job: Job) -> list[ArrayJob]:

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.cli import doctor
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host import mpi
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.slurm import accounting, ids, limits, site
+from megaflow_hpc.rundir.record import ServerGroup
+from megaflow_hpc.slurm import accounting, arrays, ids, limits, site
 from megaflow_hpc.slurm.accounting import JobState, Use
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.resources import Cap
 
-CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._partition_qos)
+CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions)
 CONFIGURATION = """\
 Configuration data as of 2026-03-01T10:00:00
 AccountingStorageEnforce = associations,limits,qos,safe
@@ -132,6 +135,71 @@ def test_partitions_are_read_from_sinfo(prints: Print) -> None:
     assert not found["old"].up
 
 
+MIXED = "mixed|mixed|up|1|32|64000|gpu:tesla:2(S:0),shard:8|1:00:00\nmixed|mixed|up|1|12|64000|gpu:4|1:00:00\n"
+ONE_EACH = "ones|ones|up|1|4|16000|gpu:4|1:00:00\n"
+
+
+def test_engines_ask_for_their_part_of_a_nodes_cpus_unless_the_site_gives_them_some(prints: Print) -> None:
+    prints("sinfo", SINFO + MIXED)
+    shown = "PartitionName=gpu AllowGroups=ALL JobDefaults=(null) QoS=N/A\n"
+    shown += "PartitionName=mixed AllowGroups=ALL JobDefaults=DefCpuPerGPU=2 QoS=short\n"
+    prints("scontrol", CONFIGURATION, otherwise=("*partition*", shown))
+    assert {name: part.cpus_per_gpu for name, part in site.partitions().items()} == {
+        "cpu": 0,
+        "gpu": 16,
+        "old": 0,
+        "mixed": 3,
+    }
+    assert site.engine_cpus("gpu") == 8, "not more than an engine can use"
+    assert site.engine_cpus("mixed") is None
+    assert site.engine_cpus(None) is None, "the default partition has no GPUs"
+    assert site.partition_qos("mixed,gpu") == {"short"}
+
+
+def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: Print, tmp_path: Path) -> None:
+    site_with_limits(prints, assoc="lab|proj|ada||10|50||||cpu=64|normal\n", qos="|||||||||\n")
+    for name in ("sbatch", "srun"):
+        prints(name)
+    group, run = ServerGroup(0, 1, 2), RunDir(tmp_path)
+
+    def asked(gpus: int = 2, **servers: object) -> object:
+        wanted = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {"servers": {"partition": "gpu", **servers}}}
+        (job,) = arrays.server_jobs(config.parse(wanted), run, [ServerGroup(0, 1, gpus)], limits.Allowance())
+        return job.options.get("cpus-per-task")
+
+    assert asked() == 16
+    assert asked(cpus_per_gpu=3) == 6
+    assert asked(0) is None
+    assert asked(0, cpus_per_gpu=3) == 3
+    assert asked(extra={"cpus_per_task": 5}) is None, "as it is spelled in extra"
+    assert asked(extra={"exclusive": True}) is None
+    assert arrays.cpus_per_gpu(config.parse({"name": "x", "tasks": "t", "agent": "nop"}), run, group) is None
+
+
+def test_servers_ask_for_no_cpus_that_a_limit_would_refuse(prints: Print, tmp_path: Path) -> None:
+    site_with_limits(prints, assoc="lab|proj|ada||10|50|||cpu=8||normal\n", qos="|||||||||\n")
+    for name in ("sbatch", "srun"):
+        prints(name)
+    wanted = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"servers": {"partition": "gpu"}}})
+    assert arrays.cpus_per_gpu(wanted, RunDir(tmp_path), ServerGroup(0, 1, 1)) == 8
+    assert arrays.cpus_per_gpu(wanted, RunDir(tmp_path), ServerGroup(0, 1, 2)) is None
+
+
+def test_doctor_warns_where_an_engine_gets_one_core(prints: Print) -> None:
+    prints("sinfo", SINFO + MIXED + ONE_EACH)
+    shown = "PartitionName=mixed AllowGroups=ALL JobDefaults=DefCpuPerGPU=2 QoS=N/A\n"
+    prints("scontrol", CONFIGURATION, otherwise=("*partition*", shown))
+    for name in ("sbatch", "squeue", "srun"):
+        prints(name)
+    found = [finding for finding in doctor._slurm() if finding.check == "engine CPUs"]
+    assert [(finding.level, finding.found.partition(":")[0]) for finding in found] == [
+        ("ok", "gpu"),
+        ("ok", "mixed"),
+        ("warn", "ones"),
+    ]
+    assert found[2].remedy == "set slurm.servers.cpus_per_gpu"
+
+
 def test_a_partition_that_is_not_there_is_refused_with_those_that_are(prints: Print) -> None:
     prints("sinfo", SINFO)
     wanted = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": {"partition": "cpu,batch"}}}
@@ -143,6 +211,24 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     types = "MPI plugin types are...\n\tnone\n\tpmix\n\tcray_shasta\n"
     prints("srun", said=f"{types}specific pmix plugin versions available: pmix_v4\n")
     assert site.mpi_plugins() == ("pmix", "pmix_v4", "cray_shasta")
+
+
+@pytest.mark.parametrize(
+    ("library", "first"),
+    [
+        ("MPICH Version: 5.0.2", "pmi2"),
+        ("Intel(R) MPI Library 2021.18.1", "pmi2"),
+        ("Open MPI v5.0.11 package:", "pmix"),
+        ("", "pmi2"),
+    ],
+)
+def test_each_mpi_gets_the_plugin_that_it_speaks_first(library: str, first: str) -> None:
+    assert mpi.mpi_order(library)[0] == first
+    assert set(mpi.mpi_order(library)) == {*mpi.PMI2, *mpi.PMIX}
+
+
+def test_the_mpi_of_this_interpreter_says_what_it_is() -> None:
+    assert mpi.mpi_library().startswith("MPICH Version")
 
 
 def site_with_limits(prints: Print, assoc: str, qos: str, queued: str = "") -> None:

@@ -47,7 +47,7 @@ def test_options_come_from_the_campaign_file() -> None:
         "--output=/runs/r1/logs/pod-%A_%a.log",
     ):
         assert f"#SBATCH {line}\n" in text
-    assert text.count("srun --mpi") == 1
+    assert text.count("srun --export=ALL --mpi") == 1
 
 
 def test_engine_arrays_of_different_sizes_keep_their_indices() -> None:
@@ -90,7 +90,7 @@ def test_one_allocation_for_engines_and_pod_is_one_step_of_all_of_them() -> None
     assert text.count("#SBATCH hetjob\n") == 2
     assert "#SBATCH --gres=gpu:4\n" in text
     assert "--array" not in text
-    assert text.count("srun --het-group=0 --mpi") == 1
+    assert text.count("srun --het-group=0 --export=ALL --mpi") == 1
     assert "--het-group=2" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
@@ -107,7 +107,35 @@ def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_
     assert 'gather "$RUN" --wait --end-servers 5' in gather
 
 
-@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "pools"])
+def test_gather_has_a_section_of_its_own() -> None:
+    slurm = {"pods": {"partition": "cpu", "ranks_per_node": 3, "cpus_per_rank": 2}, "extra": {"qos": "long"}}
+
+    def options(**gather: object) -> dict[str, object]:
+        parsed = config.parse({**CAMPAIGN, "slurm": {**slurm, "gather": gather}})
+        return dict(script.gather_job(parsed, RunDir("/r"), "afterany:7").options)
+
+    unsaid = options()
+    assert (unsaid["partition"], unsaid["time"], unsaid["cpus-per-task"], unsaid["mem"]) == ("cpu", "60", 6, None)
+    said = options(partition="big", time="4:00:00", cpus=32, mem_gb=16, extra={"qos": "short"})
+    assert (said["partition"], said["time"], said["cpus-per-task"]) == ("big", "4:00:00", 32)
+    assert (said["mem"], said["qos"]) == ("16000M", "short")
+    slurm["pods"]["cpus_per_rank"] = 64
+    assert options()["cpus-per-task"] == 8, "never more than a pod has on a node, nor than it has use for"
+
+
+def test_servers_have_cpus_and_memory() -> None:
+    parsed = config.parse({**CAMPAIGN, "slurm": {"servers": {"cpus_per_gpu": 6, "mem_gb": 100}}})
+    text = script.script(script.server_job(parsed, RunDir("/r"), 2, 4))
+    for line in ("--gres=gpu:4", "--cpus-per-task=24", "--mem=100000M"):
+        assert f"#SBATCH {line}\n" in text
+    together = script.script(script.together_job(parsed, RunDir("/r"), [4, 1]))
+    for line in ("--cpus-per-task=24", "--cpus-per-task=6", "--mem=100000M"):
+        assert f"#SBATCH {line}\n" in together
+    assert '--cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}"' in together
+    assert '--cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_2:-1}" env MEGAFLOW_SERVER=1 ' in together
+
+
+@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "pools", "gather"])
 def test_clusters_among_the_extra_options_are_refused(where: str) -> None:
     extra = {"extra": {"clusters": "other"}}
     slurm = extra if where == "slurm" else {"pods": {"pools": [extra]}} if where == "pools" else {where: extra}
