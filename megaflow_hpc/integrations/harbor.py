@@ -11,11 +11,12 @@ Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
 
 ``images``
     ``NAME=TARGET``, several separated by commas, or a mapping: as ``environment.images`` of a campaign. A name that is
-    not mapped is taken as a path if it is one, else as ``docker://NAME``.
+    not mapped is ``docker://NAME``.
 ``scratch``
     A local directory for writable layers.
 ``network``
-    What ``network_mode = "public"`` means here: ``host`` (default) or ``none``.
+    What ``network_mode = "public"`` means here, and the network in which Dockerfiles are built: ``host`` (default) or
+    ``none``.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, last_workdir
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images, match_name
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.types import Network
 
 _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
 """One provider per event loop and scratch directory, with the environments that use it now."""
@@ -57,7 +58,7 @@ class ApptainerEnvironment(BaseEnvironment):
         self._scratch = os.path.abspath(scratch) if scratch else ""
         if network not in ("host", "none"):
             raise ConfigError(f"environment kwarg network {network!r}: expected host or none")
-        self._public: Network = "host" if network == "host" else "none"
+        self._public: Literal["none", "host"] = "host" if network == "host" else "none"
         self._sandbox: ApptainerSandbox | None = None
         self._as: str | None = None
         super().__init__(*arguments, **keywords)
@@ -133,8 +134,9 @@ class ApptainerEnvironment(BaseEnvironment):
         mapping = dict(self._images)
         for base in bases:
             if match_name(base, self._images) is None:
-                mapping[base] = base if os.path.exists(base) else f"docker://{base}"
-        images, path = Images(ImageStore()), str(self.environment_dir.parent)
+                mapping[base] = f"docker://{base}"
+        images = Images(ImageStore(), builder=Builder(self._public, scratch=self._scratch or None))
+        path = str(self.environment_dir.parent)
         names = ImageMapping(mapping, Path.cwd(), "environment kwarg images")
         if parsed is not None and parsed.needs_build:
             file = images.resolve_dockerfile(parsed, names, task_path=path)

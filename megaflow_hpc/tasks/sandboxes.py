@@ -31,6 +31,7 @@ def sandbox_spec(task: Task, images: Mapping[str, str], environment: Environment
         mode=environment.mode_of(task),
         cpu_s=limits.cpu_s or default.cpu_s,
         wall_s=limits.wall_s or default.wall_s,
+        nested=environment.nested,
     )
 
 

@@ -166,6 +166,12 @@ def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
+def test_a_layer_that_the_agent_filled_is_judged_by_tests_that_write_their_logs(judge: Judge) -> None:
+    test = "for n in 1 2 3 4 5 6; do echo $n >> /logs/verifier/log; sleep 1; done; echo 0 > /logs/verifier/reward.txt\n"
+    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", test=test, disk_mb=30)
+    assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
+
+
 def test_a_preloaded_library_is_not_loaded(judge: Judge) -> None:
     test = "if grep -q libutil /proc/self/maps; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
     verdict = judge(f"echo {LIB}/libutil.so.1 > /etc/ld.so.preload", test)

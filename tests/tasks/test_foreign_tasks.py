@@ -18,6 +18,7 @@ import pytest
 
 from megaflow_hpc.agents.oracle import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.image_config import LABEL
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
@@ -80,7 +81,7 @@ def validated(path: Path, image: Path, scratch: Path, store: Path) -> Validation
     requests = image_requests([task])
     names = {request.base or request.name: str(image) for request in requests}
     mapping = ImageMapping(names, store)
-    resolver = Images(ImageStore(store))
+    resolver = Images(ImageStore(store), builder=Builder())
     images = resolver.resolve_all(requests, mapping)
     tasks = in_image_directories([task], images, resolver, mapping)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
 import itertools
 import json
 import os
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,14 @@ import pytest
 
 from megaflow_hpc.cli import tasks as verbs
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.tasks import named_tests
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.releases import image, sdists, tasks
 from megaflow_hpc.tasks.releases.sdists import Release
 from megaflow_hpc.tasks.validation import Run, judge
+from tests.support.archives import hostile
 from tests.support.places import LAUNCHERS
 
 BUG_FILE = """\
@@ -351,6 +357,27 @@ def test_an_archive_that_is_damaged_says_so(tmp_path: Path) -> None:
     archive.write_bytes(b"not a tar")
     with pytest.raises(ConfigError, match=r"p-1.tar.gz: not a source distribution .*; delete it and try again"):
         sdists.unpack(archive, tmp_path / "tree")
+
+
+def test_a_hostile_archive_is_damaged_too_and_stays_inside(tmp_path: Path) -> None:
+    small = Budget(1 << 20, 1000)
+    taken = set()
+    for name, data in hostile().items():
+        path = tmp_path / "p-1.tar.gz"
+        path.write_bytes(gzip.compress(data, 1))
+        with contextlib.suppress(ConfigError):
+            sdists.unpack(path, tmp_path / "tree" / name, replace(small))
+            taken.add(name)
+    assert taken == {"a file and below it", "a file through a link", "a file through a later link"}  # without the link
+    bomb = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as bundle:
+        bundle.writestr("p/zeros", bytes(20 << 20))
+        bundle.writestr("../escape", b"")
+    with pytest.raises(ConfigError, match="more bytes than are allowed"):
+        sdists.unpack(bomb, tmp_path / "tree" / "bomb", replace(small))
+    with pytest.raises(ConfigError, match="leaves the directory"):
+        sdists.unpack(bomb, tmp_path / "tree" / "outside", Budget(1 << 30, 1000))
+    assert {path.name for path in tmp_path.iterdir() if path.suffix not in (".gz", ".zip")} == {"tree"}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +20,20 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.harbor.data import DeclaredArtifact, HarborData
-from megaflow_hpc.types import Artifact, Sandbox, Task
+from megaflow_hpc.types import Artifact, Task
 
 PUBLISHED = "/logs/artifacts"
 COLLECT_S = 120.0
-DOWNLOAD_S = 120.0
-"""For one artifact: the programs that read it are the agent's by now."""
+DOWNLOAD_S = 240.0
+"""For all artifacts of a task: the programs that read them are the agent's by now."""
+
+CARRIED_SHARE = 0.9
+"""Of a separate verifier's ``disk_mb``: what an agent left must not be all that the tests may write."""
 
 MAX_FILE = 1 << 20
 MAX_BYTES = 8 << 20
 MAX_FILES = 200
-"""What a trajectory keeps; what is carried to a verifier is bounded by the sandbox's download limit only."""
+"""What a trajectory keeps; what is carried to a verifier is bounded by what one download of the sandbox may be."""
 
 
 @dataclass
@@ -71,13 +75,15 @@ async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
         await sandbox.restart(before)
 
 
-async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]:
-    """Copies the task's artifacts into ``folder``, which must not exist.
+async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[Collected]:
+    """Copies the task's artifacts into ``folder``, which must not exist. What goes wrong with one is its error.
 
     Raises:
-        SandboxError: the sandbox was lost.
+        SandboxError: the sandbox was lost, or has used up what it may.
     """
     entries = entries_of(task)
+    budget = sandbox.download_budget()
+    deadline = asyncio.get_running_loop().time() + DOWNLOAD_S
     sources = [entry.source for entry in entries]
     # A directory that is empty counts as missing: /logs/artifacts is made for every task.
     test = (
@@ -98,23 +104,45 @@ async def collect(task: Task, sandbox: Sandbox, folder: Path) -> list[Collected]
         target = folder / str(number)
         try:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            await asyncio.wait_for(sandbox.download(source, str(target)), DOWNLOAD_S)
+            async with asyncio.timeout_at(deadline):
+                await sandbox.download(source, str(target), budget)
             await asyncio.to_thread(_leave_out, target, entry.exclude)
             kept.path = target
-        except (SandboxError, TimeoutError, OSError) as error:
-            kept.error = str(error) or f"not read within {DOWNLOAD_S:g} s"
+        except TimeoutError:
+            kept.error = f"the artifacts were not read within {DOWNLOAD_S:g} s"
+        except Exception as error:  # whatever the agent's programs sent is no reason to go without a verdict
+            kept.error = str(error) or repr(error)
         found.append(kept)
     return found
 
 
-async def carry(collected: Sequence[Collected], sandbox: Sandbox) -> None:
-    """Puts artifacts into another sandbox, each where it was in the first."""
+async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> list[str]:
+    """Puts artifacts into another sandbox, each where it was in the first.
+
+    Returns:
+        Why some are not there: what an agent left may be too large for that sandbox, and it is judged without. If the
+        sandbox itself was lost, whoever uses it next learns that.
+    """
+    problems: list[str] = []
+    left = math.inf if sandbox.spec.disk_mb is None else sandbox.spec.disk_mb * 1e6 * CARRIED_SHARE
     for item in collected:
         if item.path is None:
             continue
-        if item.path.is_dir():
-            await sandbox.exec(["rm", "-rf", item.source], cwd="/", timeout_s=COLLECT_S)
-        await sandbox.upload(str(item.path), item.source)
+        left -= await asyncio.to_thread(_size, item.path)
+        try:
+            if left < 0:
+                raise SandboxError(f"larger than {CARRIED_SHARE:.0%} of what the verifier's sandbox may write")
+            if item.path.is_dir():
+                await sandbox.exec(["rm", "-rf", item.source], cwd="/", timeout_s=COLLECT_S)
+            await sandbox.upload(str(item.path), item.source)
+        except SandboxError as error:
+            problems.append(f"{item.source}: {error}")
+    return problems
+
+
+def _size(path: Path) -> int:
+    """Bytes on disk of a file or a tree; at least a block for each entry."""
+    return sum(max(4096, os.lstat(file).st_blocks * 512) for file in (path, *path.rglob("*")))
 
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:

@@ -8,10 +8,12 @@ neither uploaded nor needed; the files themselves never are.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaflow_hpc.environments.images.dockerfile.context import MAX_PATTERN_CHARACTERS, MAX_WAYS, ways
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.task_toml import read_text
 
@@ -28,12 +30,14 @@ class TaskFiles:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self._rules: dict[Path, GitIgnoreSpec | None] = {}
+        self._wild: dict[Path, list[str]] = {}
+        """Patterns that a hostile name could be tried on for long."""
 
     def excludes(self, path: Path) -> bool:
         """Whether ``path``, or what it leads to as a link, is left out.
 
         Raises:
-            ConfigError: a ``.harborignore`` that cannot be read.
+            ConfigError: a ``.harborignore`` that cannot be read, or tried on this path in any decent time.
         """
         real = path.resolve()
         return self._left_out(path) or (real.is_relative_to(self.root.resolve()) and self._left_out(real))
@@ -86,6 +90,11 @@ class TaskFiles:
             if rules is None:
                 continue
             name = place.relative_to(directory).as_posix()
+            for pattern in self._wild[directory]:
+                if ways(pattern, name) > MAX_WAYS:
+                    raise ConfigError(
+                        f"{directory / NAME}: {pattern!r} has too many wildcards for {name!r}; write fewer"
+                    )
             verdict = rules.check_file(f"{name}/" if place.is_dir() else name).include
             if verdict is not None:
                 return verdict
@@ -103,7 +112,12 @@ class TaskFiles:
             raise ConfigError(f"{file}: leads out of the task, to {file.resolve()}; copy the file into the task")
         from pathspec import GitIgnoreSpec
 
+        # Git takes three asterisks for one; as a regular expression each would be tried apart.
+        lines = [re.sub(r"\*{3,}", "*", line) for line in read_text(file).splitlines()]
+        if sum(map(len, lines)) > MAX_PATTERN_CHARACTERS:
+            raise ConfigError(f"{file}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")
+        self._wild[file.parent] = [line for line in lines if line.count("*") > 2]
         try:
-            return GitIgnoreSpec.from_lines(read_text(file).splitlines())
-        except ValueError as error:
+            return GitIgnoreSpec.from_lines(lines)
+        except (ValueError, re.error) as error:
             raise ConfigError(f"{file}: {error}; expected lines as in .gitignore") from error

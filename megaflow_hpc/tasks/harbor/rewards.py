@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+from megaflow_hpc.host.files import open_directory
 from megaflow_hpc.types import Artifact
 
 REWARD_LIMIT = 65536
@@ -23,6 +27,8 @@ REWARD_FILES = ("reward.json", "reward.txt")
 
 LOGS_LIMIT = 1 << 20
 MOST_LOGS = 64
+MOST_SEEN = 10_000
+"""Entries of ``/logs/verifier`` that are looked at."""
 
 
 def read_rewards(logs: Path) -> dict[str, float]:
@@ -31,56 +37,68 @@ def read_rewards(logs: Path) -> dict[str, float]:
     Raises:
         ValueError: there is none, or no finite number; says what is wrong.
     """
-    for name in REWARD_FILES:
-        data = read_plain(logs, name, REWARD_LIMIT + 1)
-        if data is None:
-            continue
-        if len(data) > REWARD_LIMIT:
-            raise ValueError(f"/logs/verifier/{name}: larger than {REWARD_LIMIT} bytes")
-        return parse_rewards(name, data.decode("utf-8", "replace"))
+    with _opened(logs) as directory:
+        for name in REWARD_FILES:
+            data = _read_plain(directory, name, REWARD_LIMIT)
+            if data is not None:
+                return parse_rewards(name, data.decode("utf-8", "replace"))
     raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
-
-
-def read_plain(directory: Path, name: str, limit: int) -> bytes | None:
-    """Reads the first ``limit`` bytes of a regular file; ``None`` if there is none.
-
-    Raises:
-        ValueError: it is a link, a pipe or a device, or cannot be read.
-    """
-    try:
-        # O_NONBLOCK: a pipe must not hold us.
-        descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"/logs/verifier/{name}: not a plain file that can be read ({error.strerror})") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"/logs/verifier/{name}: not a plain file that can be read")
-        parts = []
-        while limit > 0 and (part := os.read(descriptor, min(limit, 1 << 20))):
-            parts.append(part)
-            limit -= len(part)
-        return b"".join(parts)
-    finally:
-        os.close(descriptor)
 
 
 def read_logs(logs: Path) -> list[Artifact]:
     """Reads the other plain files that the tests left in ``/logs/verifier``, as far as they are small."""
     found: list[Artifact] = []
     left = LOGS_LIMIT
-    for name in sorted(os.listdir(logs)):
-        if name in REWARD_FILES or len(found) >= MOST_LOGS:
-            continue
-        try:
-            data = read_plain(logs, name, left + 1)
-        except ValueError:
-            continue
-        if data and len(data) <= left:
-            found.append(Artifact(f"verifier/{name}", data))
-            left -= len(data)
+    with contextlib.suppress(ValueError), _opened(logs) as directory:
+        with os.scandir(directory) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, MOST_SEEN))
+        for name in names:
+            if name in REWARD_FILES or len(found) >= MOST_LOGS:
+                continue
+            with contextlib.suppress(ValueError):
+                if data := _read_plain(directory, name, left):
+                    found.append(Artifact(f"verifier/{name}", data))
+                    left -= len(data)
     return found
+
+
+@contextlib.contextmanager
+def _opened(logs: Path) -> Iterator[int]:
+    """A descriptor of the directory, whatever the tests made of its mode."""
+    try:
+        directory = open_directory(str(logs))
+    except OSError as error:
+        raise ValueError(f"/logs/verifier: cannot be read ({error.strerror})") from None
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
+    """Reads a regular file; ``None`` if there is none.
+
+    Raises:
+        ValueError: it is larger than ``limit`` bytes, a link, a pipe or a device, or cannot be read.
+    """
+    try:
+        # O_NONBLOCK: a pipe must not hold us.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"/logs/verifier/{name}: not a plain file that can be read ({error.strerror})") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"/logs/verifier/{name}: not a plain file that can be read")
+        if status.st_size > limit:  # a sparse file can be as large as it likes
+            raise ValueError(f"/logs/verifier/{name}: larger than {limit} bytes")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit)
+    finally:
+        os.close(descriptor)
 
 
 def parse_rewards(name: str, text: str) -> dict[str, float]:
@@ -94,7 +112,9 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
             raise ValueError(f"{name} holds {text.strip()[:80]!r}; expected a number") from None
     else:
         try:
-            value = json.loads(text)
+            value = json.loads(text, object_pairs_hook=_once)
+        except _Twice as error:
+            raise ValueError(f"{name} names {str(error)[:LONGEST_NAME]!r} twice") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error})") from None
     named = value if isinstance(value, dict) else {"reward": value}
@@ -112,9 +132,22 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
     return rewards
 
 
+class _Twice(Exception):
+    """A JSON object has a key twice, and who reads it chooses."""
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        raise _Twice(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return found
+
+
 def _number(name: str, key: str, number: object) -> float:
     if not isinstance(number, int | float):
-        raise ValueError(f"{name}: {key} is {str(number)[:80]!r}; expected a finite number")
+        said = repr(number[:80]) if isinstance(number, str) else f"a {type(number).__name__}"  # not what is in a list
+        raise ValueError(f"{name}: {key} is {said}; expected a finite number")
     if isinstance(number, float) and math.isnan(number):
         raise ValueError(f"{name}: {key} is nan; expected a finite number")
     if abs(number) > LARGEST:

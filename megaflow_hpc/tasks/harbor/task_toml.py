@@ -46,9 +46,16 @@ def read_toml(path: Path) -> Table:
     text = read_text(path)
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}:{_deepest(text)}: not valid TOML: nested too deeply") from None
+    except ValueError as error:  # also a number of thousands of digits
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return Table(path, data, text.splitlines())
+
+
+def _deepest(text: str) -> int:
+    """The line on which the most lists or tables are begun."""
+    return max(enumerate(text.splitlines(), 1), key=lambda line: line[1].count("[") + line[1].count("{"))[0]
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,7 @@ class Table:
         old = self.data.get(old_key)
         if old is None:
             return None
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([GMK])B?\s*", str(old), re.IGNORECASE)
+        match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]*)?)\s*([GMK])B?\s*", str(old), re.IGNORECASE)
         if not match:
             raise self.error(old_key, old, "a size such as '2G' or '512M'")
         return int(float(match[1]) * _SIZES[match[2].upper()])

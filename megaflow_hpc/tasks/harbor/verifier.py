@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -26,7 +27,7 @@ from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.errors import ConfigError, LimitError, SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.artifacts import Collected, carry, collect, entries_of, run_hooks, to_artifacts
@@ -55,15 +56,18 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     prefix = f"steps/{data.step.name}/" if data.step else ""
     folder = Path(sandbox.directory + ".artifacts")
     try:
-        await run_hooks(task, sandbox)
-        collected = await collect(task, sandbox, folder)
+        try:
+            await run_hooks(task, sandbox)
+            collected = await collect(task, sandbox, folder)
+        except LimitError as error:  # programs of the agent's took what there was; the tests get it anew
+            collected = [Collected(entry.source, entry.source, error=str(error)) for entry in entries_of(task)]
         artifacts = to_artifacts(collected, prefix)
         if data.verifier.environment:
             verdict = await _judge_elsewhere(task, sandbox, context, collected, stay)
         else:
             verdict = await _judge(task, sandbox, context, fresh=context.fresh, stay=stay)
     finally:
-        await asyncio.to_thread(remove_tree, folder)
+        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # what is left is the janitor's
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
     return replace(verdict, artifacts=[*artifacts, *logs])
 
@@ -88,14 +92,17 @@ async def _judge_elsewhere(
     if environment is None or context.start is None:
         raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
     if not stay:
-        await sandbox.stop()
+        with suppress(OSError):  # what is left is the janitor's
+            await sandbox.stop()
     other = await context.start(environment)
     try:
-        await carry(collected, other)
+        problems = await carry(collected, other)
         there = replace(task, workdir=other.spec.workdir)
-        return await _judge(there, other, context, fresh=False, stay=False)
+        verdict = await _judge(there, other, context, fresh=False, stay=False)
+        return replace(verdict, output="\n".join([verdict.output, *("not carried over: " + one for one in problems)]))
     finally:
-        await other.stop()
+        with suppress(OSError):
+            await other.stop()
 
 
 async def _judge(

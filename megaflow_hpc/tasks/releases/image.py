@@ -1,8 +1,7 @@
 """The image that tasks made from bugs share: a base image, pytest, and whatever their tests import.
 
-It is built offline from a definition file and from wheels downloaded beforehand for the base's Python, so the host's
-pip settings, credentials and certificates need not reach into the build. A stamp beside the SIF says what it was built
-from; ``apptainer inspect --deffile`` shows how.
+It is built without network from wheels downloaded beforehand for the base's Python, so the host's pip settings,
+credentials and certificates need not reach into the build. A stamp beside the SIF says what it was built from.
 """
 
 from __future__ import annotations
@@ -17,32 +16,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments.images.resolve import BUILD_OPTIONS
+from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+from megaflow_hpc.environments.images.resolve import BUILD_S
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.tasks.releases.sdists import fetch_wheels
 from megaflow_hpc.tasks.releases.tasks import WORKDIR, Bug, BugFile, Progress
 
-DEFINITION = """\
-Bootstrap: localimage
-From: {base}
-
-%files
-    {wheels} /opt/wheels
-
-%post
-    set -e
-    python3 -c 'import sys, unittest, sqlite3, venv; assert sys.version_info[:2] == ({python})'
-    git --version
-    python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-cache-dir \\
-        --break-system-packages --root-user-action=ignore --ignore-installed {requirements}
-    rm -rf /opt/wheels
-    mkdir -p {workdir}
-
-%labels
-    megaflow_hpc.image {name}
+INSTALL = """\
+python3 -c 'import sys, unittest, sqlite3, venv; assert sys.version_info[:2] == ({python})'
+git --version
+python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-cache-dir \
+    --break-system-packages --root-user-action=ignore --ignore-installed -- "$@"
+rm -rf /opt/wheels
 """
+"""Runs in the image, with the requirements as its arguments: they are text of a file, and never of a program."""
 
 
 def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
@@ -59,7 +49,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         raise ConfigError(f"--base {base}: no such image; build one with: megaflow-hpc images build, or launchers/demo")
     needs = requirements(content, content.bugs)
     status = base.stat()
-    made_from = json.dumps([DEFINITION, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns])
+    made_from = json.dumps([INSTALL, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns])
     stamp = {"fingerprint": hashlib.sha256(made_from.encode()).hexdigest()[:32]}
     stamp_file = target.with_name(target.name + ".json")
     if target.exists() and _read_json(stamp_file) == stamp:
@@ -75,21 +65,15 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         files = fetch_wheels([*needs, "pip"], f"{major}.{minor}", wheels)
         for package in under_test(content, files):
             say(f"{target}: the tests' requirements need {package} itself: an agent can read another release of it")
-        definition = Path(scratch) / "image.def"
-        definition.write_text(
-            DEFINITION.format(
-                base=base.resolve(),
-                wheels=wheels,
-                python=f"{major}, {minor}",
-                pip=next(name for name in files if re.match(r"pip-[\d.]+-", name)),
-                requirements=" ".join(f"'{need}'" for need in needs),
-                workdir=WORKDIR,
-                name=content.image,
-            )
+        install = INSTALL.format(
+            python=f"{major}, {minor}", pip=next(name for name in files if re.match(r"pip-[\d.]+-", name))
         )
+        command = json.dumps(["/bin/sh", "-ec", install, "sh", *needs])
+        dockerfile = Path(scratch) / "Dockerfile"
+        dockerfile.write_text(f"FROM base\nCOPY wheels /opt/wheels\nRUN {command}\nWORKDIR {WORKDIR}\n")
         say(f"{target}: building over {base}")
         image = Path(scratch) / "image.sif"
-        runtime.build(apptainer, image, str(definition), *BUILD_OPTIONS, cwd=Path(scratch))
+        Builder().build(image, Dockerfile.read(dockerfile), {"base": str(base)}, BUILD_S)
         stamp_file.unlink(missing_ok=True)
         os.replace(image, target)
     write_json(stamp_file, stamp, 0o644)

@@ -6,25 +6,34 @@ indexes, credentials, certificates and proxies pip is configured with are used.
 
 from __future__ import annotations
 
+import bz2
+import functools
+import gzip
 import importlib.util
 import json
+import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.tar import Kind
+from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain, unpack_tar
 from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+LARGEST_TREE = (1 << 30, 200_000)
+"""Bytes and files of a source distribution, unpacked; more is a bomb."""
 TEST_DIRECTORIES = {"test", "tests", "testing"}
 NOT_CODE = {
     "doc",
@@ -141,7 +150,7 @@ def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, 
 def _pip_download(release: Release, directory: Path) -> str | None:
     before = set(os.listdir(directory))
     options = ["--no-deps", "--no-binary", release.package, "--no-input", "-d", str(directory)]
-    done = run_pip(["download", *options, str(release)])
+    done = run_pip(["download", *options, "--", str(release)])
     if done.returncode == 0:
         return next(iter(set(os.listdir(directory)) - before))
     if "No matching distribution" in done.stderr:
@@ -163,7 +172,7 @@ def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> l
         ConfigError: a requirement has no such wheel.
     """
     options = ["--only-binary", ":all:", "--python-version", python, "--no-input", "-d", str(directory)]
-    done = run_pip(["download", *options, *requirements])
+    done = run_pip(["download", *options, "--", *requirements])
     if done.returncode != 0:
         raise ConfigError(
             f"no wheels for Python {python} of {', '.join(requirements)}: {_tail(done)}; correct `requires`"
@@ -174,31 +183,43 @@ def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> l
 # --- source trees ---------------------------------------------------------------------------------------------------
 
 
-def unpack(archive: Path, directory: Path) -> Path:
-    """Unpacks a source distribution into ``directory`` and returns the tree's root."""
+def unpack(archive: Path, directory: Path, budget: Budget | None = None) -> Path:
+    """Unpacks a source distribution into ``directory`` and returns the tree's root.
+
+    Args:
+        budget: what it may unpack to; default :data:`LARGEST_TREE`.
+    """
+    budget = budget or Budget(*LARGEST_TREE)
     try:
         if archive.name.endswith(".zip"):
-            with zipfile.ZipFile(archive) as bundle:
-                bundle.extractall(directory)
+            _unpack_zip(archive, directory, budget)
         else:
-            with tarfile.open(archive) as bundle:
-                bundle.extractall(directory, members=[member for member in bundle if _harmless(member)])
+            with open(archive, "rb") as file:
+                begin = file.read(2)
+            openers: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
+            with openers.get(begin, open)(archive, "rb") as stream:
+                unpack_tar(stream, directory, budget, _harmless)
         roots = [path for path in directory.iterdir() if path.is_dir()]
         if len(roots) != 1:
             raise ValueError(f"{len(roots)} directories at its top, expected one")
-    except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile) as error:
-        reason = str(error).splitlines()[0].rstrip(":")
+    except (OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(":")
         raise ConfigError(f"{archive}: not a source distribution ({reason}); delete it and try again") from error
     return roots[0]
 
 
-def _harmless(member: tarfile.TarInfo) -> bool:
-    """Files and directories inside the tree, made ours; no links. Python 3.11.2 has no extraction filters yet."""
-    path = PurePosixPath(member.name)
-    member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
-    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
-    inside = not path.is_absolute() and ".." not in path.parts
-    return (member.isfile() or member.isdir()) and inside and "__pycache__" not in path.parts
+def _unpack_zip(archive: Path, directory: Path, budget: Budget) -> None:
+    with zipfile.ZipFile(archive) as bundle, TreeWriter(directory, budget) as tree:
+        for entry in bundle.infolist():
+            parts = plain(entry.filename.encode("utf-8", "surrogateescape"))
+            if parts and not entry.is_dir() and _harmless(parts, "file"):
+                with bundle.open(entry) as content:
+                    tree.file(parts, iter(functools.partial(content.read, 1 << 20), b""))
+
+
+def _harmless(parts: Parts, kind: Kind) -> bool:
+    """Files and directories; no links."""
+    return kind in ("file", "directory") and b"__pycache__" not in parts
 
 
 def is_test(name: str) -> bool:

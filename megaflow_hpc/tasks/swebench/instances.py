@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import Task
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
@@ -38,6 +38,14 @@ AGENT_S = 1800.0
 VERIFIER_S = 1800.0
 """The time SWE-bench's own evaluation gives a test run."""
 RUNNERS = ("", "script", "named")
+TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
+"""Fields that are only ever put into files."""
+T = TypeVar("T")
+_IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
+"""A name, perhaps with a registry: a line is somebody else's, and a path in it would be taken as it is."""
+_PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
+LITERAL_BYTES = 2 << 20
+"""Longest list that is read as Python's: a syntax tree takes hundreds of bytes for each of the text."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +161,21 @@ def parse(line: Line) -> Instance:
         ConfigError: names file, line, field, value and what was expected.
     """
     try:
-        raw = json.loads(line.data)
-    except (ValueError, UnicodeDecodeError) as error:
+        raw = parse_json(line.data)
+    except ValueError as error:
         raise ConfigError(f"{line}: not JSON ({error}); expected one JSON object a line") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{line}: holds {type(raw).__name__}; expected a JSON object with instance_id, repo, …")
-    found = _multi_swe(raw) if {"org", "number", "fix_patch"} <= set(raw) else dict(raw)
+    try:
+        return _instance(line, raw)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a field that is of another kind inside
+        raise ConfigError(
+            f"{line}: of no data set that is known ({error!r:.200}); expected SWE-bench's fields"
+        ) from None
+
+
+def _instance(line: Line, raw: dict[str, Any]) -> Instance:
+    found = _multi_swe(line, raw) if {"org", "number", "fix_patch"} <= set(raw) else dict(raw)
     # Some data sets write the two lists in small letters.
     found |= {key: raw[key.lower()] for key in ("FAIL_TO_PASS", "PASS_TO_PASS") if key.lower() in raw}
     install = found.get("install_config") or {}
@@ -178,7 +195,9 @@ def parse(line: Line) -> Instance:
         raise line.error("FAIL_TO_PASS", found.get("FAIL_TO_PASS"), "at least one test")
     values["PASS_TO_PASS"] = _names(line, "PASS_TO_PASS", found.get("PASS_TO_PASS") or [])
     commands = found.get("test_cmd") or found.get("test_cmds") or install.get("test_cmd") or ""
-    values["test_cmd"] = _text(line, "test_cmd", "\n".join(commands) if isinstance(commands, list) else commands)
+    values["test_cmd"] = "\n".join(
+        _text(line, "test_cmd", command) for command in (commands if isinstance(commands, list) else [commands])
+    )
     values["env"] = _variables(line, found.get("env") or install.get("env_vars") or {})
     parser = str(found.get("log_parser") or install.get("log_parser") or "")
     values["log_parser"] = f"parse_log_{parser}" if parser and not parser.startswith("parse_log_") else parser
@@ -193,29 +212,48 @@ def parse(line: Line) -> Instance:
     if values.get("runner", "") not in RUNNERS:
         raise line.error("runner", values["runner"], "script or named")
     workdir = values.get("workdir") or WORKDIR
-    if not workdir.startswith("/"):
-        raise line.error("workdir", workdir, "an absolute path")
+    if not _PATH.fullmatch(workdir):
+        raise line.error("workdir", workdir, "an absolute path without .. and control characters")
+    if not _IMAGE.fullmatch(values["image"]) or ".." in values["image"].split("/"):
+        raise line.error("image", values["image"], "the name of an image, not a path")
+    if len(values["instance_id"]) > 200 or not values["instance_id"].strip("."):
+        raise line.error("instance_id", values["instance_id"], "at most 200 characters, not only dots")
     return Instance(**{key: value for key, value in values.items() if value not in ("", None)})
 
 
-def _multi_swe(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _multi_swe(line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Multi-SWE-bench's form: the issues are the statement, tests are keys of objects with their outcomes."""
-    base = raw.get("base") or {}
-    issues = [i for i in raw.get("resolved_issues") or () if isinstance(i, dict)]
+
+    def given(key: str, kind: type[T], expected: str) -> T:
+        found = raw.get(key)
+        if found is not None and not isinstance(found, kind):
+            raise line.error(key, found, expected)
+        return found or kind()
+
+    def tests(key: str) -> list[Any]:
+        found = raw.get(key) or []
+        if not isinstance(found, dict | list):
+            raise line.error(key, found, "tests by name")
+        return list(found)
+
+    sha = given("base", dict, "an object with the commit as sha").get("sha") or "HEAD"
+    issues = [i for i in given("resolved_issues", list, "a list of issues") if isinstance(i, dict)]
     statement = "\n\n".join(f"{i.get('title') or ''}\n\n{i.get('body') or ''}".strip() for i in issues)
-    failing = [name for key in ("f2p_tests", "s2p_tests", "n2p_tests") for name in raw.get(key) or ()]
-    org, repo, number = raw["org"], raw["repo"], raw["number"]
+    failing = [name for key in ("f2p_tests", "s2p_tests", "n2p_tests") for name in tests(key)]
+    org, repo, number = given("org", str, "a text"), given("repo", str, "a text"), raw["number"]
+    if not isinstance(number, int | str):
+        raise line.error("number", number, "a number")
     kept = {
         key: raw[key] for key in ("image", "test_cmd", "log_parser", "runner", "workdir", "test_patch") if key in raw
     }
     return {
         "instance_id": raw.get("instance_id") or f"{org}__{repo}-{number}",
         "repo": f"{org}/{repo}",
-        "base_commit": base.get("sha") or "HEAD",
+        "base_commit": sha,
         "problem_statement": statement or f"{raw.get('title') or ''}\n\n{raw.get('body') or ''}".strip(),
         "patch": raw["fix_patch"],
-        "FAIL_TO_PASS": failing or list(raw.get("fixed_tests") or ()),
-        "PASS_TO_PASS": list(raw.get("p2p_tests") or ()),
+        "FAIL_TO_PASS": failing or tests("fixed_tests"),
+        "PASS_TO_PASS": tests("p2p_tests"),
         "image": f"mswebench/{org}_m_{repo}:pr-{number}".lower(),
         "workdir": f"/home/{repo}",
         **kept,
@@ -229,7 +267,18 @@ def _text(line: Line, key: str, value: Any) -> str:
         return str(value)
     if not isinstance(value, str):
         raise line.error(key, value, "a text")
-    return value
+    return _writable(line, key, value, nul=key in TEXTS)
+
+
+def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
+    """Returns a text that can be put into a file and, unless it may hold a zero byte, on a command line."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise line.error(key, text, "text in UTF-8, without half of a surrogate pair") from None
+    if "\0" in text and not nul:
+        raise line.error(key, text, "a text without a zero byte")
+    return text
 
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
@@ -237,20 +286,22 @@ def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
     found = _literal(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise line.error(key, value, "a list of test names")
-    return tuple(found)
+    return tuple(_writable(line, key, name) for name in found)
 
 
 def _variables(line: Line, value: Any) -> dict[str, str] | None:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise line.error("env", value, "names and values")
-    return {key: str(text) for key, text in value.items()} or None
+    return {_writable(line, "env", key): _writable(line, "env", str(text)) for key, text in value.items()} or None
 
 
 def _literal(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         pass
+    if len(text) > LITERAL_BYTES:
+        return None
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

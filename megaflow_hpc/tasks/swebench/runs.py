@@ -63,7 +63,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
         await _upload(sandbox, {"bug.patch": instance.bug_patch})
         # The tests that fail are taken from the agent, as SWE-smith does; the verifier's mark still has them.
         files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
-        insert = [f"{GIT} apply --whitespace=nowarn {PLACE}/bug.patch", f"rm -rf {PLACE} {files}", f"{GIT} add -A"]
+        insert = [f"{GIT} apply --whitespace=nowarn {PLACE}/bug.patch", f"rm -rf -- {PLACE} {files}", f"{GIT} add -A"]
         commit = f"{GIT} commit -q --no-verify -m 'Initial commit'"
         if for_agent:
             # Without a trace in the history: the parent commit would be the solution.
@@ -227,7 +227,10 @@ def _marked(eval_script: str) -> str:
 
 def _place_tests(instance: Instance) -> list[str]:
     """Shell lines that put the tests in place, whatever the agent's patch made of their files."""
-    lines = [f"cd {shlex.quote(instance.workdir)}", f"git config --global --add safe.directory {instance.workdir}"]
+    lines = [
+        f"cd {shlex.quote(instance.workdir)}",
+        f"git config --global --add safe.directory {shlex.quote(instance.workdir)}",
+    ]
     activate = "/opt/miniconda3/bin/activate"
     lines.insert(0, f"if [ -f {activate} ]; then source {activate} && conda activate testbed; fi")
     if instance.bug_patch:  # handed out without them
@@ -235,7 +238,7 @@ def _place_tests(instance: Instance) -> list[str]:
         return [*lines, f"git checkout {START} -- {' '.join(files)}"]
     names = list(dict.fromkeys(re.findall(r"^diff --git a/.*? b/(.*)$", instance.test_patch, re.MULTILINE)))
     for name in map(shlex.quote, names):
-        lines.append(f"rm -rf {name}; git checkout {START} -- {name} 2>/dev/null")
+        lines.append(f"rm -rf -- {name}; git checkout {START} -- {name} 2>/dev/null")
     return [*lines, f"git apply -v --whitespace=nowarn {PLACE}/test.patch"] if instance.test_patch else lines
 
 
@@ -266,7 +269,7 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
     try:
         outcomes = json.loads(read.stdout_bytes)
         outcomes = {str(test): str(outcome) for test, outcome in outcomes.items()}
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         outcomes = {}
     problems, shares = judge(instance, outcomes)
     return _verdict(not problems, shares, problems, done)
