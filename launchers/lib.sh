@@ -258,7 +258,7 @@ debian_mirror() {
 # program:package, the program being what shows that the package is there.
 # (fuse-overlayfs is what Apptainer falls back to where the kernel refuses users an overlay.)
 TOOLS=(h5dump:hdf5-tools mksquashfs:squashfs-tools squashfuse:squashfuse fuse-overlayfs:fuse-overlayfs fakeroot:fakeroot
-  patchelf:patchelf git:git)
+  patchelf:patchelf git:git patch:patch)
 SLURM=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd munged:munge mariadbd:mariadb-server-core)
 # Packages without a program of their own that the lab needs beside those.
 SLURM_MORE=(slurm-wlm-basic-plugins slurm-wlm-mysql-plugin mariadb-client-core)
