@@ -13,7 +13,12 @@ import pytest
 from tests.support.harbor_tasks import write_solved_task
 from tests.support.requirements import REMEDY, required
 
-pytest_plugins = ["tests.support.sandboxes", "tests.support.second_user", "tests.support.serving"]
+pytest_plugins = [
+    "tests.support.engines",
+    "tests.support.sandboxes",
+    "tests.support.second_user",
+    "tests.support.serving",
+]
 
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so in all that the tests start

@@ -14,7 +14,7 @@ from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
-EVERYBODYS = {"types", "errors", "version", "host"}
+EVERYBODYS = {"types", "errors", "version", "texts", "host"}
 """Rooms that every room may use; they use nothing but one another."""
 
 DOORS: dict[str, str] = {
@@ -23,6 +23,7 @@ DOORS: dict[str, str] = {
     "types": "",
     "errors": "",
     "version": "",
+    "texts": "",
     "host": "",
     # The campaign file, and everything under RUN.
     "config": "",
@@ -30,6 +31,8 @@ DOORS: dict[str, str] = {
     "ledger": "rundir",
     # Sandboxes and images know no task, no agent, no model, no run directory.
     "environments": "environments/sandbox",
+    "environments/builds": "environments/images environments/images/dockerfile environments/sandbox "
+    "environments/sandbox/rootfs",
     "environments/images": "environments/images/dockerfile",
     "environments/images/cache": "environments/images",
     "environments/images/dockerfile": "",
@@ -43,7 +46,7 @@ DOORS: dict[str, str] = {
     "environments/sandbox/rootfs",
     "tasks/harbor": "tasks environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
-    "tasks/releases": "tasks config environments/images",
+    "tasks/releases": "tasks config environments/builds environments/images environments/images/dockerfile",
     "tasks/swebench": "tasks environments/images/dockerfile environments/sandbox",
     # A gateway and an engine server meet over HTTP and the endpoint files alone.
     "model": "",
@@ -61,7 +64,7 @@ DOORS: dict[str, str] = {
     "trajectories/maintenance": "trajectories/hdf5 trajectories/journal trajectories/reading rundir ledger",
     "trajectories/exports": "trajectories/hdf5 trajectories/journal trajectories/reading",
     "training": "trajectories/reading",
-    "integrations": "environments environments/images environments/images/dockerfile",
+    "integrations": "environments environments/builds environments/images environments/images/dockerfile",
     # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
     "pod": "pod/master rundir",
     "pod/scheduling": "ledger",
@@ -69,12 +72,12 @@ DOORS: dict[str, str] = {
     "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories",
     # Only what follows may speak to Slurm.
     "slurm": "config rundir",
-    "monitor": "rundir",
-    "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/images environments/sandbox "
-    "model/engines model/server trajectories trajectories/journal trajectories/reading",
+    "monitor": "ledger rundir",
+    "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
+    "environments/sandbox model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "campaign slurm bench config rundir agents tasks tasks/harbor tasks/releases tasks/swebench "
-    "environments/images environments/images/cache environments/images/dockerfile environments/sandbox "
-    "trajectories trajectories/exports trajectories/maintenance trajectories/reading",
+    "environments/builds environments/images environments/images/cache environments/images/dockerfile "
+    "environments/sandbox trajectories trajectories/exports trajectories/maintenance trajectories/reading",
     "bench": "__init__ bench/programs environments environments/images environments/images/cache environments/sandbox "
     "pod/scheduling rundir trajectories trajectories/hdf5",
     "bench/programs": "bench environments/images/cache ledger model/gateway pod pod/master rundir trajectories/journal",

@@ -24,8 +24,8 @@ slurm:
   pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 10}
   servers: {partition: gpu, time: 10}
 """
-LATE_S = 12.0
-"""Longer than Slurm takes to preempt: the agent waits for its model then."""
+LATE_S = 30.0
+"""Longer than Slurm takes to preempt on a busy machine: the agent waits for its model then."""
 
 
 def idle(mark: str) -> bool:

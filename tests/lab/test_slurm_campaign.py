@@ -64,7 +64,7 @@ def test_dry_run_prints_every_script_and_touches_nothing(tmp_path: Path, make_ca
     done = cli("submit", campaign, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --partition=cpu" in done.stdout
-    assert "srun --mpi=" in done.stdout
+    assert "srun --export=ALL --mpi=" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.tasks.images import image_requests
@@ -164,4 +165,4 @@ def write_solved_task(
 
 def resolve_images(tasks: list[Task], mapping: Mapping[str, str], base: Path, store: Path) -> dict[str, str]:
     """The image files of tasks, as a campaign resolves them, with a store of the test's own."""
-    return Images(ImageStore(store)).resolve_all(image_requests(tasks), ImageMapping(mapping, base))
+    return Images(ImageStore(store), builder=Builder()).resolve_all(image_requests(tasks), ImageMapping(mapping, base))

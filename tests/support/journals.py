@@ -28,6 +28,17 @@ def write_parts(run, pod: str, numbers, rotate_bytes: int = 40_000) -> list[int]
     return ends
 
 
+def write_between(run, pods: int, count: int, rotate_bytes: int = 20_000, group: int = 5) -> None:
+    """A journal of each pod, in several parts; the rollouts of the pods lie between one another in time."""
+    journals = [JournalWriter(run.journal_file(f"pod-{pod}", "0"), rotate_bytes) for pod in range(pods)]
+    for n in range(count):
+        journals[n % pods].append(record(n % 7, 0, trajectory(n)))
+        if n % (pods * group) >= pods * (group - 1):
+            journals[n % pods].commit()
+    for journal in journals:
+        journal.close()
+
+
 def write_shards(run) -> None:
     """Shards of all parts but the last of each journal."""
     for pod in {path.name.partition("+")[0].removesuffix(".journal") for path in journals(run)}:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,32 +18,50 @@ from typing import Any
 from megaflow_hpc.bench.programs.dispatch_ranks import make_pod
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
+from megaflow_hpc.pod.master import coordination, ranks, run_io_thread
 from megaflow_hpc.pod.master.loop import Master
+from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling import stragglers
-from megaflow_hpc.rundir import budget
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Attempt, Rollout, Trajectory
 
 SLOTS = 4
+HASTY = Times(renew_s=0.5, commit_s=3.0, lease_s=6.0)
+GONE = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
 
 
 def lead(run: RunDir, comm: Comm) -> str:
-    stragglers.AT_LEAST_S = budget.LOOK_S = 0.3
+    stragglers.AT_LEAST_S = coordination.SOON_S = coordination.SELDOM_S = 0.3
     said = json.loads((run.path / "world.json").read_text())
+    ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
+    hangs = said.pop("hangs", False)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
-    return Master(make_pod(run, comm, **said)).run()
+    pod = make_pod(run, comm, **said)
+    if hangs:
+        run_io_thread.LOOP_HANGS_S = 1.0
+        pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)
+        pod.drain_file = drain_file(run)
+    return Master(pod).run()
+
+
+def drain_file(run: RunDir) -> Path:
+    return run.path / "drain"
 
 
 class Player:
     """Answers ``start`` as the task's id says: ``<behaviour>-<anything>``."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, run: RunDir) -> None:
+        self.rank, self.run = rank, run
         self.slow: dict[str, dict[str, Any]] = {}
+        self.goes: signal.Signals | None = None
+        """How this rank goes once its last message is on its way."""
 
     def answer(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         if message["op"] == "init":
@@ -56,10 +75,18 @@ class Player:
     def play(self, start: dict[str, Any]) -> list[dict[str, Any]]:
         rollout = Rollout(**start["rollout"])
         behaviour, _, rest = rollout.task_id.partition("_")
+        once = self.run.path / "gone"
+        if behaviour in GONE and self.rank == 1 and not once.exists():
+            once.touch()
+            self.goes = GONE[behaviour]
+            return [self.result(start, "completed", reward=1.0, text="x" * int(rest))]
         if behaviour == "fails":
             return [self.result(start, "failed", rest.partition("_")[0])]
         if behaviour == "badnode" and self.rank == 1:
             return [self.result(start, "failed", "sandbox-start")]
+        if behaviour == "hangs":
+            os.mkfifo(drain_file(self.run))  # rank 0's loop reads it and waits for ever
+            return []
         if (behaviour == "stuck" and start["attempt"] == 0) or (behaviour == "late" and rollout.sample_index == 0):
             self.slow[rollout.id] = start
             return []
@@ -72,7 +99,12 @@ class Player:
 
     @staticmethod
     def result(
-        start: dict[str, Any], status: str, cause: str = "", reward: float | None = None, partial: str = ""
+        start: dict[str, Any],
+        status: str,
+        cause: str = "",
+        reward: float | None = None,
+        partial: str = "",
+        text: str = "",
     ) -> dict[str, Any]:
         rollout = Rollout(**start["rollout"])
         trajectory = Trajectory.begin(
@@ -83,13 +115,18 @@ class Player:
             error=cause,
             reward=reward,
             started_at=time.time() - 0.01,
+            messages=[{"role": "user", "content": text}],
         )
         return Outcome.of(trajectory, [Attempt(**before) for before in start["attempts"]], cause, partial).to_message()
 
 
-def follow(comm: MpiComm) -> None:
-    player, backoff = Player(comm.rank), Backoff()
+def follow(comm: MpiComm, run: RunDir) -> None:
+    player, backoff = Player(comm.rank, run), Backoff()
+    beaten = time.monotonic()
     while True:
+        if time.monotonic() - beaten > 1.0:
+            beaten = time.monotonic()
+            comm.send(0, BEAT)
         received = comm.poll()
         if received is None:
             comm.push()
@@ -100,15 +137,19 @@ def follow(comm: MpiComm) -> None:
             return
         for message in player.answer(received[1]):
             comm.send(0, message)
+        if player.goes is not None:
+            comm.push()
+            os.kill(os.getpid(), player.goes)
 
 
 if __name__ == "__main__":
     run = RunDir(Path(sys.argv[1]))
     comm = MpiComm()
+    write_atomic(run.report / f"{comm.rank}.pid", str(os.getpid()))
     if comm.rank == 0:
         write_atomic(run.report / "state", lead(run, comm))
     else:
-        follow(comm)
+        follow(comm, run)
     comm.flush(5.0)
     # The first rank that leaves without MPI_Finalize takes the others with it, as mpiexec sees it.
     deadline = time.monotonic() + 10

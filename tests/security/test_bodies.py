@@ -1,0 +1,268 @@
+"""Bodies of requests that cost far more than their bytes: refused before they do, while others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
+from megaflow_hpc.model.gateway.share import Share
+from megaflow_hpc.model.request_body import MAX_OBJECTS, BadBody, check_values
+from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY
+from megaflow_hpc.model.server.tenants import Tenants
+from megaflow_hpc.rundir.engine_pool import EnginePool
+from megaflow_hpc.types import ModelEndpoint
+from tests.support.backends import proxy_of_script
+from tests.support.crowds import raw
+from tests.support.serving import Servers, call, conversation, in_loop
+
+ECHO = {"default": ["fine"]}
+MIB = 2**20
+LISTS = b'{"messages":[' + b"[]," * 13_000_000 + b"[]]}"
+"""39 MB that decode to 13 million lists."""
+
+
+async def post(
+    model: ModelEndpoint, data: Any, path: str = "/chat/completions", **headers: str
+) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {model.api_key}", **headers}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(model.base_url + path, data=data) as answer:
+            return answer.status, await answer.json()
+
+
+class GatewayProcess:
+    """A gateway in a process of its own, whose memory can be read."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "megaflow_hpc.bench.programs.gateway_rank"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, **message: object) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def peak_mib(self) -> int:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) >> 10
+
+    def __enter__(self) -> GatewayProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def test_forty_megabytes_of_empty_lists_are_refused_before_they_are_a_gigabyte() -> None:
+    with GatewayProcess() as gateway:
+        gateway.ask(servers=[])
+        opened = gateway.ask(open=0)
+        model = ModelEndpoint(opened["url"], opened["key"], "m")
+        before = gateway.peak_mib()
+        for tail in (b"", b'"'):  # the second is no JSON at all
+            status, reply = asyncio.run(post(model, LISTS[:-2] + tail + LISTS[-2:]))
+            assert status == 400
+            assert f"over {MAX_OBJECTS} objects" in reply["error"]["message"]
+        assert gateway.peak_mib() - before < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 200_000 + b"]" * 200_000,
+        b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"messages":[{"role":"user","content":"a"}],"tools":[' + b"[" * 400 + b"]" * 400 + b"]}",
+        b'{"messages":[{"role":"user","content":"\\ud800"}],"tools":[' + b'{"a":' * 400 + b"1" + b"}" * 400 + b"]}",
+        b'{"messages":' + b'{"a":' * 150_000 + b"1" + b"}" * 150_000 + b"}",
+        b'{"messages":[{"role":"user","content":"\xff\xfe"}]}',
+        b'{"n":' + b"9" * 5000 + b',"messages":[]}',
+        b'{"messages":5,"model":["x"],"stream":1,"tools":{"a":1},"seed":{}}',
+    ],
+    ids=[
+        "deep",
+        "deep, for json",
+        "deep in tools",
+        "deep, half a surrogate",
+        "deep objects",
+        "bytes",
+        "digits",
+        "types",
+    ],
+)
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+@in_loop
+async def test_json_that_no_engine_should_see_is_a_400(
+    servers: Servers, caplog: pytest.LogCaptureFixture, path: str, body: bytes
+) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        status, reply = await post(model, body, path)
+        assert (status, "message" in reply["error"]) == (400, True), reply
+        assert not (await gateway.close("t/default/0")).turns
+    assert not any(r.exc_info for r in caplog.records)
+
+
+@in_loop
+async def test_large_requests_of_honest_agents_pass(servers: Servers) -> None:
+    """Long outputs full of brackets, quotes and commas; a long prompt as token ids; a picture."""
+    servers.script(ECHO, **{"max-model-len": 100_000_000})
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        rows = '[[{"a": [1,"\\"x\\\\"]}]],' * 30_000
+        for content in (rows, "A" * 2 * MIB):
+            status, reply = await call(model, {"messages": conversation(content), "max_tokens": 5})
+            assert status == 200, str(reply)[:300]
+        status, _ = await call(model, {"prompt": [65] * 100_000, "max_tokens": 5}, "/completions")
+        assert status == 200
+
+
+async def parts(number: int) -> AsyncIterator[bytes]:
+    for _ in range(number):
+        yield bytes(MIB)
+
+
+@in_loop
+async def test_a_body_that_is_too_long_is_a_413(servers: Servers) -> None:
+    async with servers.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        bomb = gzip.compress(bytes(MAX_UNTOLD * 4))
+        for data, headers in (
+            (parts(MAX_UNTOLD // MIB + 1), {}),
+            (bomb, {"Content-Encoding": "gzip"}),
+            (zlib.compress(bytes(MAX_UNTOLD * 4)), {"Content-Encoding": "deflate"}),
+        ):
+            status, reply = await post(model, data, **headers)
+            assert (status, "longer than" in reply["error"]["message"]) == (413, True)
+        path = "/" + model.base_url.split("/", 3)[3] + "/chat/completions"
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {model.api_key}\r\nConnection: close\r\n"
+        told = await raw(gateway.port, f"{head}Content-Length: {MAX_BODY + 1}\r\n\r\n".encode())
+        assert told.startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        ("Transfer-Encoding: chunked", b"zz\r\n{}\r\n0\r\n\r\n"),
+        ("Content-Encoding: gzip\r\nContent-Length: 5", b"wrong"),
+        ("Content-Encoding: gzip\r\nTransfer-Encoding: chunked", b"2\r\n\x1f\x8b\r\n0\r\n\r\n"),
+    ],
+)
+@pytest.mark.parametrize("where", ["gateway", "proxy"])
+@in_loop
+async def test_a_malformed_body_is_a_400_without_a_traceback(
+    servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, framing: str, body: bytes
+) -> None:
+    async with servers.gateway() as gateway, proxy_of_script(tmp_path) as (proxy, _):
+        model = await gateway.open("t/default/0", "default")
+        path, key, port = "/" + model.base_url.split("/", 3)[3] + "/chat/completions", model.api_key, gateway.port
+        if where == "proxy":
+            path, key, port = "/v1/chat/completions", proxy.key, proxy.port
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n{framing}\r\n\r\n"
+        )
+        answer = await raw(port, head.encode(), body)
+        refused = b"415" if where == "proxy" and "gzip" in framing else b"400"
+        assert answer.split(b" ")[1] == refused, answer[:200]
+    assert not any(r.exc_info for r in caplog.records)
+
+
+@in_loop
+async def test_a_members_bodies_are_bounded_at_a_pools_proxy(tmp_path: Path, servers: Servers) -> None:
+    pool = EnginePool(servers.run.path)
+    async with proxy_of_script(tmp_path, tenants=Tenants(pool, {})) as (proxy, _):
+        assert proxy.tenants is not None
+        proxy.tenants.user = lambda key: "bob" if key == "bobs" else None  # type: ignore[method-assign]
+        for key, expected in (("bobs", 400), (proxy.key, 200)):
+            values = b'{"messages":[{"role":"user","content":"hi"}],"x":[' + b"[]," * 200_000 + b"[]]}"
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
+                async with session.post(f"http://127.0.0.1:{proxy.port}/v1/chat/completions", data=values) as answer:
+                    assert answer.status == expected, await answer.text()
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer bobs"}) as session:
+            data = parts(MAX_TENANT_BODY // MIB + 1)
+            async with session.post(f"http://127.0.0.1:{proxy.port}/v1/chat/completions", data=data) as answer:
+                assert answer.status == 413
+
+
+# --- what one rollout holds at once ---
+
+
+@asynccontextmanager
+async def half_sent(model: ModelEndpoint, port: int, number: int, length: int) -> AsyncIterator[None]:
+    """Calls of which all of the body but the last byte has been sent, as far as it was taken."""
+    path = "/" + model.base_url.split("/", 3)[3] + "/chat/completions"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {model.api_key}\r\nContent-Length: {length}\r\n\r\n"
+    )
+    writers = []
+    for _ in range(number):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + bytes(length - 1))
+        writers.append(writer)
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+@in_loop
+async def test_half_sent_bodies_of_one_rollout_take_bounded_memory_and_leave_others_served() -> None:
+    with GatewayProcess() as gateway:
+        gateway.ask(servers=[])
+        hostile, other = (ModelEndpoint(o["url"], o["key"], "m") for o in (gateway.ask(open=n) for n in range(2)))
+        port, before = int(hostile.base_url.split("/")[2].rpartition(":")[2]), gateway.peak_mib()
+        async with half_sent(hostile, port, 12, 40 * MIB):
+            for _ in range(3):
+                status, _ = await asyncio.wait_for(post(other, b"[]"), 60)
+                assert status == 400  # it was read
+        assert gateway.peak_mib() - before < 3 * MAX_BODY // MIB
+
+
+@in_loop
+async def test_calls_of_one_rollout_take_turns_and_none_is_lost() -> None:
+    share, order, held = Share(100, calls=3), [], 0
+
+    async def one(number: int, size: int) -> None:
+        nonlocal held
+        async with share.turn(size):
+            held += size
+            assert held <= 100
+            order.append(number)
+            await asyncio.sleep(0)
+            held -= size
+
+    tasks = [asyncio.create_task(one(n, size)) for n, size in enumerate([60, 30, 100, 5, 5, 5, 5, 100])]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    tasks[5].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [0, 1, 3, 4, 6, 7]
+    async with share.turn(100):
+        pass
+
+
+def test_values_are_counted_outside_of_strings() -> None:
+    text = json.dumps({"x": '[{,"\\' * 500_000, "y": ["\\\\", '"']}).encode()
+    check_values(text)
+    with pytest.raises(BadBody, match="over"):
+        check_values(text[:-1] + b',"z":[' + b"{}," * MAX_OBJECTS + b"{}]}")
+    with pytest.raises(BadBody, match="over"):
+        check_values(b'["",' * 3_000_000)

@@ -1,0 +1,459 @@
+"""What an agent may ask of an engine: everything else is refused at once, or left out, and never reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaflow_hpc.model.api import WEIGHT_VERSION
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
+from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, checks, content, options
+from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, MESSAGES, RESPONSES, engine_request
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.types import ModelEndpoint
+from tests.support.poison import GOOD, POISON, TOOL, image
+from tests.support.serving import in_loop
+
+
+class Upstream:
+    """A scripted engine behind a real socket that keeps the requests it gets."""
+
+    def __init__(self, engine: ScriptedEngine | None = None) -> None:
+        self.engine = engine or ScriptedEngine(Script(default=(Answer("good"),)), "m")
+        self.bodies: list[dict[str, Any]] = []
+        self.port = 0
+
+    async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
+        """The engine's own answer; overridden where it is another."""
+        return await handler(request)
+
+    async def __aenter__(self) -> Upstream:
+        app = self.engine.application()
+
+        @web.middleware
+        async def keep(request: web.Request, handler: Any) -> Any:
+            self.bodies.append(await request.json())
+            return await self.answer(self.bodies[-1], request, handler)
+
+        app.middlewares.append(keep)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    def record(self, protocol: str = "plain", name: str = "p.0") -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.port}"
+        return {"server": name, "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": protocol}
+
+
+@asynccontextmanager
+async def serving(upstream: Upstream, protocol: str = "plain", **more: Any) -> AsyncIterator[ModelGateway]:
+    async with upstream, ModelGateway(wait_s=60, **more) as gateway:
+        gateway.update_endpoints([upstream.record(protocol)])
+        yield gateway
+
+
+async def call(model: ModelEndpoint, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
+        async with session.post(model.base_url + path, json=body) as response:
+            return response.status, json.loads(await response.read())
+
+
+@pytest.mark.parametrize("protocol", ["plain", "split"])
+@pytest.mark.parametrize("path", POISON)
+@in_loop
+async def test_poison_reaches_no_engine_and_keeps_nobody_waiting(path: str, protocol: str) -> None:
+    engine = SplitEngine(Script(default=(Answer("good"),)), "m") if protocol == "split" else None
+    async with serving(upstream := Upstream(engine), protocol) as gateway:
+        bad, good = await gateway.open("t/p/0", "p"), await gateway.open("u/p/0", "p")
+        poison = [{**GOOD[path], **extra} for extra in POISON[path]]
+        answers = asyncio.gather(*(call(bad, path, body) for body in poison for _ in range(3)))
+        benign = [await call(good, path, GOOD[path]) for _ in range(20)]
+        for body, (status, reply) in zip((b for b in poison for _ in range(3)), await answers, strict=True):
+            assert status == 400, (body, reply)
+            assert reply["error"]["message"], body
+        assert {status for status, _ in benign} == {200}, benign
+        assert len(upstream.bodies) == 20 * (3 if protocol == "split" and path != "/completions" else 1)
+        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert not (await gateway.close("t/p/0")).turns
+        assert len((await gateway.close("u/p/0")).turns) == 20
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path in POISON for body in POISON[path][:3]])
+@in_loop
+async def test_a_refusal_names_the_option(path: str, body: dict[str, Any]) -> None:
+    async with serving(Upstream()) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        _, reply = await call(model, path, {**GOOD[path], **body})
+        assert reply["error"]["message"].startswith(next(iter(body)))
+
+
+HARMLESS: dict[str, dict[str, Any]] = {
+    "/chat/completions": {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "request_id": "mine",
+        "an_option_of_next_year": {"a": [1]},
+        "echo": False,
+        "best_of": 1,
+        "prompt_logprobs": None,
+        "min_tokens": 0,
+        "tools": [],
+    },
+    "/messages": {
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": []},
+        "output_config": {"effort": "high"},
+        "betas": ["x"],
+        "mcp_servers": [],
+        "kv_transfer_params": {"a": 1},
+        "an_option_of_next_year": True,
+    },
+    "/responses": {
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "truncation": "auto",
+        "prompt_cache_key": "k",
+        "client_metadata": {"a": "b"},
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "kv_transfer_params": {"a": 1},
+        "an_option_of_next_year": "x",
+    },
+    "/completions": {"user": "u", "suffix": "", "an_option_of_next_year": 1, "messages": [{}]},
+}
+
+
+@pytest.mark.parametrize("path", HARMLESS)
+@in_loop
+async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(path: str) -> None:
+    async with serving(upstream := Upstream()) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, path, {**GOOD[path], **HARMLESS[path]})
+        assert status == 200, reply
+    (body,) = upstream.bodies
+    assert body.keys() - {"max_tokens"} == {
+        "prompt" if path == "/completions" else "messages",
+        *("model", "stream", "return_token_ids", "logprobs"),
+    }
+
+
+@in_loop
+async def test_unknown_fields_of_messages_parts_calls_and_tools_are_left_out() -> None:
+    said = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "task": "x"}
+    said["tool_calls"] = [
+        {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}", "x": 1}}
+    ]
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}, "image_url": "http://127.0.0.1:9/"}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "high"}, "uuid": "u"}
+    sent = [
+        {"role": "user", "content": [part, "x", picture], "tools": [{}]},
+        said,
+        {"role": "tool", "tool_call_id": "c", "content": "r", "name": "f", "image": "x"},
+    ]
+    tool = {"type": "function", "defer_loading": True, "function": {**TOOL["function"], "x": 1}}
+    async with serving(upstream := Upstream()) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, "/chat/completions", {"messages": sent, "tools": [tool]})
+        assert status == 200, reply
+    assert upstream.bodies[0]["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "hello"},
+                {"type": "text", "text": "x"},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "r", "name": "f"},
+    ]
+    assert upstream.bodies[0]["tools"] == [TOOL]
+
+
+@in_loop
+async def test_options_that_are_allowed_reach_the_engine_as_they_are() -> None:
+    schema = {"type": "object", "properties": {"id": {"pattern": "^[0-9a-f]{8}-[0-9a-f]{4}$"}}, "required": ["id"]}
+    given_: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 1,
+        "top_k": -1,
+        "n": 1,
+        "seed": 5,
+        "stop": ["\n"],
+        "logit_bias": {"256": -100},
+        "max_completion_tokens": 9,
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}},
+        "structured_outputs": {"choice": ["yes", "no"]},
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    async with serving(upstream := Upstream()) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, "/chat/completions", {**GOOD["/chat/completions"], **given_})
+        assert status == 200, reply
+    assert {name: upstream.bodies[0][name] for name in given_} == given_
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("https://images.example.org/a/b.png?c=d&e=%20", True),
+        ("http://IMAGES.example.org:8080/a", True),
+        ("https://images.example.org", True),
+        ("https://images.example.org.evil.net/a", False),
+        ("https://evil.net/images.example.org", False),
+        ("https://images.example.org@127.0.0.1/a", False),
+        ("http://127.0.0.1\\@images.example.org/a", False),
+        ("http://images.example.org\\@127.0.0.1/a", False),
+        ("http://images.example.org#@127.0.0.1/a", False),
+        ("http://images.example.org\n127.0.0.1/a", False),
+        ("http://images.example.org%2f@127.0.0.1/a", False),
+        ("http://127.0.0.1/a", False),
+        ("http://[::1]/a", False),
+        ("http:/images.example.org/a", False),
+        ("file://images.example.org/etc/passwd", False),
+        ("gopher://images.example.org/a", False),
+    ],
+)
+@in_loop
+async def test_images_lie_where_the_campaign_allows_or_nowhere(url: str, allowed: bool) -> None:
+    async with serving(upstream := Upstream(), media_domains={"p": ("images.example.org",)}) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, "/chat/completions", image(url))
+        assert status == (200 if allowed else 400), reply
+        source = {"type": "url", "url": url}
+        message = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], "max_tokens": 9}
+        assert (await call(model, "/messages", message))[0] == status
+        counted = await call(model, "/messages/count_tokens", message)
+        assert counted[0] == status
+        item = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+        assert (await call(model, "/responses", {"input": [item]}))[0] == status
+    assert len(upstream.bodies) == (4 if allowed else 0)
+
+
+# --- failures of an engine that an agent may cause ------------------------------------------------------------
+
+
+class Reluctant(Upstream):
+    """Refuses or fails at what says one of four words, and answers everything else."""
+
+    async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
+        said = json.dumps(body)
+        if "bad" in said:
+            return web.json_response({"error": {"message": f"not good: {said}"}}, status=400)
+        if "worse" in said:
+            return web.json_response({"error": {"message": "EngineGenerateError"}}, status=500)
+        if "forbidden" in said:
+            refusal = {"error": {"message": "EngineGenerateError: against the policy"}}
+            return web.json_response(refusal, status=403, headers={WEIGHT_VERSION: "0"})
+        if "unheard of" in said:
+            return web.json_response({"error": {"message": "EngineGenerateError: not implemented"}}, status=501)
+        return await super().answer(body, request, handler)
+
+
+@in_loop
+async def test_an_agent_that_writes_an_options_name_does_not_change_how_a_server_is_asked() -> None:
+    async with serving(Reluctant()) as gateway:
+        bad, good = await gateway.open("t/p/0", "p"), await gateway.open("u/p/0", "p")
+        message = {"messages": [{"role": "user", "content": "bad return_token_ids"}]}
+        assert (await call(bad, "/chat/completions", message))[0] == 400
+        assert (await call(bad, "/completions", {"prompt": "bad return_token_ids"}))[0] == 400
+        assert (await call(good, "/chat/completions", GOOD["/chat/completions"]))[0] == 200
+        (server,) = gateway._caller.router.all()
+        assert (server.protocol, server.degraded) == ("plain", False)
+        assert (await gateway.close("u/p/0")).protocols == {"plain": 1}
+
+
+@pytest.mark.parametrize(("word", "tries"), [("worse", 3), ("forbidden", 3), ("unheard of", 1)])
+@in_loop
+async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other(word: str, tries: int) -> None:
+    async with serving(upstream := Reluctant()) as gateway:
+        bad, good = await gateway.open("t/p/0", "p"), await gateway.open("u/p/0", "p")
+        body = {"messages": [{"role": "user", "content": word}]}
+        poison = [asyncio.create_task(call(bad, "/chat/completions", body)) for _ in range(50)]
+        benign = 0
+        while not benign or not all(task.done() for task in poison):
+            status, _ = await call(good, "/chat/completions", GOOD["/chat/completions"])
+            assert status == 200
+            benign += 1
+        answers = [task.result() for task in poison]
+        assert {status for status, _ in answers} == {400}, answers[0]
+        assert "EngineGenerateError" in answers[0][1]["error"]["message"]
+        assert sum(word in json.dumps(b) for b in upstream.bodies) == 50 * tries
+        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert len((await gateway.close("u/p/0")).turns) == benign
+
+
+@in_loop
+async def test_an_engine_that_fails_at_everything_is_the_services_failure() -> None:
+    async with serving(upstream := Reluctant()) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, "/chat/completions", {"messages": [{"role": "user", "content": "worse"}]})
+        assert (status, reply["error"]["type"]) == (503, "model_service_error")
+        assert "EngineGenerateError" in gateway.call_failure("t/p/0")
+        assert len(upstream.bodies) == 6
+
+
+class Wordless(Upstream):
+    """Gives answers without ids, or with ids that nobody can use."""
+
+    def __init__(self, ids: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.ids = dict(ids)
+
+    async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
+        choice = {"index": 0, "finish_reason": "length", "text": "x", **self.ids}
+        choice["message"] = {"role": "assistant", "content": "x"}
+        return web.json_response({"object": "text_completion", "choices": [choice], "usage": {"total_tokens": 3}})
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+@in_loop
+async def test_an_answer_without_ids_is_taken_for_its_text_and_counted(path: str) -> None:
+    async with serving(upstream := Wordless({"logprobs": {"token_logprobs": [None, -1.0]}})) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        assert (await call(model, path, GOOD[path]))[0] == 200
+        recording = await gateway.close("t/p/0")
+        assert (recording.protocols, recording.inexact, recording.turns) == ({"text": 1}, 1, [])
+    assert len(upstream.bodies) == 1
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+@in_loop
+async def test_an_answer_that_cannot_be_recorded_is_refused_at_once_and_no_servers_failure(path: str) -> None:
+    unusable = {"token_ids": [1, 2], "prompt_token_ids": [1], "logprobs": {"token_logprobs": [None, -1.0]}}
+    async with serving(upstream := Wordless(unusable)) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, path, GOOD[path])
+        assert status == 400
+        assert "no token ids or log-probabilities" in reply["error"]["message"]
+        assert "no token ids or log-probabilities" in gateway.call_failure("t/p/0")
+        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+    assert len(upstream.bodies) == 1
+
+
+# --- whatever an agent sends --------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(
+    ["user", "assistant", "tool", "text", "image_url", "function", "tool_use", "tool_result", "http://a/", "auto"]
+)
+KEYS = st.sampled_from(
+    [
+        *("role", "content", "type", "text", "name", "id", "function", "arguments", "parameters", "tool_calls"),
+        *("source", "url", "image_url", "input", "output", "call_id", "tools", "format", "schema", "json_schema"),
+        *("thinking", "tool_name", "tool_use_id", "namespace", "refusal", "description", "mode", "x"),
+    ]
+)
+VALUES: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = sorted({*CHAT, *COMPLETIONS, *MESSAGES, *RESPONSES, "x", "__class__", ""})
+
+
+@pytest.mark.parametrize("path", GOOD)
+@given(extra=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+@settings(max_examples=300)
+def test_only_what_the_tables_allow_goes_on_whatever_is_sent(path: str, extra: dict[str, Any]) -> None:
+    chat = path != "/completions"
+    table = CHAT if chat else COMPLETIONS
+    try:
+        found = engine_request(DIALECTS[path].request({**GOOD[path], **extra}), chat)
+    except BadRequest:
+        return
+    for name, value in found.items():
+        option = table[name]
+        assert option.check is not None
+        assert option.passed
+        assert option.check(value, name) == value  # what was passed on passes again
+    for message in found.get("messages", ()):
+        assert message.keys() <= {"content", *content.FIELDS[message["role"]]}
+
+
+@given(depth=st.integers(1, 130), text=st.text(alphabet='[]{}"\\a:, ', max_size=60))
+def test_depth_is_counted_as_a_decoder_goes(depth: int, text: str) -> None:
+    inner = json.dumps("{[" * 40 + text)  # brackets in a text are no depth
+    nested = '{"a":' * depth + f"[{inner}]" + "}" * depth
+    assert checks.too_deep(json.loads(nested)) == (depth + 1 > checks.NESTING)
+    if depth + 1 > checks.NESTING:
+        with pytest.raises(BadRequest, match="nested deeper"):
+            checks.arguments(nested, "arguments")
+    else:
+        assert checks.arguments(nested, "arguments") == nested
+    assert checks.arguments(text, "arguments") == text
+
+
+@pytest.mark.parametrize(
+    "hostile", ["[" * 10**6, "[]," * 10**6, "[" * 10**6 + "]" * 10**6, '{"a":' * 10**5, "x" * 2**23]
+)
+def test_arguments_that_cost_more_than_their_bytes_are_refused_undecoded(hostile: str) -> None:
+    with pytest.raises(BadRequest):
+        checks.arguments(hostile, "arguments")
+
+
+@pytest.mark.parametrize(
+    "written", ['{"a": "' + "[{" * 10**5 + '"}', '"' + '\\"' * 10**6, '"' * 10**6, "def f(): {" * 100]
+)
+def test_arguments_with_brackets_in_their_texts_and_those_that_are_no_json_pass(written: str) -> None:
+    assert checks.arguments(written, "arguments") == written
+
+
+# Of vLLM 0.32's ChatCompletionRequest and CompletionRequest, and of the first alone.
+FIELDS = """
+model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
+stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty watermarking length_penalty
+stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo
+add_special_tokens structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
+routed_experts_prompt_start return_token_offsets mm_payload return_mm_kwargs cache_salt kv_transfer_params
+ec_transfer_params vllm_xargs repetition_detection stream_interval thinking_token_budget
+"""
+CHAT_FIELDS = """
+messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning parallel_tool_calls
+add_generation_prompt continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
+mm_processor_kwargs return_prompt_text
+"""
+
+
+def test_every_field_of_vllms_requests_has_its_place() -> None:
+    """Of vLLM 0.32; whatever it has that is not here would be left out."""
+    assert {*FIELDS.split(), *CHAT_FIELDS.split()} - CHAT.keys() == set()
+    assert {*FIELDS.split(), "prompt", "suffix", "prompt_embeds"} - COMPLETIONS.keys() == set()
+    for table in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
+        for name, option in table.items():
+            assert bool(option.check) + bool(option.refused) + (option == options.DROPPED) == 1, name

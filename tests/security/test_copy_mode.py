@@ -1,0 +1,309 @@
+"""Where there is no overlay, each sandbox writes to a copy of its image: the same attacks on both kinds of layer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.rootfs import copies
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
+from megaflow_hpc.host.files import remove_tree
+from tests.support.trees import nest
+
+DEEP = 3000
+MODES = ("overlay", "copy")
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MEGAFLOW_LAYER", request.param)
+    return request.param
+
+
+@pytest.fixture
+def image(busybox_rootfs: str, tmp_path: Path) -> Iterator[Path]:
+    """An image of the test's own, to be made hostile."""
+    path = tmp_path / "image"
+    shutil.copytree(busybox_rootfs, path, symlinks=True)
+    yield path
+    remove_tree(path)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """What is the host's, and no sandbox's business."""
+    path = tmp_path / "outside"
+    (path / "below").mkdir(parents=True)
+    (path / "secret").write_text("the host's\n")
+    return path
+
+
+def content(root: Path) -> dict[str, tuple[str, str]]:
+    """Modes and contents of all that is below ``root``."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        what = os.readlink(path) if path.is_symlink() else "directory"
+        if stat.S_ISREG(status.st_mode):
+            what = hashlib.sha256(path.read_bytes()).hexdigest()
+        found[str(path.relative_to(root))] = (f"{status.st_mode:o} {status.st_nlink}", what)
+    return found
+
+
+def in_sandbox(image: Path | str, scratch: Path, use: Callable[[ApptainerSandbox], Any], **spec: Any) -> Any:
+    async def main() -> Any:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(str(image), **spec)) as sandbox:
+                return await use(sandbox)
+
+    return asyncio.run(main())
+
+
+# --- what an image holds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["etc", "tmp", "root", "opt", "dev", "proc", "sys", "usr", ".singularity.d", CONTROL_DIR.strip("/"), "app"],
+)
+def test_links_in_an_image_lead_no_further_than_the_image(
+    image: Path, outside: Path, scratch: Path, mode: str, name: str
+) -> None:
+    remove_tree(image / name)
+    (image / name).symlink_to(outside)
+    before = content(outside)
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        script = f"for d in /{name} /etc /tmp /app /opt /usr; do echo x > $d/mine; cat $d/secret; rm -rf $d/below; done"
+        said = (await sandbox.exec(script)).stdout
+        await sandbox.restart(change=lambda paths: None)
+        return said + (await sandbox.exec(script)).stdout
+
+    with suppress(SandboxError):  # such an image need not start
+        assert "host" not in in_sandbox(image, scratch, use, workdir="/app", binds=(f"{image}/etc/passwd:/opt/file",))
+    assert content(outside) == before
+
+
+def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_its_blocks(
+    image: Path, outside: Path, scratch: Path, mode: str
+) -> None:
+    os.link(outside / "secret", image / "opt" / "linked")
+    os.link(image / "etc" / "passwd", image / "opt" / "passwd")
+    (image / "opt" / "mine").write_text("mine\n")
+    (image / "opt" / "mine").chmod(0o6755)
+    before = content(image), content(outside)
+    spoil = """
+    for f in /opt/linked /opt/passwd /etc/passwd /bin/busybox; do
+        echo spoilt >> $f; chmod 0777 $f; touch -t 200001010000 $f
+    done
+    ln /opt/mine /opt/another; ln /etc/passwd /opt/third; echo x > /opt/third
+    mv /etc/profile /etc/gone; truncate -s 0 /opt/mine
+    cat /opt/linked
+    """
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            first = await provider.start(SandboxSpec(str(image)))
+            second = await provider.start(SandboxSpec(str(image)))
+            said = [(await first.exec(spoil)).stdout, (await second.exec("cat /opt/linked; ls /etc /opt")).stdout]
+            await first.stop()
+            third = await provider.start(SandboxSpec(str(image)))
+            said.append((await third.exec("cat /opt/linked; ls /etc /opt")).stdout)
+            return said
+
+    spoilt, beside, after = asyncio.run(main())
+    assert spoilt == "the host's\nspoilt\n"
+    assert beside == after
+    assert "spoilt" not in beside
+    assert {"profile", "linked", "mine"} <= set(beside.split())
+    assert (content(image), content(outside)) == before
+
+
+def test_an_image_that_cannot_be_copied_is_refused_in_a_line_and_leaves_nothing(
+    image: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cp`` goes as deep as a path is long."""
+    nest(image / "opt" / "deep", DEEP, "dir")
+    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            with pytest.raises(SandboxError, match=r"image: cannot be copied for a sandbox at .*: cp: "):
+                await provider.start(SandboxSpec(str(image)))
+            return os.listdir(provider._own)
+
+    assert asyncio.run(main()) == []
+
+
+# --- what an agent makes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+def test_devices_and_setuid_bits_give_nothing(image: Path, scratch: Path, mode: str, user: str | None) -> None:
+    script = """
+    mknod /tmp/null c 1 3 && echo null; mknod /tmp/disk b 8 0 && echo disk; mknod /tmp/kmsg c 1 11 && echo kmsg
+    cp /bin/busybox /tmp/busybox; chown 0:0 /tmp/busybox; chmod 6755 /tmp/busybox; echo $(id -u) $(/tmp/busybox id -u)
+    grep NoNewPrivs /proc/self/status; mount -t tmpfs none /tmp && echo mounted
+    chroot / mount -o remount,rw / && echo rw
+    """
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        return (await sandbox.exec(script, cwd="/")).stdout
+
+    (image / "tmp").chmod(0o777)
+    lines = in_sandbox(image, scratch, use, user=user).split("\n")
+    uid = os.getuid() if user else 0
+    assert lines == [f"{uid} {uid}", "NoNewPrivs:\t1", ""]
+
+
+def test_what_the_runner_shares_with_its_sandboxes_cannot_be_written(image: Path, scratch: Path, mode: str) -> None:
+    async def use(sandbox: ApptainerSandbox) -> tuple[str, list[str]]:
+        await sandbox.listen()  # the helper's Python, which all sandboxes of a node share, is there where it is needed
+        script = f"""
+        find {CONTROL_DIR} -type f | while read f; do
+            (echo x >> $f) 2>/dev/null && echo wrote $f; rm -f $f && echo removed $f
+        done
+        (echo x > {CONTROL_DIR}/new) 2>/dev/null && echo made; mount -o remount,rw {CONTROL_DIR} && echo remounted
+        echo tried
+        """
+        return (await sandbox.exec(script)).stdout, os.listdir(sandbox.directory)
+
+    said, _ = in_sandbox(image, scratch, use, network="gateway")
+    assert said == "tried\n"
+
+
+MARKS = [
+    *("/.wh...", "/.wh..", "/.wh.", "/.wh..wh..opq", "/.wh..wh.plnk", "/.wh.bin", "/bin/.wh.sh", "/bin/.wh..wh..opq"),
+    *("/etc/.wh...", "/etc/.wh..", "/usr/bin/.wh....", "/opt/.wh.\\n"),
+]
+
+
+DEEPLY = f"cd /opt; i=0; while [ $i -lt {DEEP} ]; do mkdir d; cd ./d; i=$((i+1)); done"
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        " ".join(["touch", *(f"'{mark}'" for mark in MARKS)]),
+        "mkdir " + " ".join(f"'{mark}'" for mark in MARKS),
+        " ; ".join(f"ln -s /etc '{mark}'" for mark in MARKS),
+        "for f in /w /bin/w /etc/w; do mknod $f c 0 0; done; rm /etc/profile; mknod /etc/profile c 0 0",
+        "mkdir -p /locked/in/side /opt/new/er; chmod 0 /locked/in /locked /opt/new /etc /opt",
+        "mkfifo /etc/fifo /opt/fifo; rm /etc/profile; mkfifo /etc/profile; rm -rf /root; mkfifo /root",
+        "rm -rf /opt /root; ln -s / /opt; ln -s /proc/1/root /root; rm /etc/profile; ln -s ../../../etc /etc/profile",
+        DEEPLY,
+        "rm -rf /etc /opt /tmp /usr /.singularity.d; exec /bin/busybox rm -rf /bin",
+        "touch \"/etc/$(printf '\\377\\n\\t')\" \"/opt/$(head -c 250 /dev/zero | tr '\\0' n)\"",
+        "chmod 0000 /etc/passwd /bin /usr; chmod 7777 /opt; truncate -s 900G /opt/sparse /etc/passwd",
+    ],
+    ids=[
+        "files",
+        "directories",
+        "links",
+        "whiteouts",
+        "locked",
+        "fifos",
+        "elsewhere",
+        "deep",
+        "gone",
+        "names",
+        "modes",
+    ],
+)
+def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
+    image: Path, scratch: Path, tmp_path: Path, mode: str, does: str
+) -> None:
+    before = content(image)
+
+    async def use(sandbox: ApptainerSandbox) -> list[str]:
+        await sandbox.exec("echo kept > /kept")
+        await sandbox.exec(does, timeout_s=60)
+        await sandbox.restart(change=lambda paths: None)
+        said = [(await sandbox.exec("cat /kept", timeout_s=30)).stdout]
+        await sandbox.restart(change=lambda paths: None)
+        said.append((await sandbox.exec("cat /kept", timeout_s=30)).stdout)
+        await sandbox.exec(does, timeout_s=60)
+        if does == DEEPLY:  # a rollout that is suspended starts anew then
+            with pytest.raises(SandboxError, match="cannot be copied"):
+                await sandbox.snapshot(tmp_path / "kept")
+            said += ["kept\n"] * 2
+        else:
+            said += await from_snapshot(await sandbox.snapshot(tmp_path / "kept"))
+        await sandbox.reset()
+        said.append((await sandbox.exec("cat /etc/passwd; ls /bin/sh; ls /kept 2>/dev/null")).stdout)
+        return said
+
+    async def from_snapshot(kept: Snapshot) -> list[str]:
+        """In a sandbox of each kind: rollouts are suspended on one node and go on on another."""
+        said = []
+        for writes in MODES:
+            os.environ["MEGAFLOW_LAYER"] = writes
+            async with ApptainerProvider(scratch) as provider:
+                async with await provider.start(SandboxSpec(str(image)), kept) as sandbox:
+                    said.append((await sandbox.exec("cat /kept", timeout_s=30)).stdout)
+        os.environ["MEGAFLOW_LAYER"] = mode
+        return said
+
+    try:
+        *said, renewed = in_sandbox(image, scratch, use)
+    finally:
+        remove_tree(tmp_path / "kept")
+    assert said == ["kept\n"] * 4
+    assert renewed == (image / "etc" / "passwd").read_text() + "/bin/sh\n"
+    assert content(image) == before
+
+
+def test_a_copy_is_taken_apart_without_namespaces_whatever_modes_its_directories_have(tmp_path: Path) -> None:
+    """Where only a setuid Apptainer starts containers, all this runs as the user alone."""
+    image, layer = tmp_path / "image", tmp_path / "layer"
+    (image / "etc" / "deep").mkdir(parents=True)
+    (image / "etc" / "deep" / "file").write_text("as it was")
+    layer.mkdir()
+    copies.lay_out(str(image), str(layer))
+    (layer / "root" / "new" / "er").mkdir(parents=True)
+    (layer / "root" / "new" / "er" / "file").write_text("mine")
+    (layer / "root" / "etc" / "deep" / "file").write_text("changed")
+    for name in ("new/er", "new", "etc/deep/file", "etc/deep", "etc"):
+        (layer / "root" / name).chmod(0)
+    try:
+        copies.gather(str(image), str(layer))
+        copies.lay_out(str(image), str(layer))
+        for name in ("new", "new/er", "etc", "etc/deep", "etc/deep/file"):
+            assert stat.S_IMODE((layer / "root" / name).lstat().st_mode) == 0, name
+            (layer / "root" / name).chmod(0o700)
+        assert (layer / "root" / "new" / "er" / "file").read_text() == "mine"
+        assert (layer / "root" / "etc" / "deep" / "file").read_text() == "changed"
+    finally:
+        remove_tree(layer)
+
+
+def test_an_agents_own_marks_of_deletion_delete_nothing(tmp_path: Path) -> None:
+    image, layer = tmp_path / "image", tmp_path / "layer"
+    for name in ("bin/sh", "etc/one", "etc/two"):
+        (image / name).parent.mkdir(parents=True, exist_ok=True)
+        (image / name).write_text(name)
+    (layer / "kept").mkdir(parents=True)
+    copies.lay_out(str(image), str(layer))
+    root = layer / "root"
+    for name in (".wh...", ".wh..", ".wh.", copies.OPAQUE_MARK, ".wh.bin", "etc/.wh.one", "etc/.wh..wh..opq"):
+        (root / name).touch()
+    with suppress(OSError):  # not every file system has them
+        os.setxattr(root, "user.overlay.opaque", b"y")
+        os.setxattr(root / "bin", "user.fuseoverlayfs.opaque", b"y")
+    (root / "etc" / "two").unlink()
+    copies.gather(str(image), str(layer))
+    copies.lay_out(str(image), str(layer))
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) == ["bin/sh", "etc/one"]
+    assert (layer / "kept").is_dir()

@@ -1,0 +1,96 @@
+"""What is installed is what was tried: bounds in pyproject.toml, and one list of versions and hashes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.places import LAUNCHERS, ROOT
+
+LIST = LAUNCHERS / "requirements.txt"
+BY_CALENDAR = {"cryptography", "pyarrow"}
+"""Their major versions follow the calendar, and security fixes come with the newest alone (docs/dependencies.md)."""
+
+
+def declared() -> dict[str, list[Requirement]]:
+    """Requirements by extra; those of all under the empty name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in groups.items()}
+
+
+def listed() -> list[tuple[Requirement, list[str]]]:
+    """Requirements of the list with their hashes."""
+    lines = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", LIST.read_text(), flags=re.MULTILINE)).splitlines()
+    parts = [line.split(" --hash=") for line in lines if line.strip()]
+    return [(Requirement(first.strip()), [word.strip() for word in hashes]) for first, *hashes in parts]
+
+
+def test_every_dependency_is_bounded_below_and_above() -> None:
+    loose = [
+        str(requirement)
+        for lines in declared().values()
+        for requirement in lines
+        if not {">=", "<"} <= {bound.operator for bound in requirement.specifier}
+    ]
+    assert {re.split(r"[>;]", text)[0] for text in loose} == BY_CALENDAR
+
+
+def test_the_list_names_one_version_of_everything_with_its_hashes() -> None:
+    found = listed()
+    assert len(found) > 80
+    for requirement, hashes in found:
+        assert [bound.operator for bound in requirement.specifier] == ["=="], requirement
+        assert hashes, requirement
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", text) for text in hashes), requirement
+
+
+def test_the_list_has_all_that_is_declared_within_its_bounds() -> None:
+    versions: dict[str, list[str]] = {}
+    for requirement, _ in listed():
+        versions.setdefault(canonicalize_name(requirement.name), []).extend(b.version for b in requirement.specifier)
+    wanted = declared()
+    for requirement in [*wanted[""], *wanted["mpi"], *wanted["test"]]:
+        have = versions.get(canonicalize_name(requirement.name), [])
+        assert have, f"{requirement.name} is declared and not listed: run launchers/lock"
+        assert all(version in requirement.specifier for version in have), f"{requirement}: {have}; run launchers/lock"
+
+
+def test_a_file_of_another_content_is_not_installed(tmp_path: Path) -> None:
+    """As an index that was broken into would give it."""
+    requirement, hashes = next(found for found in listed() if found[0].name == "iniconfig")
+    (version,) = (bound.version for bound in requirement.specifier)
+    wheel = tmp_path / f"iniconfig-{version}-py3-none-any.whl"
+    about = f"iniconfig-{version}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("iniconfig.py", "raise SystemExit('run')")
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: iniconfig\nVersion: {version}\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    (tmp_path / "list.txt").write_text(f"{requirement} " + " ".join(f"--hash={text}" for text in hashes))
+    words = [
+        "--no-index",
+        "--find-links",
+        str(tmp_path),
+        "--no-deps",
+        "--require-hashes",
+        "--target",
+        str(tmp_path / "t"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--isolated", "install", *words, "-r", str(tmp_path / "list.txt")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "t").exists()

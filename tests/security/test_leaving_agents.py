@@ -1,0 +1,42 @@
+"""An agent that hangs up in the middle of its answer is nobody's fault: nothing is logged that it could make grow."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from megaflow_hpc.model.gateway import stream
+from tests.support.serving import in_loop
+
+
+@in_loop
+async def _left(sent: list[web.StreamResponse]) -> None:
+    async def answered(request: web.BaseRequest) -> web.StreamResponse:
+        async def leave() -> dict[str, Any]:
+            assert request.transport is not None
+            request.transport.close()  # as when the peer has gone
+            return {}
+
+        sent.append(await stream.send(request, leave(), lambda _: iter([("", "x" * 100_000)]), lambda _: ("", "")))
+        return sent[-1]
+
+    runner = web.ServerRunner(web.Server(answered, access_log=None))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError):
+                await session.post(f"http://127.0.0.1:{runner.addresses[0][1]}/")
+    finally:
+        await runner.cleanup()
+
+
+def test_hanging_up_before_a_stream_costs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[web.StreamResponse] = []
+    _left(sent)
+    assert len(sent) == 1
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
