@@ -47,7 +47,9 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     kind = "chaos" if arguments.chaos else "flat" if arguments.flat else "requests"
     measurement = from_checkout(kind, "bench campaign")
     image = Path(image_of(arguments, sif=True))
-    base = Path(arguments.directory or tempfile.gettempdir()) / f"megaflow-{kind}-{os.getpid()}"
+    if arguments.directory:
+        os.makedirs(arguments.directory, exist_ok=True)
+    base = Path(tempfile.mkdtemp(prefix=f"megaflow-{kind}-", dir=arguments.directory))
     figures: list[Figure] = measurement.measure(base, image, note, arguments)
     remove_tree(base, ignore_errors=True)
     return figures

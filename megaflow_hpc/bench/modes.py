@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     """Measures starts in each way that this node offers, then the watchdog."""
-    from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
+    from megaflow_hpc.environments.sandbox.provider import default_scratch
 
     image = image_of(arguments, sif=True)
     figures = []
-    with _directory(private_directory(default_scratch())) as scratch:
+    with _directory(default_scratch()) as scratch:
         for form in _forms(scratch, note):
             note(f"{arguments.starts} starts from {NAMES[form]}")
             figures.append(_starts(image, form, scratch, arguments.starts))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
+from megaflow_hpc.cli.output import LogFormatter, note
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.version import __version__
 
@@ -63,12 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit status; wrong words end the process with status 2, as argparse does."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogFormatter())
     try:
         return int(arguments.run(arguments) or 0)
     except MegaflowError as error:
         if arguments.debug:
             raise
-        print(f"megaflow-hpc: {error}", file=sys.stderr)
+        note(f"megaflow-hpc: {error}")
         return error.exit_status
     except BrokenPipeError:  # the reader of our output left; nothing to complain about
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"megaflow-hpc: {place}{error.strerror or error}; correct the path or its permissions", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}; correct the path or its permissions" if error.filename else error
+        note(f"megaflow-hpc: {said}")
         return ConfigError.exit_status
     except KeyboardInterrupt:
-        print("megaflow-hpc: interrupted", file=sys.stderr)
+        note("megaflow-hpc: interrupted")
         return 130

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.cli.output import add_json, note, print_json, say, table
 
 if TYPE_CHECKING:
     from megaflow_hpc.bench.figures import Figure
@@ -43,7 +43,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report(figures))
     else:
-        print(page(figures))
+        say(page(figures))
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, summary
-from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, say, summary, unstarted_lines
+from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 
 Parsers = Any
 """What ``ArgumentParser.add_subparsers`` returns; argparse does not name its type in public."""
@@ -97,7 +97,7 @@ def register(subparsers: Parsers) -> None:
     gather.add_argument("run_dir", metavar="RUN", help="run directory")
     gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
     gather.add_argument("--wait", action="store_true", help="first for the pods, those at other clusters too")
-    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="then cancel these engine arrays")
+    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="first cancel these engine arrays")
     add_json(gather)
 
 
@@ -114,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return 0
     for command in commands:
         note(command)
-    print(run.path)
+    say(run.path)
     return 0
 
 
@@ -172,20 +172,24 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print_json(result)
     else:
-        print(summary(result))
+        say(summary(result))
         if result["failures"]:
-            print("failures: " + ", ".join(f"{kind} {n}" for kind, n in result["failures"].items()))
+            say("failures: " + ", ".join(f"{kind} {n}" for kind, n in result["failures"].items()))
         for server in result["servers"]:
             if server["state"] == "failed":
-                print(f"server {server['server']}: {server.get('cause', 'failed')}")
+                say(f"server {server['server']}: {server.get('cause', 'failed')}")
+        for line in unstarted_lines(result):
+            say(line)
         if missing:
-            print(
+            say(
                 f"{missing} of {counts['total']} rollouts are missing; "
                 f"continue with: megaflow-hpc resume {result['run']}"
             )
         elif counts["failed"]:
-            print(f"run the failed again with: megaflow-hpc resume {result['run']} --failed")
-        print(f"results: {result['run']}")
+            say(f"run the failed again with: megaflow-hpc resume {result['run']} --failed")
+        say(f"results: {result['run']}")
+    if missing and result["unstarted"] and not result["pods"]:
+        return SiteError.exit_status
     return 1 if missing or counts["failed"] else 0  # cancelled: by the campaign's own rules of groups
 
 
@@ -200,16 +204,16 @@ def _submit(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json({"scripts": texts})
         else:
-            print("\n".join(texts.values()), end="")
+            say("\n".join(texts.values()), end="")
         return 0
     run = campaign.submit("slurm", arguments.run_dir, arguments.only)
     _say(run)
     if arguments.json:
         print_json({"run": str(run.path), "jobs": run.job_ids()})
         return 0
-    print(run.path)
+    say(run.path)
     for job in run.job_ids():
-        print(job)
+        say(job)
     note(f"follow with: megaflow-hpc status {run.path}")
     return 0
 
@@ -233,6 +237,8 @@ def _resume(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
+    for line in unstarted_lines(run.status()):
+        note(line)
     if not run.resume(
         arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=dict(arguments.limit)
     ):
@@ -241,7 +247,7 @@ def _resume(arguments: argparse.Namespace) -> int:
             + ("" if arguments.failed else "; failed ones run again with --failed")
         )
     elif arguments.no_wait:
-        print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else print(run.path)
+        print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
         return 0
     return _start_and_follow(run, arguments, started=True)
 
@@ -262,9 +268,9 @@ def _scale(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "pods": arguments.pods, **changed})
     elif changed["added"] or changed["leaving"]:
-        print("\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods))
+        say("\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods))
     else:
-        print("the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running")
+        say("the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running")
     return 0
 
 
@@ -273,7 +279,7 @@ def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "servers": arguments.servers, "added": going})
     else:
-        print("\n".join(f"released {element}" for element in going) or "no server is held that this number needs")
+        say("\n".join(f"released {element}" for element in going) or "no server is held that this number needs")
     return 0
 
 
@@ -292,7 +298,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "cancelled": ids})
     else:
-        print(f"cancelled {' '.join(ids)}" if ids else "nothing was queued or running")
+        say(f"cancelled {' '.join(ids)}" if ids else "nothing was queued or running")
         note(f"continue with: megaflow-hpc resume {run.path}")
     return 0
 
@@ -303,10 +309,11 @@ def _gather(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run_dir)
     if arguments.wait:
         run.slurm_jobs.until_pods_left()
-    path = run.gather(arguments.rebuild)
+    # First: gathering may take long, and nobody asks the engines any more.
     ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
+    path = run.gather(arguments.rebuild)
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:
-        print(path)
+        say(path)
     return 0

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaflow_hpc.cli.output import add_json, print_json
+from megaflow_hpc.cli.output import add_json, print_json, say
 from megaflow_hpc.errors import MegaflowError, SiteError
 
 
@@ -53,9 +53,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            print(f"{finding.level:4}  {finding.check:12}  {finding.found}")
+            say(f"{finding.level:4}  {finding.check:12}  {finding.found}")
             if finding.remedy:
-                print(f"      {'':12}  -> {finding.remedy}")
+                say(f"      {'':12}  -> {finding.remedy}")
     return SiteError.exit_status if failed else 0
 
 
@@ -92,6 +92,8 @@ def _slurm() -> Iterator[Finding]:
         gpus = "GPUs, " if part.gpus else ""
         shown = f"{name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}limit {part.time}"
         yield Finding("partition", "ok" if part.up else "warn", shown + ("" if part.up else ", down"))
+        if part.gpus and part.up:
+            yield _engine_cpus(name)
     yield Finding("array size", "ok", f"MaxArraySize {site.max_array_size()}")
     if shutil.which("sacct"):
         try:
@@ -99,6 +101,19 @@ def _slurm() -> Iterator[Finding]:
             yield Finding("accounting", "ok", "sacct answers")
         except SiteError as error:
             yield Finding("accounting", "warn", str(error), "states of ended jobs will not be known")
+
+
+def _engine_cpus(partition: str) -> Finding:
+    from megaflow_hpc.slurm import site
+
+    share = site.partitions()[partition].cpus_per_gpu
+    cpus = site.engine_cpus(partition)
+    if cpus is not None and cpus > 1:
+        return Finding("engine CPUs", "ok", f"{partition}: servers ask for {cpus} CPUs for each GPU")
+    if cpus is None and share:
+        return Finding("engine CPUs", "ok", f"{partition}: DefCpuPerGPU gives them to servers")
+    found = f"{partition}: {'its nodes have one CPU for each GPU' if share else 'CPUs for each GPU are not known'}"
+    return Finding("engine CPUs", "warn", f"{found}; an engine server gets one", "set slurm.servers.cpus_per_gpu")
 
 
 def _mpi() -> Iterator[Finding]:
@@ -180,6 +195,8 @@ def _apptainer() -> Iterator[Finding]:
     remedy = "images are unpacked to scratch once per node instead of mounted"
     yield _can("image mount", "one mount per image and job", found.mount, remedy, "warn")
     yield _can("processes", "bounded by the kernel", found.processes, "the watchdog counts them instead", "warn")
+    remedy = "keys, io_uring and vsock are open to sandboxes"
+    yield _can("system calls", "sandboxes get no keys, io_uring or vsock", found.calls, remedy, "warn")
     cgroup = found.cgroup or "none is delegated: the watchdog holds memory and the rest"
     yield Finding("cgroup", "ok", cgroup)
 

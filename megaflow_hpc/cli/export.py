@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json
+from megaflow_hpc.cli.output import add_json, note, print_json, say
 from megaflow_hpc.errors import ConfigError
 
 EPILOG = """\
@@ -62,6 +62,7 @@ def register(subparsers: Any) -> None:
     back.add_argument("file", metavar="FILE", help="JSON lines, plain, .gz or .zst")
     back.add_argument("-o", "--output", metavar="FILE.h5", required=True, help="the campaign file to write")
     back.add_argument("--campaign", metavar="NAME", help="name of the campaign (FILE's)")
+    back.add_argument("--longest-line", metavar="MiB", type=int, default=64, help="lines that are longer end it (64)")
     back.add_argument("--force", action="store_true", help="replace a file that is there")
     add_json(back)
     back.set_defaults(run=_import)
@@ -111,7 +112,7 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         note(f"{count} trajectories")
         for paths in written.values():
-            print("\n".join(map(str, paths)))
+            say("\n".join(map(str, paths)))
     return 0
 
 
@@ -123,7 +124,11 @@ def _import(arguments: argparse.Namespace) -> int:
     progress = Progress()
     try:
         count = importing.import_jsonl(
-            Path(arguments.file), target, arguments.campaign, lambda done: progress("import", done)
+            Path(arguments.file),
+            target,
+            arguments.campaign,
+            lambda done: progress("import", done),
+            max(1, arguments.longest_line) << 20,
         )
     finally:
         progress.close()
@@ -131,5 +136,5 @@ def _import(arguments: argparse.Namespace) -> int:
         print_json({"file": str(target), "trajectories": count})
     else:
         note(f"{count} trajectories")
-        print(target)
+        say(target)
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli import images_make
 from megaflow_hpc.cli.images_make import megabytes
-from megaflow_hpc.cli.output import add_json, print_json, table
+from megaflow_hpc.cli.output import add_json, print_json, say, table
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
@@ -54,6 +54,9 @@ def register(subparsers: Any) -> None:
     )
     build.add_argument("source", metavar="SOURCE", nargs="+", help="campaign, definition file, Dockerfile, docker://…")
     build.add_argument("--map", metavar="NAME=IMAGE", action="append", default=[], help="image for a FROM; repeatable")
+    build.add_argument(
+        "--network", choices=("none", "host"), help="of a Dockerfile's steps; default: the campaign's, else none"
+    )
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
     _networked(build)
     build.set_defaults(run=images_make.build)
@@ -161,10 +164,11 @@ def _cached(parser: argparse.ArgumentParser) -> None:
 
 def _cache(arguments: argparse.Namespace) -> ImageCache:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
-    from megaflow_hpc.environments.sandbox.provider import default_scratch, private_directory
+    from megaflow_hpc.environments.sandbox.provider import default_scratch
     from megaflow_hpc.host.apptainer import find_apptainer
+    from megaflow_hpc.host.private import private_directory
 
-    root = Path(arguments.cache).absolute() if arguments.cache else private_directory(default_scratch()) / "cache"
+    root = Path(arguments.cache).absolute() if arguments.cache else default_scratch() / "cache"
     return ImageCache(private_directory(root), find_apptainer())
 
 
@@ -191,7 +195,7 @@ def _stage(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"staged": staged, "copied_bytes": cache.copied_bytes})
     else:
-        print(table(("image", "copy"), [(row["image"], row["path"]) for row in staged]))
+        say(table(("image", "copy"), [(row["image"], row["path"]) for row in staged]))
     return 0
 
 
@@ -213,7 +217,7 @@ def _list(arguments: argparse.Namespace) -> int:
                 )
                 for row in copies
             ]
-            print(table(("copy", "MB", "files", "times made", ""), lines))
+            say(table(("copy", "MB", "files", "times made", ""), lines))
         return 0
     store = images_make.open_images(arguments).store
     names = store.names()
@@ -224,7 +228,7 @@ def _list(arguments: argparse.Namespace) -> int:
         rows = [
             (row["digest"][:12], megabytes(row["bytes"]), row["inodes"], ", ".join(row["sources"])) for row in found
         ]
-        print(table(("digest", "MB", "files", "from"), rows))
+        say(table(("digest", "MB", "files", "from"), rows))
     return 0
 
 
@@ -267,7 +271,7 @@ def _pruned(arguments: argparse.Namespace, removed: list[str], freed: int) -> in
     if arguments.json:
         print_json({"removed": removed, "freed_bytes": freed, "dry_run": arguments.dry_run})
     else:
-        print(
+        say(
             "\n".join(
                 [*removed, f"{len(removed)} {'would go' if arguments.dry_run else 'removed'}, {freed / 1e6:.0f} MB"]
             )

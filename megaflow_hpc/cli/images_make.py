@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import note, print_json, table
+from megaflow_hpc.cli.output import note, print_json, say, table
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.resolve import Images
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 def open_images(arguments: argparse.Namespace) -> Images:
     """Returns the store with the registries that a command's arguments name."""
+    from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
 
     mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
     registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
-    return Images(ImageStore(arguments.store), registries)
+    return Images(ImageStore(arguments.store), registries, Builder(getattr(arguments, "network", None)))
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -37,6 +38,7 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
     """Returns, for each image that a campaign's tasks name, its file; ``build``: what the store lacks is made."""
     from megaflow_hpc.config import load
+    from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import ImageMapping
     from megaflow_hpc.tasks.images import image_requests
@@ -44,6 +46,8 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
 
     config = load(path)
     environment = config.environment
+    if isinstance(images.builder, Builder) and images.builder.network is None:
+        images.builder = Builder(environment.network_of_builds)
     ours = images.registries
     images.registries = Registries(
         {**environment.mirrors, **ours.mirrors}, build and (ours.air_gapped or environment.air_gapped)
@@ -109,7 +113,7 @@ def _show_files(arguments: argparse.Namespace, files: dict[str, str]) -> int:
     if arguments.json:
         print_json({"images": files})
     else:
-        print(table(("image", "file"), files.items()))
+        say(table(("image", "file"), files.items()))
     return 0
 
 
@@ -129,7 +133,7 @@ def manifest(arguments: argparse.Namespace) -> int:
         rows = [
             (row["source"], (row["digest"] or "missing")[:12], megabytes(row["bytes"])) for row in content["images"]
         ]
-        print(table(("source", "digest", "MB"), rows))
+        say(table(("source", "digest", "MB"), rows))
     return 1 if lacking else 0
 
 

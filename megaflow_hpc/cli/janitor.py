@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections import Counter
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, print_json
+from megaflow_hpc.cli.output import add_json, print_json, say
 
 
 def register(subparsers: Any) -> None:
@@ -29,17 +30,20 @@ def register(subparsers: Any) -> None:
 
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.janitor import sweep
-    from megaflow_hpc.environments.sandbox.provider import default_scratch
+    from megaflow_hpc.environments.sandbox.provider import scratch_directories
     from megaflow_hpc.host.leftovers import sweep_pod_directories, sweep_shared_memory
 
-    scratch = arguments.scratch or default_scratch()
-    counts = sweep(scratch)
+    places = [arguments.scratch] if arguments.scratch else scratch_directories()
+    counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, mounts=0, left=0)
+    for place in places:
+        counts.update(sweep(place))
+    scratch = ", ".join(map(str, places)) or "no scratch here"
     counts["pods"] = sweep_pod_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     counts["shared_memory"] = sweep_shared_memory()
     if arguments.json:
-        print_json({"scratch": str(scratch), **counts})
+        print_json({"scratch": scratch, **counts})
     else:
-        print(
+        say(
             f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
             f"{counts['processes']} processes, {counts['mounts']} mounts, {counts['pods']} pods' directories and "
             f"{counts['shared_memory']} files of shared memory removed, {counts['left']} could not be"

@@ -1,13 +1,20 @@
-"""What verbs print: JSON alone on stdout under ``--json``, tables and progress for people otherwise."""
+"""What verbs print: JSON alone on stdout under ``--json``, tables and progress for people otherwise.
+
+Tasks, agents, files and logs are somebody else's text, and a terminal obeys control characters: whatever is printed for
+a person goes through :func:`say`, :func:`note` or :func:`table`, which show them as escapes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
 
@@ -22,14 +29,26 @@ def print_json(value: Any, indent: int | None = 1) -> None:
     print(json.dumps(value, indent=indent, default=str))
 
 
+def say(text: object = "", end: str = "\n") -> None:
+    """Prints text for a person on stdout."""
+    print(printable(str(text)), end=end)
+
+
 def note(text: str) -> None:
     """Prints a line for a person on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+class LogFormatter(logging.Formatter):
+    """What is logged, as :func:`note` would print it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Lays out rows under ``head`` in columns as wide as they need to be; numbers to the right."""
-    cells = [[str("" if c is None else c) for c in row] for row in rows]
+    cells = [[in_one_line(str("" if c is None else c)) for c in row] for row in rows]
     numeric = [
         all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
         for i in range(len(head))
@@ -103,15 +122,15 @@ class Progress:
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[detail]}"),
+                TextColumn("{task.fields[detail]}", markup=False),
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
             )
             self._bar.start()
-            self._task = self._bar.add_task(name, total=None, detail="")
+            self._task = self._bar.add_task(in_one_line(name), total=None, detail="")
 
     def __call__(self, status: dict[str, Any]) -> None:
         counts = status["rollouts"]
@@ -126,7 +145,9 @@ class Progress:
         parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
         detail = ", ".join(parts)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=counts["total"], detail=f"{status['state']}: {detail}")
+            self._bar.update(
+                self._task, completed=done, total=counts["total"], detail=in_one_line(f"{status['state']}: {detail}")
+            )
             return
         line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
         said, when = self._last_line
@@ -141,13 +162,15 @@ class Progress:
             self._bar.stop()
 
 
-def printable(text: str) -> str:
-    """``text`` without what could steer a terminal: control characters and lone surrogates become escapes."""
-
-    def shown(character: str) -> str:
-        code = ord(character)
-        if character in "\n\t" or 32 <= code < 127 or 160 <= code < 0xD800 or code > 0xDFFF:
-            return character
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-
-    return "".join(map(shown, text))
+def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
+    """Says of pods that ended before any rollout why, and where that stands; those of one cause in one line."""
+    causes: dict[str, list[dict[str, Any]]] = {}
+    for pod in status["unstarted"]:
+        causes.setdefault(pod["cause"], []).append(pod)
+    lines = []
+    for cause, pods in causes.items():
+        first = pods[0]
+        who = f"pod {first['pod']}" if len(pods) == 1 else f"{len(pods)} pods, among them {first['pod']},"
+        line = f"{who} ended on {first['node']} before any rollout: {cause} (log: {first['log']})"
+        lines.append(in_one_line(line))
+    return lines

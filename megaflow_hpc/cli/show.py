@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli import tokens
-from megaflow_hpc.cli.output import add_json, print_json, printable
+from megaflow_hpc.cli.output import add_json, print_json, say
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.texts import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -71,9 +72,9 @@ def _validate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"file": arguments.file, "valid": not problems, "problems": problems})
     elif problems:
-        print("\n".join(f"{arguments.file}: {problem}" for problem in problems))
+        say("\n".join(f"{arguments.file}: {problem}" for problem in problems))
     else:
-        print(f"{arguments.file}: valid")
+        say(f"{arguments.file}: valid")
     return 1 if problems else 0
 
 
@@ -148,7 +149,7 @@ def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to stop
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(Text(line[0], style=line[1]) if isinstance(line, tuple) else line)
+        console.print(Text(printable(line[0]), style=line[1]) if isinstance(line, tuple) else line)
 
 
 def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:

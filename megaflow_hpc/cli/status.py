@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.cli.output import FINAL, add_json, print_json, seconds, table
+from megaflow_hpc.cli.output import FINAL, add_json, print_json, say, seconds, table, unstarted_lines
+from megaflow_hpc.texts import printable
 
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -59,7 +60,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(status)
     else:
-        print(shown(run.config.name, status))
+        say(shown(run.config.name, status))
     return 0
 
 
@@ -77,9 +78,9 @@ def _watch(arguments: argparse.Namespace) -> int:
             if over or status["rollouts"] != said:
                 print_json(status, indent=None)
         elif sys.stdout.isatty():
-            print(CLEAR + page)
+            print(CLEAR + printable(page))
         elif over or status["rollouts"] != said:
-            print(page + "\n")
+            say(page + "\n")
         said = status["rollouts"]
         sys.stdout.flush()
         if over:
@@ -97,6 +98,7 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):
         if status[key]:
             lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))
+    lines += unstarted_lines(status)
     silent = [pod for pod in status["pods"] if pod["state"] == "silent"]
     lines += [f"pod {pod['pod']} on {pod['node']} is silent for {pod['silent_s']} s" for pod in silent]
     lines += [f"{name}: {value:.0f}" for name, value in status.get("usage", {}).items()]

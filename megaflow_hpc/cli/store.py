@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.cli.output import add_json, note, print_json, say, table
 from megaflow_hpc.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         print_json({"file": str(arguments.file), "columns": [asdict(check) for check in checks]})
     else:
         rows = [(check.path, check.entries, check.sha256[:16], check.state) for check in checks]
-        print(table(("column", "entries", "sha256", ""), rows))
+        say(table(("column", "entries", "sha256", ""), rows))
     bad = [check for check in checks if not check.good]
     for check in bad:
         note(f"{arguments.file}: /{check.path} {check.state}")
@@ -105,7 +105,7 @@ def _print_counts(counts: dict[str, int], as_json: bool) -> None:
     if as_json:
         print_json(counts)
     else:
-        print(table(("", "n"), [(name.replace("_", " "), value) for name, value in counts.items()]))
+        say(table(("", "n"), [(name.replace("_", " "), value) for name, value in counts.items()]))
 
 
 def _du(arguments: argparse.Namespace) -> int:
@@ -127,5 +127,5 @@ def _du(arguments: argparse.Namespace) -> int:
         )
         for share in shares
     ]
-    print(table(("", "files", "MB", "raw/stored", "%"), [*rows, ("total", "", f"{total / 1e6:.2f}", "", "")]))
+    say(table(("", "files", "MB", "raw/stored", "%"), [*rows, ("total", "", f"{total / 1e6:.2f}", "", "")]))
     return 0

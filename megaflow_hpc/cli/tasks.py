@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli import tasks_import
-from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.cli.output import add_json, note, print_json, say, table
 from megaflow_hpc.errors import ConfigError
 
 BUILD_EPILOG = """\
@@ -118,7 +118,7 @@ def run_build(arguments: argparse.Namespace) -> int:
         ]
         print_json({"tasks": tasks, "image": str(image) if arguments.base else None, "image_name": content.image})
     else:
-        print(f"{len(built)} tasks in {output}" + (f", image {image}" if arguments.base else ""))
+        say(f"{len(built)} tasks in {output}" + (f", image {image}" if arguments.base else ""))
     return 0
 
 
@@ -144,6 +144,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.agents.oracle import OracleAgent
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
+    from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import ImageMapping, Images
     from megaflow_hpc.environments.images.store import ImageStore
@@ -163,7 +164,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
     environment = load(arguments.campaign).environment if arguments.campaign else EnvironmentConfig(network="none")
     if arguments.network:
         environment = environment.model_copy(update={"network": arguments.network})
-    images = Images(ImageStore(), Registries.configured(environment.mirrors, environment.air_gapped or None))
+    registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
+    images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
     chosen = [path for path in directories if not arguments.only or path.name in arguments.only]
     tasks = [read_harbor_task(path, images.dockerfiles) for path in chosen]
     requests = image_requests(tasks)
@@ -171,7 +173,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         mapping = ImageMapping(environment.images, Path(arguments.campaign).absolute().parent, arguments.campaign)
     else:
         names = {request.base or request.name: Path(request.path) for request in requests}
-        files_by_name = {name: arguments.image or str(_image_beside(path, name)) for name, path in names.items()}
+        files_by_name = {name: arguments.image or _image_beside(path, name) for name, path in names.items()}
         mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
     files = images.resolve_all(requests, mapping)
     tasks = in_image_directories(tasks, files, images, mapping)
@@ -204,13 +206,15 @@ def run_validate(arguments: argparse.Namespace) -> int:
             )
             for r in results
         ]
-        print(table(("task", "reward before", "reward after", "failing tests", "passing tests", "valid"), rows))
-        print(f"{len(results) - len(invalid)} of {len(results)} tasks are valid")
+        say(table(("task", "reward before", "reward after", "failing tests", "passing tests", "valid"), rows))
+        say(f"{len(results) - len(invalid)} of {len(results)} tasks are valid")
     return 1 if invalid else 0
 
 
-def _image_beside(task: Path, name: str) -> Path:
-    return task.parent.parent / "images" / f"{name}.sif"
+def _image_beside(task: Path, name: str) -> str:
+    from megaflow_hpc.environments.images.resolve import match_name
+
+    return str(match_name(name, {"*": f"{task.parent.parent / 'images'}/*.sif"}))
 
 
 def run_list(arguments: argparse.Namespace) -> int:
@@ -223,5 +227,5 @@ def run_list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([{**row, "path": task.path, "image": task.image} for row, task in zip(rows, tasks, strict=True)])
     else:
-        print(table(("id", *keys), [tuple(row.values()) for row in rows]))
+        say(table(("id", *keys), [tuple(row.values()) for row in rows]))
     return 0

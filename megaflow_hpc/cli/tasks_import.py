@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.cli.output import add_json, note, print_json, say, table
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 
@@ -99,7 +99,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     else:
-        print(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
+        say(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
         counts = Counter(row["tested_by"] for row in rows)
-        print(f"{len(rows)} instances, tested by " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
+        say(f"{len(rows)} instances, tested by " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
     return 0

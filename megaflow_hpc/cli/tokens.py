@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaflow_hpc.cli.output import printable
+from megaflow_hpc.texts import printable
 
 if TYPE_CHECKING:
     from rich.text import Text

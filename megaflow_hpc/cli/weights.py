@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, table
+from megaflow_hpc.cli.output import add_json, note, print_json, say, table
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
@@ -48,7 +48,7 @@ def _publish(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(asdict(made))
     else:
-        print(made.version)
+        say(made.version)
         note(f"policy {made.policy}: version {made.version} at {made.path}; servers look for it every few seconds")
     return 0
 
@@ -87,5 +87,5 @@ def _list(arguments: argparse.Namespace) -> int:
         )
         for row in rows
     ]
-    print(table(("policy", "version", "published (UTC)", "servers", "path", "refused because"), lines))
+    say(table(("policy", "version", "published (UTC)", "servers", "path", "refused because"), lines))
     return 0

@@ -51,8 +51,6 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
         init={"op": "init"},
         tasks={r.task_id: {"id": r.task_id, "image": "none"} for b in read_blocks(run) for r in b.rollouts},
         servers={},
-        journal_length=lambda owner: 0,
-        stored=set,
         **more,
     )
 
