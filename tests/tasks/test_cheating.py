@@ -166,9 +166,11 @@ def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
-def test_a_layer_that_the_agent_filled_is_judged_by_tests_that_write_their_logs(judge: Judge) -> None:
-    test = "for n in 1 2 3 4 5 6; do echo $n >> /logs/verifier/log; sleep 1; done; echo 0 > /logs/verifier/reward.txt\n"
-    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", test=test, disk_mb=30)
+@pytest.mark.parametrize("size", [29_800_000, 29_980_000, 200_000_000])
+def test_a_layer_that_the_agent_filled_is_judged_by_tests_that_write_their_logs(judge: Judge, size: int) -> None:
+    log = "head -c 40000 /dev/zero >> /logs/verifier/log; sleep 1"
+    test = f"for n in 1 2 3 4 5 6; do {log}; done; echo 0 > /logs/verifier/reward.txt\n"
+    verdict = judge(f"head -c {size} /dev/zero > /fill; rm answer", test=test, disk_mb=30)
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 

@@ -75,14 +75,17 @@ class DiskUse:
         self._written = 0
         self._free = Free(0, 0)
         self._free_counted: Free | None = None
+        self._begun_anew = False
+        """A measurement that began before that says nothing of those who run now."""
         self._excused = False
-        """The next measurement only says where the layer stands, if it is over."""
-        self._stands: int | None = None
-        """Bytes that it had then; ``None`` while there is room."""
+        """The next measurement only says where the layer stands."""
+        self._bearable = 0
+        """Bytes that count against nobody who runs now, were they more than is allowed: what stood there, and a
+        little."""
 
     def excuse(self) -> None:
-        """Begins anew: what is there now was written by others than those who run from now on."""
-        self._excused, self._stands = True, None
+        """Begins anew: what is there now was written by others than those who run from now on. From any thread."""
+        self._begun_anew = True
 
     def wanted(self, allowed: int, free: Free) -> bool:
         """Whether to look now: a measurement has ended, or the node lost half of what the sandbox may still take."""
@@ -101,7 +104,7 @@ class DiskUse:
         now: float,
         free: Free,
     ) -> bool:
-        """Measures beside the caller's other work; returns whether more is there than is allowed, and than before.
+        """Measures beside the caller's other work; returns whether those who run now wrote more than is allowed.
 
         Args:
             occupied: bytes that were there at the start.
@@ -110,6 +113,10 @@ class DiskUse:
         """
         if self._free_counted is None:
             self._free_counted, self._counted = free, now
+        if self._begun_anew:
+            self._begun_anew, self._excused = False, True
+            self.end()
+            self._due, self._began, self._written, self._free = now, now - QUIET_S, 0, free
         if self._du is None:
             lost = max(written - self._written, self._free.lost(free))
             much = lost > max((allowed - self.bytes) / 2, 1e6)
@@ -130,16 +137,13 @@ class DiskUse:
         if found is None:
             return False
         self._files = found[1] if self._counts_files else self._files
-        before, self.bytes = self.bytes, max(0, max(found[0], BLOCK * self._files) - occupied) + deleted()
-        if self.bytes <= allowed:
-            self._excused, self._stands = False, None
-            return False
-        self._due = now + 4 * self._cost
+        self.bytes = max(0, max(found[0], BLOCK * self._files) - occupied) + deleted()
         if self._excused:
-            self._excused, self._stands = False, self.bytes
-            return False
-        # Who is ended now writes on until then.
-        self._excused = self.bytes > (before if self._stands is None else self._stands + LITTLE)
+            self._excused, self._bearable = False, self.bytes + LITTLE
+        self._bearable = min(self._bearable, self.bytes + LITTLE)
+        if self.bytes > allowed:
+            self._due = now + 4 * self._cost
+        self._excused = self.bytes > max(allowed, self._bearable)  # who is ended now writes on until then
         return self._excused
 
     def end(self) -> None:
