@@ -83,13 +83,15 @@ def test_every_rollout_is_stored_once_with_so_many_worker_ranks(tmp_path: Path, 
 @pytest.mark.parametrize("cuts", [1, 2])
 def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says(tmp_path: Path, cuts: int) -> None:
     run = prepare(tmp_path, ["fails_sandbox-lost_b", "cut_a"])
-    for start in range(3):
+    for start in range(5):  # a retry of b may be cut short as well, by the drain that a brings about
         (run.path / "world.json").write_text(json.dumps({"start": str(start), "scheduling": {"cuts": cuts}}))
         played = turn(run)
-        assert played.state == ("done" if start == cuts else "drained")
         if played.state == "done":
             break
+        assert played.state == "drained"
         (run.partial / "half.json").write_text('{"rollouts": {"cut_a/p/0":')  # who was killed while writing it
+    assert played.state == "done"
+    assert start >= cuts
     stored = {trajectory["task_id"]: trajectory for trajectory in played.stored}
     failed, stored = (stored[name] for name in ("fails_sandbox-lost_b", "cut_a"))
     assert [attempt["attempt"] for attempt in failed["attempts"]] == [0, 1, 2], "retries are counted on"
