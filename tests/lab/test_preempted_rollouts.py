@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ slurm:
 """
 LATE_S = 30.0
 """Longer than Slurm takes to preempt on a busy machine: the agent waits for its model then."""
+TOLD_S = 5.0
+"""Longer than an agent on a busy machine takes from the end of its command to its next call of the model."""
 
 
 def idle(mark: str) -> bool:
@@ -51,6 +54,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     run = Campaign.from_yaml(path).submit()
     until(lambda: list(tmp_path.glob(f"scratch/megaflow-*/owners/*/*/layer/upper/{mark}")), "the first command has run")
     until(lambda: idle(mark), "it has ended; the agent is told, and then waits for the model for far longer")
+    time.sleep(TOLD_S)
     command = ["sbatch", "--parsable", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
     subprocess.run(command, check=True, capture_output=True)
     summary = run.wait(timeout_s=240)
