@@ -54,9 +54,9 @@ def test_a_gathered_file_agrees_with_its_checksums(run):
 def test_a_flipped_bit_and_a_changed_value_are_named(run, tmp_path, capsys):
     path = gather(run)
     with h5py.File(path) as file:
-        place = file["tokens/id"].id.get_chunk_info(0).byte_offset
+        chunk = file["tokens/id"].id.get_chunk_info(0)
     data = bytearray(path.read_bytes())
-    data[place + 200] ^= 1
+    data[chunk.byte_offset + chunk.size // 2] ^= 1
     (tmp_path / "flipped.h5").write_bytes(data)
     shutil.copy(path, tmp_path / "changed.h5")
     with h5py.File(tmp_path / "changed.h5", "r+") as file:
