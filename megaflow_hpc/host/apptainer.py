@@ -96,13 +96,9 @@ def build(
     source: str,
     *options: str,
     cwd: Path | None = None,
-    temporary: Path | None = None,
     timeout_s: float = 3600,
 ) -> None:
     """Runs ``apptainer build``; ``source`` is a definition file, an image or a ``docker://`` address.
-
-    Args:
-        temporary: where the image is assembled; default ``TMPDIR``.
 
     Raises:
         SiteError: with Apptainer's own last lines; nothing is left at ``target``.
@@ -112,7 +108,7 @@ def build(
         done = subprocess.run(
             argv,
             cwd=cwd,
-            env=clean_environment(temporary, proxies=True),
+            env=clean_environment(proxies=True),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

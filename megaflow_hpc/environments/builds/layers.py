@@ -5,21 +5,16 @@ A stage is one layer over its base. Where there is no overlay its files are one 
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import platform
 import shutil
-import signal
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.builds import tree
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.sandbox.rootfs import overlay
+from megaflow_hpc.environments.sandbox.rootfs import child, overlay
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
@@ -27,8 +22,6 @@ from megaflow_hpc.host.parent_death import dies_with_parent
 
 _ROOT = SandboxSpec("", nested=True)
 """Who mounts a layer to read it: uid 0 of its namespace."""
-_LIBRARY = str(Path(__file__).parents[3])
-_RUN_TREE = f"import sys; sys.path.append(sys.argv.pop(1)); from {tree.__name__} import main; main()"
 _SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
 
 
@@ -68,8 +61,7 @@ class Layers:
             prefix = overlay.argv_prefix(self.base, self.layer, root, _ROOT, self.namespace) or []
             if not prefix:
                 raise SiteError(f"{self.layer}: no overlay can be mounted there; set TMPDIR to another local directory")
-        program = [*dies_with_parent(), sys.executable, "-S", "-E", "-c", _RUN_TREE, _LIBRARY]
-        await run([*prefix, *program, verb, root, *arguments], stdin)
+        await run([*prefix, *child.argv_of(tree), verb, root, *arguments], stdin)
 
 
 async def unpack(image: str, target: Path, namespace: Sequence[str]) -> None:
@@ -102,21 +94,6 @@ async def run(argv: Sequence[str], stdin: bytes = b"", *, allowed: Sequence[int]
     Raises:
         SiteError: with the last line it said.
     """
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env=clean_environment(),
-        cwd="/",
-        start_new_session=True,
-    )
-    try:
-        _, errors = await process.communicate(stdin)
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        raise
-    if process.returncode not in allowed:
+    status, _, errors = await child.run(argv, stdin)
+    if status not in allowed:
         raise SiteError(last_line(errors.decode("utf-8", "replace")))

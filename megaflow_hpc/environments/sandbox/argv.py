@@ -27,21 +27,25 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
 
     ``--fakeroot`` does the same by starting a second Apptainer and keeping the first: 40 ms and 9 MB per sandbox.
     """
-    if not spec.as_root or os.geteuid() == 0 or not unshare():
-        return ()
-    return (*unshare(), "/bin/sh", "-c", f'{bounded(spec)}exec "$@"', "sh") if bounded(spec) else unshare()
+    return _outermost(spec) if spec.as_root else ()
 
 
 def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
     """Returns the argv prefix by which Apptainer starts as this user in a user namespace below one that is bounded."""
-    if spec.as_root or os.geteuid() == 0 or not unshare():
+    prefix = () if spec.as_root else _outermost(spec)
+    return (*prefix, *as_user()) if prefix else ()
+
+
+def _outermost(spec: SandboxSpec) -> tuple[str, ...]:
+    if os.geteuid() == 0 or not unshare():
         return ()
-    return (*unshare(), "/bin/sh", "-c", f'{bounded(spec)}exec "$@"', "sh", *as_user(os.getuid()))
+    bound = bounded(spec)
+    return (*unshare(), "/bin/sh", "-c", f'{bound}exec "$@"', "sh") if bound else unshare()
 
 
-def as_user(uid: int) -> tuple[str, ...]:
-    """Returns the argv prefix by which root of a user namespace becomes a user again, in one more."""
-    return (unshare()[0], "--user", f"--map-user={uid}", f"--map-group={os.getgid()}", "--")
+def as_user() -> tuple[str, ...]:
+    """Returns the argv prefix by which root of a user namespace becomes this user again, in one more."""
+    return (unshare()[0], "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}", "--")
 
 
 def exec_argv(

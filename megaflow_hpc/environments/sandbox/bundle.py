@@ -74,8 +74,8 @@ class Bundle:
         container = Container(control, on_started=started)
         try:
             await self.layer.ready()
-            if own := self._own_binds(spec):
-                await asyncio.to_thread(self._lay_down, own)
+            if new := [own for own in self._own_binds(spec) if own not in self._laid_out]:
+                self._laid_out |= await asyncio.to_thread(lambda: {own: _size(own) for own in new})
             self.measured_by(watch, spec)
             self.access.check()
             container.prepare(spec.env, spec.as_root, spec.workdir)
@@ -105,11 +105,6 @@ class Bundle:
         """Directories of this bundle that a sandbox may write beside its layer (a verifier's logs)."""
         parts = [bind.split(":") for bind in spec.binds]
         return [part[0] for part in parts if part[0].startswith(f"{self.directory}/") and part[2:] != ["ro"]]
-
-    def _lay_down(self, own: list[str]) -> None:
-        for directory in own:
-            if directory not in self._laid_out:
-                self._laid_out[directory] = _size(directory)
 
     def measured_by(self, watch: Watch, spec: SandboxSpec) -> None:
         """Tells the watch which directories ``disk_mb`` bounds, and what of them is not the sandbox's work."""

@@ -102,7 +102,6 @@ class Reader:
                 parent.base,
                 list(parent.steps),
                 dict(parent.variables),
-                list(parent.exports),
                 parent.workdir,
                 parent.user,
                 parent.shell,
@@ -144,9 +143,7 @@ class Reader:
             (literal(expand(name, scope)), expand(value, scope)) for name, value in zip(names, values, strict=True)
         ]
         for name, text in pairs:
-            line = f"export {name}={shell_word(text)}"
-            stage.exports.append(line)
-            stage.steps.append(Env(line))
+            stage.steps.append(Env(f"export {name}={shell_word(text)}"))
             stage.variables[name] = text
 
     def _take_workdir(self, found: DockerfileInstruction) -> None:

@@ -74,11 +74,14 @@ class Stage:
     base: str
     steps: list[Step] = field(default_factory=list)
     variables: dict[str, Text] = field(default_factory=dict)
-    exports: list[str] = field(default_factory=list)
-    """Lines that set the image's variables, in order."""
     workdir: str | None = None
     user: str | None = None
     shell: tuple[str, ...] = DEFAULT_SHELL
+
+    @property
+    def exports(self) -> list[str]:
+        """Lines that set the image's variables, in order."""
+        return [step.text for step in self.steps if isinstance(step, Env)]
 
 
 def copies(stage: Stage) -> list[Copy]:

@@ -5,6 +5,7 @@ Every file counts as at least a block, so that empty ones count too: they take t
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -69,7 +70,6 @@ class DiskUse:
     def __init__(self) -> None:
         self.bytes = 0
         self._du: subprocess.Popen[bytes] | None = None
-        self._counts_files = False
         self._files = 0
         self._began = self._due = self._cost = self._counted = 0.0
         self._written = 0
@@ -77,11 +77,9 @@ class DiskUse:
         self._free_counted: Free | None = None
         self._begun_anew = False
         """A measurement that began before that says nothing of those who run now."""
-        self._excused = False
-        """The next measurement only says where the layer stands."""
-        self._bearable = 0
+        self._bearable: float = 0
         """Bytes that count against nobody who runs now, were they more than is allowed: what stood there, and a
-        little."""
+        little. Infinite until a measurement has said what stands there."""
 
     def excuse(self) -> None:
         """Begins anew: what is there now was written by others than those who run from now on. From any thread."""
@@ -91,7 +89,10 @@ class DiskUse:
         """Whether to look now: a measurement has ended, or the node lost half of what the sandbox may still take."""
         if self._du is not None:
             return self._du.poll() is not None
-        return self._free.lost(free) > max((allowed - self.bytes) / 2, 1e6)
+        return self._is_much(self._free.lost(free), allowed)
+
+    def _is_much(self, lost: int, allowed: int) -> bool:
+        return lost > max((allowed - self.bytes) / 2, 1e6)
 
     def grows_over(
         self,
@@ -114,19 +115,19 @@ class DiskUse:
         if self._free_counted is None:
             self._free_counted, self._counted = free, now
         if self._begun_anew:
-            self._begun_anew, self._excused = False, True
+            self._begun_anew, self._bearable = False, math.inf
             self.end()
-            self._due, self._began, self._written, self._free = now, now - QUIET_S, 0, free
+            self._due = self._began = -math.inf
         if self._du is None:
             lost = max(written - self._written, self._free.lost(free))
-            much = lost > max((allowed - self.bytes) / 2, 1e6)
             quiet = lost < WRITTEN_BY_NOTHING and now < self._began + QUIET_S
-            if (now >= self._due and not quiet) or (much and now >= self._began + 4 * self._cost):
-                overdue = now > self._counted + QUIET_S
-                self._counts_files = overdue or self._free_counted.files(free) > MANY_FILES
-                self._du, self._began = _start(directories, init, self._counts_files), now
+            if (now >= self._due and not quiet) or (
+                self._is_much(lost, allowed) and now >= self._began + 4 * self._cost
+            ):
+                counts_files = now > self._counted + QUIET_S or self._free_counted.files(free) > MANY_FILES
+                self._du, self._began = _start(directories, init, counts_files), now
                 self._written, self._free = written, free
-                if self._counts_files:
+                if counts_files:
                     self._free_counted, self._counted = free, now
             return False
         if self._du.poll() is None:
@@ -136,15 +137,15 @@ class DiskUse:
         self._due = now + max(MEASURE_S, MEASURE_SHARE * self._cost)
         if found is None:
             return False
-        self._files = found[1] if self._counts_files else self._files
+        self._files = found[1] or self._files
         self.bytes = max(0, max(found[0], BLOCK * self._files) - occupied) + deleted()
-        if self._excused:
-            self._excused, self._bearable = False, self.bytes + LITTLE
         self._bearable = min(self._bearable, self.bytes + LITTLE)
         if self.bytes > allowed:
             self._due = now + 4 * self._cost
-        self._excused = self.bytes > max(allowed, self._bearable)  # who is ended now writes on until then
-        return self._excused
+        if self.bytes <= max(allowed, self._bearable):
+            return False
+        self._bearable = math.inf  # who is ended now writes on until then
+        return True
 
     def end(self) -> None:
         """Gives up a measurement under way."""
@@ -178,7 +179,7 @@ def _start(directories: Sequence[str], init: int, files: bool) -> subprocess.Pop
 
 
 def _measured(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
-    """The bytes that a finished measurement found, and the files if it counted them; ``None`` if it failed."""
+    """The bytes that a finished measurement found, and the files if it counted them, else 0; ``None`` if it failed."""
     assert process.stdout is not None
     with process.stdout as output:
         totals = [line.split()[0] for line in output.read(65536).splitlines() if line.endswith(b"\ttotal")]

@@ -125,9 +125,9 @@ class Watch:
                 if spec.disk_mb:
                     size = spec.disk_mb * MB
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
-                most = min(MOST_EACH, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1])
-                soft = min(most, resource.prlimit(pid, resource.RLIMIT_NOFILE)[0])
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, most))
+                soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+                most = min(MOST_EACH, hard)
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, most), most))
                 if self.cpus:
                     os.sched_setaffinity(pid, self.cpus)
                 with open(f"/proc/{pid}/oom_score_adj", "w") as file:

@@ -69,7 +69,7 @@ def _du(option: str, path: str) -> int:
 
 def _put_over(upper: str, root: str, top: bool = True) -> None:
     """Moves what is in ``upper`` to its places in ``root``, and removes what it marks as deleted."""
-    mode = _open(upper)
+    mode = open_to_owner(upper)
     if not top and _is_opaque(upper):  # a root is never made anew: such a mark there is the agent's
         _empty(root)
     with os.scandir(upper) as entries:
@@ -91,7 +91,7 @@ def _put_over(upper: str, root: str, top: bool = True) -> None:
     os.chmod(root, mode)
 
 
-def _open(directory: str) -> int:
+def open_to_owner(directory: str | os.PathLike[str]) -> int:
     """Lets a directory's owner, who may be no root, read it and write there; returns the mode it had."""
     mode = stat.S_IMODE(os.lstat(directory).st_mode)
     if mode & 0o700 != 0o700:
@@ -103,7 +103,7 @@ def _move(source: str, target: str) -> None:
     try:
         os.rename(source, target)
     except PermissionError:  # a directory's own mode forbids that its ``..`` changes
-        mode = _open(source)
+        mode = open_to_owner(source)
         os.rename(source, target)
         os.chmod(target, mode)
 
@@ -120,6 +120,13 @@ def _is_opaque(directory: str) -> bool:
     return False
 
 
+def show_through(directory: str | os.PathLike[str]) -> None:
+    """Takes the attributes off a directory by which it would hide the image's."""
+    for name in OPAQUE:
+        with contextlib.suppress(OSError):
+            os.removexattr(directory, name, follow_symlinks=False)
+
+
 def gather(image: str, layer: str) -> None:
     """Moves what differs from the image from ``LAYER/root`` to ``LAYER/upper``; ``root`` is gone then."""
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "upper.partial"))
@@ -133,7 +140,7 @@ def gather(image: str, layer: str) -> None:
 
 def _take_changes(image: str, root: str, upper: str) -> bool:
     """Returns whether anything differs. What an agent made to look like a mark of ours is left behind."""
-    mode = _open(root)
+    mode = open_to_owner(root)
     before = set(os.listdir(image))
     with os.scandir(root) as entries:
         now = list(entries)
@@ -158,9 +165,7 @@ def _take_changes(image: str, root: str, upper: str) -> bool:
         os.close(os.open(os.path.join(upper, DELETED + name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         differs = True
     shutil.copystat(root, upper)
-    for attribute in OPAQUE:
-        with contextlib.suppress(OSError):
-            os.removexattr(upper, attribute, follow_symlinks=False)
+    show_through(upper)
     os.chmod(upper, mode)
     return differs
 

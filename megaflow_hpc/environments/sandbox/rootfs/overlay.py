@@ -51,7 +51,7 @@ def argv_prefix(
             os.mkdir(place, 0o755)
     script = f'{MOUNT}{bounded(spec)}exec "$@"'
     result = [*_enter(namespace), "/bin/sh", "-c", script, "sh", _options(lower, layer), merged]
-    return result if spec.as_root else [*result, *as_user(os.getuid())]
+    return result if spec.as_root else [*result, *as_user()]
 
 
 def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from megaflow_hpc.environments.sandbox.rootfs.copies import DELETED, OPAQUE_MARK, open_to_owner, show_through
 from megaflow_hpc.host.files import remove_tree
 
 RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")
@@ -42,10 +43,6 @@ _PREFERRED = ("glibc-hwcaps", "tls", "haswell", "x86_64", "avx512_1")
 CACHE = "etc/ld.so.cache"
 _LARGEST_CACHE = 16 << 20
 
-_DELETED = ".wh."
-"""How fuse-overlayfs may mark what is gone; the kernel's overlay uses a device of the same name."""
-_OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
-
 
 def revert(upper: Path, path: str) -> bool:
     """Undoes whatever the layer has at ``path``, relative to the root; ``True`` if there was anything."""
@@ -64,7 +61,7 @@ def make_way(upper: Path, path: str) -> None:
     for depth in range(1, len(parts)):
         place = upper.joinpath(*parts[:depth])
         if _is_directory(place):
-            _open(place)
+            open_to_owner(place)
         else:
             _remove(place)
     revert(upper, path)
@@ -75,21 +72,21 @@ def restore_programs(upper: Path, rootfs: Path) -> list[str]:
 
     Where the image is no directory (``rootfs``), every file of these names counts as one of the image's.
     """
-    _open(upper)
+    open_to_owner(upper)
     changed = [name for name in RUNTIME if revert(upper, name)]
     if revert(upper, PRELOAD):
         changed.append(PRELOAD)
     known = _names_in(rootfs, PROGRAM_DIRS)
     for directory in PROGRAM_DIRS:
         for entry in _changes(upper, rootfs, directory, changed):
-            name = entry.removeprefix(_DELETED)
+            name = entry.removeprefix(DELETED)
             if name in PROGRAMS and (known is None or name in known):
                 changed += _undo(upper, rootfs, directory, entry)
     triplets = _names_in(rootfs, LIBRARY_DIRS) or set()
     places = [*LIBRARY_DIRS, *(f"{base}/{n}" for base in LIBRARY_DIRS for n in sorted(triplets) if n.count("-") >= 2)]
     for directory in places:
         for entry in _changes(upper, rootfs, directory, changed):
-            if entry.removeprefix(_DELETED).startswith(LIBRARIES):
+            if entry.removeprefix(DELETED).startswith(LIBRARIES):
                 changed += _undo(upper, rootfs, directory, entry)
             elif entry in _PREFERRED:
                 changed += _revert_libraries(upper, f"{directory}/{entry}")
@@ -122,7 +119,7 @@ def _revert_libraries(upper: Path, directory: str) -> list[str]:
     while waiting:
         place = waiting.pop()
         with suppress(OSError):  # deeper than a path may be long: the loader cannot open it either
-            _open(upper / place)  # root in the sandbox needs no rights to read what we could not
+            open_to_owner(upper / place)  # root in the sandbox needs no rights to read what we could not
             for entry in os.scandir(upper / place):
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(f"{place}/{entry.name}")
@@ -155,7 +152,7 @@ def mend(upper: Path, rootfs: Path, workdir: str | None) -> None:
     for part in PurePosixPath((workdir or "/").strip("/")).parts:
         place /= part
         if _is_directory(place):
-            _open(place)
+            open_to_owner(place)
         else:
             _remove(place)
 
@@ -166,7 +163,7 @@ def keep_only(upper: Path, aside: Path, paths: Iterable[str]) -> list[str]:
     Moved, not copied: deletions (overlay's whiteouts) and times stay as they are. A link is not taken, nor
     what lies behind one: the agent made it lead elsewhere.
     """
-    _open(upper)
+    open_to_owner(upper)
     os.rename(upper, aside)
     upper.mkdir(mode=0o755)
     taken: list[str] = []
@@ -248,7 +245,7 @@ def _changes(upper: Path, rootfs: Path, directory: str, changed: list[str]) -> l
 
 def _undo(upper: Path, rootfs: Path, directory: str, entry: str) -> list[str]:
     """What the agent added is left, unless it comes before the image's own of the same name."""
-    name = entry.removeprefix(_DELETED)
+    name = entry.removeprefix(DELETED)
     shadows = os.path.lexists(rootfs / directory / name)
     hijacks = directory.startswith("usr/local/")
     if shadows or hijacks or not rootfs.is_dir():
@@ -267,19 +264,9 @@ def _names_in(rootfs: Path, directories: Iterable[str]) -> set[str] | None:
 
 def _show_through(directory: Path) -> None:
     """A directory that was made anew hides the image's; without its mark both are seen."""
-    for name in _OPAQUE:
-        try:
-            os.removexattr(directory, name, follow_symlinks=False)
-        except OSError:
-            pass
-    revert(directory, ".wh..wh..opq")
-    _open(directory)
-
-
-def _open(directory: Path) -> None:
-    mode = stat.S_IMODE(os.lstat(directory).st_mode)
-    if mode & 0o700 != 0o700:
-        os.chmod(directory, mode | 0o700)
+    show_through(directory)
+    revert(directory, OPAQUE_MARK)
+    open_to_owner(directory)
 
 
 def _is_directory(path: Path) -> bool:
@@ -291,7 +278,7 @@ def _is_directory(path: Path) -> bool:
 
 def _remove(path: Path) -> bool:
     """Removes what is there, and what marks it as deleted; whether there was either."""
-    found = [place for place in (path, path.with_name(_DELETED + path.name)) if os.path.lexists(place)]
+    found = [place for place in (path, path.with_name(DELETED + path.name)) if os.path.lexists(place)]
     for place in found:
         remove_tree(place)
     return bool(found)

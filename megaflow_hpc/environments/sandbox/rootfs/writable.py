@@ -13,23 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox import snapshot
-from megaflow_hpc.environments.sandbox.rootfs import copies
+from megaflow_hpc.environments.sandbox.rootfs import child, copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.apptainer import CONTROL_DIR, clean_environment, unshare
+from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.parent_death import dies_with_parent
 
-_LIBRARY = str(Path(__file__).parents[4])
-_RUN_COPIES = f"import sys; sys.path.append(sys.argv.pop(1)); from {copies.__name__} import main; main()"
 _MADE_BY_US = ("dev", "proc", "sys", "tmp", "etc", CONTROL_DIR.lstrip("/"))
 
 
@@ -128,25 +123,10 @@ class WritableLayer:
         """Runs :mod:`.copies`, whose reading and writing would hold up everything else in this process."""
         image = self._access.rootfs
         enter = self._access.namespace
-        argv = [*((unshare() if os.geteuid() else ()) if enter is None else enter), *dies_with_parent()]
-        argv += [sys.executable, "-S", "-E", "-c", _RUN_COPIES, _LIBRARY, verb, image, self.path]
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=clean_environment(),
-            cwd="/",
-            start_new_session=True,
-        )
-        try:
-            said, errors = await process.communicate()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            raise
-        if process.returncode:
-            why = errors.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
+        inside = (unshare() if os.geteuid() else ()) if enter is None else enter
+        status, said, errors = await child.run([*inside, *child.argv_of(copies), verb, image, self.path])
+        if status:
+            why = errors.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {status}"]
             raise SandboxError(
                 f"{image}: cannot be copied for a sandbox at {self.path}: {why[0]}; every sandbox takes as much room "
                 "on scratch as its image here (megaflow-hpc doctor)"
