@@ -42,6 +42,16 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return found
 
 
+def containers_at(value: Any, depth: int) -> list[Any]:
+    """Returns the objects and lists of a JSON value that lie inside ``depth`` others."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(depth):
+        if not level:
+            break
+        level = [c for v in level for c in (v.values() if isinstance(v, dict) else v) if isinstance(c, (dict, list))]
+    return level
+
+
 _STEERING = re.compile(
     "[^\n\t -~\u00a0-\U0010ffff]|[\u00ad\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )

@@ -66,10 +66,6 @@ class Admission:
         """Connections that have not shown a key."""
         return len(self._waiting)
 
-    def of_owner(self, owner: str) -> int:
-        """Returns how many connections an owner has."""
-        return len(self._owners.get(owner, ()))
-
     def arrive(self, connection: Connection) -> None:
         """Takes a new connection; another one, or this one, is closed if too many wait."""
         self._waiting[connection] = None

@@ -181,10 +181,7 @@ class HttpServer(web.Server):
                 lambda: handler, client, ssl=context, ssl_handshake_timeout=handshake_s
             )
             connection.close = transport.abort
-        except asyncio.CancelledError:
-            self._forget(handler)
-            client.close()
-        except OSError:  # it has gone, or speaks no TLS
+        except (asyncio.CancelledError, OSError):  # closed by us; or it has gone, or speaks no TLS
             self._forget(handler)
             client.close()
 

@@ -35,6 +35,7 @@ from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER, WEIG
 from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.router import Server
+from megaflow_hpc.texts import containers_at
 
 LACKING = frozenset({404, 405, 501})
 """HTTP statuses of a server that has no such path."""
@@ -105,13 +106,13 @@ async def post(connections: Connections, server: Server, path: str, body: Mappin
     except Broken as error:
         raise Unavailable(f"{server.name}: {error}") from error
     raw, status = response.body, response.status
-    said = f"{server.name}: HTTP {status}: {raw[:300].decode('utf-8', 'replace')}"
-    by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
-    if status == 500 or (status in FORBIDDEN and by_engine):
-        raise Doubtful(said)
-    if (status > 501 or status in RETRIED) or 300 <= status < 400:
-        raise Unavailable(said)
-    if status >= 400:
+    if status >= 300:
+        said = f"{server.name}: HTTP {status}: {raw[:300].decode('utf-8', 'replace')}"
+        by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
+        if status == 500 or (status in FORBIDDEN and by_engine):
+            raise Doubtful(said)
+        if status > 501 or status in RETRIED or status < 400:
+            raise Unavailable(said)
         raise Refused(status, raw)
     try:
         found = parsed(raw)
@@ -146,17 +147,9 @@ def packed(value: Any) -> bytes:
     try:
         return orjson.dumps(value)  # refuses such a depth by itself
     except TypeError:
-        _check_depth(value)
+        if containers_at(value, DEPTH):
+            raise RecursionError(f"nested more than {DEPTH} deep") from None
         return json.dumps(value).encode()
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(DEPTH):
-        level = [c for v in level for c in (v.values() if isinstance(v, dict) else v) if isinstance(c, (dict, list))]
-        if not level:
-            return
-    raise RecursionError(f"nested more than {DEPTH} deep")
 
 
 class Call(NamedTuple):

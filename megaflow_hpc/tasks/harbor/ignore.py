@@ -13,12 +13,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaflow_hpc.environments.images.dockerfile.context import MAX_PATTERN_CHARACTERS, MAX_WAYS, ways
+from megaflow_hpc.environments.images.dockerfile.context import MAX_PATTERN_CHARACTERS, bounded_ways
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.task_toml import read_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pathspec import GitIgnoreSpec
+
+    _Rules = tuple[GitIgnoreSpec, Callable[[str], None]]
 
 NAME = ".harborignore"
 _HOMES = ("tests", "solution")
@@ -29,9 +33,7 @@ class TaskFiles:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
-        self._rules: dict[Path, GitIgnoreSpec | None] = {}
-        self._wild: dict[Path, list[str]] = {}
-        """Patterns that a hostile name could be tried on for long."""
+        self._rules: dict[Path, _Rules | None] = {}
 
     def excludes(self, path: Path) -> bool:
         """Whether ``path``, or what it leads to as a link, is left out.
@@ -89,23 +91,20 @@ class TaskFiles:
             rules = self._rules_in(directory)
             if rules is None:
                 continue
+            spec, check = rules
             name = place.relative_to(directory).as_posix()
-            for pattern in self._wild[directory]:
-                if ways(pattern, name) > MAX_WAYS:
-                    raise ConfigError(
-                        f"{directory / NAME}: {pattern!r} has too many wildcards for {name!r}; write fewer"
-                    )
-            verdict = rules.check_file(f"{name}/" if place.is_dir() else name).include
+            check(name)
+            verdict = spec.check_file(f"{name}/" if place.is_dir() else name).include
             if verdict is not None:
                 return verdict
         return False
 
-    def _rules_in(self, directory: Path) -> GitIgnoreSpec | None:
+    def _rules_in(self, directory: Path) -> _Rules | None:
         if directory not in self._rules:
             self._rules[directory] = self._read(directory / NAME)
         return self._rules[directory]
 
-    def _read(self, file: Path) -> GitIgnoreSpec | None:
+    def _read(self, file: Path) -> _Rules | None:
         if not file.is_file():
             return None
         if not file.resolve().is_relative_to(self.root.resolve()):
@@ -116,8 +115,7 @@ class TaskFiles:
         lines = [re.sub(r"\*{3,}", "*", line) for line in read_text(file).splitlines()]
         if sum(map(len, lines)) > MAX_PATTERN_CHARACTERS:
             raise ConfigError(f"{file}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")
-        self._wild[file.parent] = [line for line in lines if line.count("*") > 2]
         try:
-            return GitIgnoreSpec.from_lines(lines)
+            return GitIgnoreSpec.from_lines(lines), bounded_ways(lines, str(file))
         except (ValueError, re.error) as error:
             raise ConfigError(f"{file}: {error}; expected lines as in .gitignore") from error

@@ -12,7 +12,6 @@ ids, with outcomes from its own reports (:mod:`named_tests`).
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shlex
 import tempfile
@@ -26,6 +25,7 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
 from megaflow_hpc.tasks.swebench.instances import Instance, LineSource, load
 from megaflow_hpc.tasks.swebench.plan import ask, request_fields
+from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
 LOG_LIMIT = 32 << 20
@@ -267,9 +267,9 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
         return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
     read = await sandbox.exec(["cat", f"{PLACE}/outcomes.json"], cwd="/", timeout_s=60, output_limit=LOG_LIMIT)
     try:
-        outcomes = json.loads(read.stdout_bytes)
-        outcomes = {str(test): str(outcome) for test, outcome in outcomes.items()}
-    except (ValueError, AttributeError, RecursionError):
+        found = parse_json(read.stdout_bytes)
+        outcomes = {str(test): str(outcome) for test, outcome in found.items()}
+    except (ValueError, AttributeError):
         outcomes = {}
     problems, shares = judge(instance, outcomes)
     return _verdict(not problems, shares, problems, done)

@@ -13,7 +13,7 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -288,15 +288,25 @@ def patterns(lines: Sequence[str], where: str = "") -> Excluded:
         )
         place = f"{where}:{number}: " if where else ""
         raise ConfigError(f"{place}{error}; correct it, or write \\ before a character that means itself") from None
-    wild = [pattern for pattern in matcher.patterns if pattern.count("*") > 2]
+    check = bounded_ways(matcher.patterns, where or "pattern")
 
     def excluded(path: str) -> bool:
-        for pattern in wild:
-            if ways(pattern, path) > MAX_WAYS:
-                raise ConfigError(f"{where or 'pattern'}: {pattern!r} has too many wildcards for {path!r}; write fewer")
+        check(path)
         return matcher.matches(path)
 
     return excluded
+
+
+def bounded_ways(patterns: Iterable[str], where: str) -> Callable[[str], None]:
+    """Returns a check of a path: :class:`ConfigError`, naming ``where``, if a pattern could be tried on it for long."""
+    wild = [pattern for pattern in patterns if pattern.count("*") > 2]
+
+    def check(path: str) -> None:
+        for pattern in wild:
+            if ways(pattern, path) > MAX_WAYS:
+                raise ConfigError(f"{where}: {pattern!r} has too many wildcards for {path!r}; write fewer")
+
+    return check
 
 
 def ways(pattern: str, path: str) -> int:

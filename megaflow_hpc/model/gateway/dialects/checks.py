@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from megaflow_hpc.model.gateway.dialects.base import BadRequest, expect_list, expect_object, expect_text
+from megaflow_hpc.texts import containers_at
 
 Check = Callable[[Any, str], Any]
 
@@ -160,11 +161,6 @@ THINKING: Mapping[str, Check] = {
 }
 
 
-def stream_options(value: Any, field: str) -> Mapping[str, Any]:
-    """Passes an object."""
-    return expect_object(value, field)
-
-
 def response_format(value: Any, field: str) -> dict[str, Any]:
     """Passes ``text``, ``json_object``, and ``json_schema`` with a schema that :func:`compiled_schema` passes."""
     kind = one_of("text", "json_object", "json_schema")(expect_object(value, field).get("type"), f"{field}.type")
@@ -213,10 +209,15 @@ def compiled_schema(value: Any, field: str) -> Mapping[str, Any]:
     return dict(value)
 
 
-def bounded(value: Any, field: str, most: int = 2**31) -> None:
-    """Raises :class:`BadRequest` if ``value`` as JSON is longer than ``most`` bytes or too deep."""
+def shallow(value: Any, field: str) -> None:
+    """Raises :class:`BadRequest` if objects and lists nest deeper than :data:`NESTING`."""
     if too_deep(value):
         raise BadRequest(f"{field}: nested deeper than {NESTING} levels")
+
+
+def bounded(value: Any, field: str, most: int) -> None:
+    """Raises :class:`BadRequest` if ``value`` as JSON is longer than ``most`` bytes or too deep."""
+    shallow(value, field)
     try:
         encoded = orjson.dumps(value)
     except TypeError:  # half a surrogate pair
@@ -227,12 +228,7 @@ def bounded(value: Any, field: str, most: int = 2**31) -> None:
 
 def too_deep(value: Any) -> bool:
     """Returns whether objects and lists nest deeper than :data:`NESTING`."""
-    level = [value]
-    for _ in range(NESTING + 1):
-        level = [c for v in level if isinstance(v, dict | list) for c in (v.values() if isinstance(v, dict) else v)]
-        if not level:
-            return False
-    return True
+    return any(containers_at(value, NESTING))  # what is empty holds nothing deeper
 
 
 def arguments(value: Any, field: str) -> str:

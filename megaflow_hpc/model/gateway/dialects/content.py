@@ -127,7 +127,7 @@ def _refuse(remedy: str, value: Any, field: str) -> Any:
     raise BadRequest(f"{field}: {remedy}")
 
 
-_COMMON: Mapping[str, Check] = {"role": expect_text, "content": expect_text, "name": expect_text}
+_COMMON: Mapping[str, Check] = {"role": expect_text, "name": expect_text}
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "system": _COMMON,
     "developer": _COMMON,

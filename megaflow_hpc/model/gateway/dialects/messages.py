@@ -30,7 +30,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
     reasoning_of,
     text_part,
 )
-from megaflow_hpc.model.gateway.dialects.checks import bounded
+from megaflow_hpc.model.gateway.dialects.checks import shallow
 from megaflow_hpc.model.gateway.dialects.options import MESSAGES, allowed
 from megaflow_hpc.model.gateway.recorder import arguments_of
 
@@ -48,7 +48,7 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     given = allowed(MESSAGES, body)
     if "max_tokens" not in given:
         raise BadRequest("max_tokens: expected a positive integer, found nothing")
-    asked = conversation(body)
+    asked = _conversation(given)
     asked |= {k: given[k] for k in ("model", "max_tokens", "temperature", "top_p", "top_k") if k in given}
     if given.get("stop_sequences"):
         asked["stop"] = given["stop_sequences"]
@@ -69,7 +69,10 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadRequest: A message or tool cannot be converted.
     """
-    given = allowed(MESSAGES, body)
+    return _conversation(allowed(MESSAGES, body))
+
+
+def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given.get("messages"):
         raise BadRequest("messages: expected a list of at least one message")
     chat: list[dict[str, Any]] = []
@@ -142,7 +145,7 @@ def _assistant(blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
             thoughts.append(expect_text(block.get("thinking") or "", f"{here}.thinking"))
         elif kind == "tool_use":
             given = block.get("input") or {}
-            bounded(given, f"{here}.input")
+            shallow(given, f"{here}.input")
             arguments = json.dumps(given, ensure_ascii=False)
             function = {"name": expect_text(block.get("name"), f"{here}.name"), "arguments": arguments}
             calls.append({"id": block.get("id") or "", "type": "function", "function": function})

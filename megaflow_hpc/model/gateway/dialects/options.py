@@ -27,7 +27,6 @@ from megaflow_hpc.model.gateway.dialects.checks import (
     one_of,
     prompt,
     response_format,
-    stream_options,
     structured_outputs,
     text,
     texts,
@@ -85,7 +84,7 @@ _SAMPLING: Mapping[str, Option] = {
     **_all(_FLAG, "add_special_tokens skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"),
     **_all(_FLAG, "return_token_ids return_tokens_as_token_ids"),
     "stream": Option(flag, passed=False),
-    "stream_options": Option(stream_options, passed=False),
+    "stream_options": Option(expect_object, passed=False),
     # Of no meaning here, and sent by clients all the same.
     **_all(DROPPED, "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
     **_all(DROPPED, "request_id session_id include_reasoning stream_interval length_penalty truncation_side"),
