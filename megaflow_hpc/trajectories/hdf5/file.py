@@ -106,14 +106,16 @@ def _check(path: Path, file: h5py.File, complete: bool) -> None:
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
-    """Returns the journals and seals a campaign file was gathered from; ``None`` without a readable file."""
+    """Returns the ``journals`` (none if the file says none) and seals it was gathered from; ``None`` without a readable
+    file."""
     if not path.exists():
         return None
     try:
         with open_file(path) as file:
-            return attribute(file, "sources")
+            found = attribute(file, "sources")
     except (ConfigError, OSError):
         return None
+    return found if isinstance(found.get("journals"), dict) else {**found, "journals": {}}
 
 
 def attribute(file: h5py.File, name: str) -> dict[str, Any]:

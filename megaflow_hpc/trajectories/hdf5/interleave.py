@@ -6,7 +6,7 @@ needed are read and inflated, each once. Nothing is decoded row by row, so threa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -138,15 +138,14 @@ def interleaved(found: Sequence[Taken], threads: ThreadPoolExecutor | None = Non
         if path in _OFFSETS.values():
             columns[path] = [moves.starts[next(e for e, p in _OFFSETS.items() if p == path)][1:]]
         elif spec.is_offset:
-            sizes = [np.diff(each.part.columns[path]) for each in found]
-            columns[path] = [np.cumsum(moves.items(extent, sizes, np.dtype(np.int64)))]
+            columns[path] = [np.cumsum(moves.sizes(path, extent))]
         elif path in ("sequences/trajectory", "artifacts/trajectory"):
             columns[path] = [np.repeat(np.arange(moves.count), np.diff(moves.starts[extent]))]
         elif path in _MOVED:
             columns[path] = [moves.references(path, _MOVED[path])]
         else:
             kind = np.dtype(object) if spec.dtype == TEXT else None
-            columns[path] = [moves.items(extent, [each.part.columns[path] for each in found], kind)]
+            columns[path] = [moves.items(path, extent, kind)]
     for extent, paths in FLAT.items():
         pieces: dict[str, list[Array]] = {path: [np.empty(0)] * moves.count for path in paths}
         for each in found:
@@ -179,25 +178,37 @@ class _Moves:
                 self._from[extent] = [_ragged(e.part.first[extent][e.rows], _sizes(e, extent)) for e in found]
                 self._to[extent] = [_ragged(self.starts[extent][e.places], _sizes(e, extent)) for e in found]
 
-    def items(self, extent: str, columns: Sequence[Array], dtype: np.dtype[Any] | None = None) -> Array:
-        """Returns a column in its new order, of the parts' own columns; of their widest type by default."""
-        kind = dtype if dtype is not None else np.result_type(*(column.dtype for column in columns))
-        result = np.empty(int(self.starts[extent][-1]), kind)
-        for column, source, target in zip(columns, self._from[extent], self._to[extent], strict=True):
-            result[target] = column[source]
-        return result
+    def items(self, path: str, extent: str, dtype: np.dtype[Any] | None = None) -> Array:
+        """Returns a column in its new order; of the parts' widest type by default."""
+        return self._put(extent, [column[source] for column, source in self._columns(path, extent)], dtype)
+
+    def sizes(self, path: str, extent: str) -> Array:
+        """Returns the sizes of items, in their new order, of the column of their offsets."""
+        sizes = [column[source + 1] - column[source] for column, source in self._columns(path, extent)]
+        return self._put(extent, sizes, np.dtype(np.int64))
 
     def references(self, path: str, extent: str) -> Numbers:
         """Returns a column of turns whose values are numbers of items; those of unknown sequences stay as they are."""
-        columns = []
-        for each in self._found:
+        moved = []
+        for each, source in zip(self._found, self._from["t"], strict=True):
             by = self.starts[extent][each.places] - each.part.first[extent][each.rows]
-            values = each.part.columns[path].copy()
-            here = _ragged(each.part.first["t"][each.rows], _sizes(each, "t"))
-            known = each.part.columns["turns/sequence"][here] >= 0
-            values[here] += np.where(known, np.repeat(by, _sizes(each, "t")), 0)
-            columns.append(values)
-        return self.items("t", columns)
+            values = each.part.columns[path][source]
+            known = each.part.columns["turns/sequence"][source] >= 0
+            values += np.where(known, np.repeat(by, _sizes(each, "t")), 0)
+            moved.append(values)
+        return self._put("t", moved)
+
+    def _columns(self, path: str, extent: str) -> Iterator[tuple[Array, Numbers]]:
+        """Each part's own column, and the items of it that are taken."""
+        for each, source in zip(self._found, self._from[extent], strict=True):
+            yield each.part.columns[path], source
+
+    def _put(self, extent: str, pieces: Sequence[Array], dtype: np.dtype[Any] | None = None) -> Array:
+        kind = dtype if dtype is not None else np.result_type(*(piece.dtype for piece in pieces))
+        result = np.empty(int(self.starts[extent][-1]), kind)
+        for piece, target in zip(pieces, self._to[extent], strict=True):
+            result[target] = piece
+        return result
 
     def rewards(self) -> dict[str, Array]:
         """Returns the rewards by name, NaN where a part has none of the name."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from megaflow_hpc.trajectories.hdf5 import column_writer
 from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
+from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache, ChunkedColumn, gather
 from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.interleave import Rows
@@ -246,14 +247,15 @@ class TrajectoryWriter:
         self._counts["a"] += int(mask.sum())
 
     def _pick_artifacts(self, source: h5py.File, span: tuple[int, int], keep: Mask, shift: int) -> None:
-        for number in (np.flatnonzero(keep[span[0] : span[1]]) + span[0]).tolist():
-            first, last = read(source["artifacts/offset"], number, number + 2).tolist()
-            self._columns["artifacts/name"].put(read(source["artifacts/name"], number, number + 1))
-            self._held["artifacts/trajectory"].append(int(source["artifacts/trajectory"][number]) + shift)
-            self._put_bytes(
-                "artifacts/bytes", "artifacts/offset", "fb", [read(source["artifacts/bytes"], first, last).tobytes()]
-            )
-            self._counts["f"] += 1
+        mask = keep[span[0] : span[1]]
+        self._columns["artifacts/name"].put(read(source["artifacts/name"], *span)[mask])
+        self._held["artifacts/trajectory"] += (read(source["artifacts/trajectory"], *span)[mask] + shift).tolist()
+        offsets = read(source["artifacts/offset"], span[0], span[1] + 1)
+        data = ChunkedColumn(source["artifacts/bytes"], ChunkCache())
+        for number in np.flatnonzero(mask).tolist():  # one at a time: they may be large
+            (found,) = gather([data], offsets[number : number + 1], offsets[number + 1 : number + 2])
+            self._put_bytes("artifacts/bytes", "artifacts/offset", "fb", [found.tobytes()])
+        self._counts["f"] += int(mask.sum())
         self._flush()
 
     def close(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.checks import Heading
+from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE
 from megaflow_hpc.trajectories.journal.records import headings
 from megaflow_hpc.trajectories.journal.writer import SUFFIX, base_of, parts, valid_length
 
@@ -31,8 +32,8 @@ class StoredRollouts:
 
     def __init__(self, run: RunDir, beat: Callable[[], object] = lambda: None) -> None:
         self._folder, self._beat = run.journal, beat
-        self._read: dict[str, list[tuple[Heading, int]]] = {}
-        """Owner → headings of its records and the logical offsets of their ends."""
+        self._read: dict[str, tuple[list[tuple[Heading, int]], int]] = {}
+        """Owner → headings of its records with the logical offsets of their ends, and the end of the last record."""
         self._lengths: dict[str, tuple[tuple[int, int], int]] = {}
         """Owner → number of parts and size of the last one, and the length that follows."""
 
@@ -44,9 +45,9 @@ class StoredRollouts:
         """
         found = set()
         for epoch, owner, sealed in held:
-            if owner not in self._read or (self._read[owner] and self._read[owner][-1][1] < sealed):
-                self._read[owner] = list(self._headings(owner))
-            for heading, end in self._read[owner]:
+            if owner not in self._read or self._read[owner][1] < sealed:
+                self._read[owner] = self._headings(owner)
+            for heading, end in self._read[owner][0]:
                 if (heading.block, heading.epoch) == (block, epoch) and end <= sealed and heading.status != "failed":
                     found.add(heading.id)
         return found
@@ -61,13 +62,16 @@ class StoredRollouts:
             self._lengths[owner] = known = size, valid_length(self._path(owner))
         return known[1]
 
-    def _headings(self, owner: str) -> Iterator[tuple[Heading, int]]:
+    def _headings(self, owner: str) -> tuple[list[tuple[Heading, int]], int]:
+        found, end = [], HEADER_SIZE
         for part in parts(self._path(owner)):
             self._beat()
             base = base_of(part)
             for frame, heading in headings(part):
+                end = base + frame.end
                 if heading is not None:
-                    yield heading, base + frame.end
+                    found.append((heading, end))
+        return found, end
 
     def _path(self, owner: str) -> Path:
         return self._folder / f"{owner}{SUFFIX}"

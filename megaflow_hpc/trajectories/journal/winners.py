@@ -45,6 +45,10 @@ class Index:
     losers: dict[str, list[Entry]] = field(default_factory=dict)
     """The other valid records by rollout id, for the few rollouts that have any."""
 
+    def in_shard(self, entry: Entry) -> bool:
+        """Whether a winner may be taken from a shard: with losers, attempts are put together."""
+        return entry.shard_row >= 0 and entry.id not in self.losers
+
     def load(self, entry: Entry) -> Trajectory:
         """Reads the trajectory of a winner, with the attempts of the records it won over.
 

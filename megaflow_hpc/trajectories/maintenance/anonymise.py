@@ -19,6 +19,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.columns import texts
+from megaflow_hpc.trajectories.hdf5.encoding import DEEPEST
 from megaflow_hpc.trajectories.hdf5.file import attribute, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.maintenance.compact import writer_like
@@ -31,7 +32,6 @@ _MAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
 _WITH_IDS = "engine.jsonl"
 """The artifact in which older software kept the sampled ids a second time."""
-_DEEPEST = 200
 _SHORTEST = 3
 """Names shorter than this would be found inside ordinary words."""
 
@@ -74,7 +74,7 @@ class Scrubber:
         """Returns a JSON value with every text in it replaced; what is nested too deeply to be read is left out."""
         if isinstance(value, str):
             return self.text(value)
-        if depth > _DEEPEST and isinstance(value, dict | list):
+        if depth > DEEPEST and isinstance(value, dict | list):
             return None
         if isinstance(value, dict):
             return {self.text(str(key)): self.value(item, depth + 1) for key, item in value.items()}

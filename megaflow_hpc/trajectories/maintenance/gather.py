@@ -76,8 +76,7 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     now = fingerprint(run, seals)  # before the journals are read: what is appended meanwhile makes the file stale
     before = recorded_sources(run.trajectories)
     if before is not None:
-        known = before.get("journals")
-        known = known if isinstance(known, dict) else {}
+        known = before["journals"]
         gone = sorted(set(known) - set(now["journals"]))
         kept = {name: size for name, size in known.items() if name not in gone}
         if gone and (rebuild or kept != now["journals"]):
@@ -115,7 +114,7 @@ def _copy(run: RunDir, found: Index, writer: TrajectoryWriter) -> None:
         waiting: list[Entry] = []
         for first, last in _runs(found):
             entry = found.winners[first]
-            shard = shards.part(entry) if entry.shard_row >= 0 and entry.id not in found.losers else None
+            shard = shards.part(entry) if found.in_shard(entry) else None
             if shard is not None and last - first < _RUN_ROWS:
                 for other in found.winners[first:last]:
                     waiting.append(other)
@@ -143,7 +142,7 @@ class _Shards:
         self._threads = pool()
         self._parts: dict[str, Part | None] = {}
         """By journal; ``None`` for those that are not read."""
-        self._left = Counter(entry.journal for entry in found.winners if entry.shard_row >= 0)
+        self._left = Counter(entry.journal for entry in found.winners if found.in_shard(entry))
         """Rows of each that are still to be copied."""
         self._held = self._open = self._waiting = 0
 
@@ -222,7 +221,7 @@ def _runs(found: Index) -> Iterator[tuple[int, int]]:
     winners = found.winners
     while first < len(winners):
         last = first + 1
-        if winners[first].shard_row >= 0 and winners[first].id not in found.losers:
+        if found.in_shard(winners[first]):
             while last < len(winners) and _follows(winners[last - 1], winners[last], found):
                 last += 1
         yield first, last
@@ -231,4 +230,4 @@ def _runs(found: Index) -> Iterator[tuple[int, int]]:
 
 def _follows(one: Entry, other: Entry, found: Index) -> bool:
     side_by_side = other.journal == one.journal and other.shard_row == one.shard_row + 1
-    return side_by_side and other.id not in found.losers
+    return side_by_side and found.in_shard(other)

@@ -19,7 +19,7 @@ from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Sequence
 from megaflow_hpc.types import Artifact, Attempt, Turn
 
 MAX_SHARDS = 256
-"""Number of shards kept open at once, with two descriptors each; beyond it journals are read instead."""
+"""Number of shards kept open at once, with a descriptor each; beyond it journals are read instead."""
 
 
 def source_of(run: RunDir, found: Index) -> Source:
@@ -35,7 +35,7 @@ def source_of(run: RunDir, found: Index) -> Source:
     part, row = np.empty(len(found.winners), np.int64), np.empty(len(found.winners), np.int64)
     for place, entry in enumerate(found.winners):
         number = None
-        if entry.shard_row >= 0 and entry.id not in found.losers:  # with losers, attempts are put together
+        if found.in_shard(entry):
             if entry.journal not in numbers:
                 file = open_shard(run, run.journal / entry.journal) if len(parts) < MAX_SHARDS else None
                 numbers[entry.journal] = None if file is None else len(parts)

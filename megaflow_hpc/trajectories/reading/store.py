@@ -291,7 +291,6 @@ def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
         return True
     if recorded is None:
         return False
-    known = recorded.get("journals")
-    known = known if isinstance(known, dict) else {}
+    known = recorded["journals"]
     same = all(known.get(name) == size for name, size in now["journals"].items())
     return same and recorded.get("seals") == now["seals"]

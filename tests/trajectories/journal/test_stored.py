@@ -76,6 +76,26 @@ def test_a_journal_that_has_grown_is_read_again(run: RunDir) -> None:
         assert stored.ids(0, [Holding(0, "a.0", second)]) == {"t0/p/0", "t1/p/0"}
 
 
+def test_a_journal_that_held_no_trajectory_yet_is_read_again_too(run: RunDir) -> None:
+    with JournalWriter(run.journal_file("a", "0")) as journal:
+        journal.append(pack_record({"kind": "note"}))
+        first = journal.commit()
+        stored = StoredRollouts(run)
+        assert stored.ids(0, [Holding(0, "a.0", first)]) == set()
+        journal.append(record(0, 1, 0))
+        second = journal.commit()
+        assert stored.ids(1, [Holding(0, "a.0", second)]) == {"t0/p/0"}
+
+
+def test_a_journal_that_ends_with_no_trajectory_is_read_once(run: RunDir) -> None:
+    ends = write(run, "a", record(0, 0, 0), pack_record({"kind": "note"}))
+    stored = StoredRollouts(run)
+    assert stored.ids(0, [Holding(0, "a.0", ends[-1])]) == {"t0/p/0"}
+    with counted(run.path) as operations:
+        assert stored.ids(1, [Holding(0, "a.0", ends[-1])]) == set()
+    assert operations["opens"] == 0
+
+
 def test_the_reader_shows_that_it_lives_between_the_parts_of_a_long_journal(run: RunDir) -> None:
     ends = write(run, "a", *(record(number, 0, 0) for number in range(10)), rotate=1)
     beats: list[None] = []
