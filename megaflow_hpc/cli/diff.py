@@ -121,9 +121,9 @@ def _unified(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[str]:
 
 def _lines(found: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]:
     for sign, rollout in zip("-+", found["ids"], strict=True):
-        yield f"{sign} {printable(rollout)}", f"bold {_STYLES[sign]}"
+        yield f"{sign} {rollout}", f"bold {_STYLES[sign]}"
     for name, (a, b) in found["fields"].items():
-        yield f"  {name:13} {printable(_shown(a))}  →  {printable(_shown(b))}", ""
+        yield f"  {name:13} {_shown(a)}  →  {_shown(b)}", ""
     tokens = found["tokens"]
     if tokens is None:
         yield "  tokens        the same", "dim"

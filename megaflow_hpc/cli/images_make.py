@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow_hpc.cli.output import note, print_json, say, table
 
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 
 def open_images(arguments: argparse.Namespace) -> Images:
-    """Returns the store with the registries that a command's arguments name."""
-    from megaflow_hpc.environments.builds.builder import Builder
+    """Returns the store with the registries that a command's arguments name; it builds nothing."""
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
 
     mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
     registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
-    return Images(ImageStore(arguments.store), registries, Builder(getattr(arguments, "network", None)))
+    return Images(ImageStore(arguments.store), registries)
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -35,8 +34,15 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
-def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
-    """Returns, for each image that a campaign's tasks name, its file; ``build``: what the store lacks is made."""
+def images_of_campaign(
+    images: Images, path: str, build: bool, network: Literal["none", "host"] | None = None
+) -> dict[str, str]:
+    """Returns, for each image that a campaign's tasks name, its file.
+
+    Args:
+        build: make what the store lacks.
+        network: of the steps of Dockerfiles; by default as the campaign says.
+    """
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.registries import Registries
@@ -46,8 +52,7 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
 
     config = load(path)
     environment = config.environment
-    if isinstance(images.builder, Builder) and images.builder.network is None:
-        images.builder = Builder(environment.network_of_builds)
+    images.builder = Builder(network or environment.network_of_builds) if build else None
     ours = images.registries
     images.registries = Registries(
         {**environment.mirrors, **ours.mirrors}, build and (ours.air_gapped or environment.air_gapped)
@@ -60,6 +65,7 @@ def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]
 
 def build(arguments: argparse.Namespace) -> int:
     """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status."""
+    from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
     from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
     from megaflow_hpc.environments.images.resolve import ImageMapping
@@ -70,12 +76,13 @@ def build(arguments: argparse.Namespace) -> int:
     for source in arguments.source:
         name = os.path.basename(source)
         if source.endswith((".yaml", ".yml")):
-            files |= images_of_campaign(images, source, build=True)
+            files |= images_of_campaign(images, source, build=True, network=arguments.network)
         elif name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile"):
             dockerfile = Dockerfile.read(Path(source).absolute())
             for line, instruction, reason in dockerfile.ignored:
                 note(f"{source}:{line}: {instruction} is left out: {reason}")
             note(f"{source}: building, if it is not there")
+            images.builder = Builder(arguments.network)
             files[source] = str(images.resolve_dockerfile(dockerfile, mapping))
         else:
             note(f"{source}: building, if it is not there")

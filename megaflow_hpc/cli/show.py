@@ -156,28 +156,28 @@ def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
     yield from _head(row)
     for number, message in enumerate(row.messages):
         role = str(message.get("role", "?"))
-        yield f"\n[{number}] {printable(role)}", f"bold {_COLOURS.get(role, 'cyan')}"
+        yield f"\n[{number}] {role}", f"bold {_COLOURS.get(role, 'cyan')}"
         yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
 
 
 def _head(row: Row) -> Iterator[tuple[str, str]]:
-    yield printable(row.id), "bold"
+    yield row.id, "bold"
     reward = "not verified" if math.isnan(row.reward) else f"{row.reward:g}"
     yield f"  status    {row.status}", _STATUS.get(row.status, "")
-    rewards = ", ".join(f"{printable(name)} {value:g}" for name, value in row.rewards.items())
+    rewards = ", ".join(f"{name} {value:g}" for name, value in row.rewards.items())
     yield f"  reward    {reward}" + (f"  ({rewards})" if rewards else ""), ""
     if row.error_kind or row.error:
-        yield f"  error     {row.error_kind}: {printable(row.error)}", "red"
-    yield f"  agent     {printable(row.agent)}, policy {printable(row.policy)}", ""
-    yield f"  where     node {printable(row.node) or '-'}, job {printable(row.job_id) or '-'}", ""
+        yield f"  error     {row.error_kind}: {row.error}", "red"
+    yield f"  agent     {row.agent}, policy {row.policy}", ""
+    yield f"  where     node {row.node or '-'}, job {row.job_id or '-'}", ""
     yield f"  when      {_utc(row.started_at)}, {row.finished_at - row.started_at:.1f} s", ""
     yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
     sampled = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     count = sum(len(sequence.tokens) for sequence in row.sequences)
     yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled", ""
     for artifact in row.artifacts:
-        yield f"  artifact  {printable(artifact.name)}, {len(artifact.data)} bytes", ""
+        yield f"  artifact  {artifact.name}, {len(artifact.data)} bytes", ""
 
 
 def _calls(row: Row) -> Iterator[tuple[str, str]]:
@@ -187,13 +187,13 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
     for number, turn in enumerate(turns):
         times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
         where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})"
-        yield f"  {number:3}  {times}  {where}  {printable(turn.finish_reason)}  {printable(turn.server)}", ""
+        yield f"  {number:3}  {times}  {where}  {turn.finish_reason}  {turn.server}", ""
     attempts = row.attempts
     if len(attempts) > 1 or any(attempt.error for attempt in attempts):
         yield f"\n{len(attempts)} attempts", "bold"
         for attempt in attempts:
-            cause = f"  {attempt.error_kind}: {printable(attempt.error)}" if attempt.error else ""
-            yield f"  {attempt.attempt}  {attempt.status}  node {printable(attempt.node) or '-'}{cause}", ""
+            cause = f"  {attempt.error_kind}: {attempt.error}" if attempt.error else ""
+            yield f"  {attempt.attempt}  {attempt.status}  node {attempt.node or '-'}{cause}", ""
 
 
 def content_of(message: dict[str, Any]) -> str:

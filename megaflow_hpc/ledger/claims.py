@@ -246,15 +246,8 @@ class Ledger:
         Raises:
             LedgerError: a claim that is listed cannot be read.
         """
-        read = []
-        claimed = names.pairs(self._names(names.CLAIMS))
-        for block, epoch in sorted(claimed - names.ends(self._names(names.DONE))):
-            if epoch:
-                content = self._files.answer(Read(names.claim_path(block, epoch)))
-                if content is None:
-                    raise LedgerError(f"{names.claim_path(block, epoch)}: listed and not there; was it removed?")
-                read.append((block, epoch, content))
-        return names.seals(read)
+        claimed = names.pairs(self._names(names.CLAIMS)) - names.ends(self._names(names.DONE))
+        return self._seals(sorted((block, epoch) for block, epoch in claimed if epoch))
 
     def earlier(self, claim: Claim) -> list[tuple[int, str, int]]:
         """Returns the epochs of a block before this claim: number, ``<pod>.<start>``, bytes of its journal that count.
@@ -262,13 +255,17 @@ class Ledger:
         Raises:
             LedgerError: a claim of them is not there.
         """
-        found = []
-        for epoch in range(1, claim.epoch + 1):
-            content = self._files.answer(Read(names.claim_path(claim.block, epoch)))
+        found = self._seals((claim.block, epoch) for epoch in range(1, claim.epoch + 1))
+        return [(epoch, owner, sealed) for (_, epoch), (owner, sealed) in found.items()]
+
+    def _seals(self, claims: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, int]]:
+        read = []
+        for block, epoch in claims:
+            content = self._files.answer(Read(names.claim_path(block, epoch)))
             if content is None:
-                raise LedgerError(f"{names.claim_path(claim.block, epoch)}: not there; was it removed?")
-            found.append((epoch - 1, str(content["predecessor"]), int(content["sealed"])))
-        return found
+                raise LedgerError(f"{names.claim_path(block, epoch)}: not there; was it removed?")
+            read.append((block, epoch, content))
+        return names.seals(read)
 
     def _names(self, room: str) -> tuple[str, ...]:
         return self._files.answer(Names(room))

@@ -99,7 +99,7 @@ class Rules(Lease):
         self.unfinished = True
         """After :meth:`claim`: some block that it saw is not done."""
         self.free: list[int] = []
-        """After :meth:`claim`: the free blocks that it saw and left, in the order in which they will be claimed."""
+        """After :meth:`claim`: the free blocks that it saw and left."""
         self.preferred: tuple[int, ...] = ()
         """Free blocks that are claimed before others, in this order."""
         self._done: dict[int, int] = {}
@@ -357,17 +357,19 @@ class Rules(Lease):
         if before:
             yield Remove(before)
 
-    def work_requests(self, everybodys: bool = False) -> Steps[dict[str, int]]:
-        """Returns the slots that other pods, or all, ask to be filled, by request."""
-        found: dict[str, int] = {}
-        if self.surveyed and not everybodys:
-            found = self.surveyed.requests
-        else:
-            for name in (yield Names(REQUESTS)):
-                request, _, slots = name.rpartition(".")
-                found[request] = int(slots)
+    def work_requests(self) -> Steps[dict[str, int]]:
+        """Returns the slots that other pods ask to be filled, by request."""
+        found = self.surveyed.requests if self.surveyed else (yield from self.requests_of_all())
         mine = self.identity.name
-        return {name: slots for name, slots in found.items() if everybodys or name.rpartition(".")[0] != mine}
+        return {name: slots for name, slots in found.items() if name.rpartition(".")[0] != mine}
+
+    def requests_of_all(self) -> Steps[dict[str, int]]:
+        """Returns the slots that pods ask to be filled, by request, this pod's own included."""
+        found = {}
+        for name in (yield Names(REQUESTS)):
+            request, _, slots = name.rpartition(".")
+            found[request] = int(slots)
+        return found
 
 
 def _number(pod: str) -> int:

@@ -56,5 +56,5 @@ class SurveyingRules(Rules):
             except NotYet:
                 owner, given = "", 0
             claimable += given is not None or owner in gone
-        requests = yield from self.work_requests(everybodys=True)
+        requests = yield from self.requests_of_all()
         return Survey(0 if all_done(done, blocks) else max(1, len(open_blocks)), claimable, requests)

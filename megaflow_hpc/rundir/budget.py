@@ -80,7 +80,8 @@ class CampaignBudget:
         Args:
             leases: What every start of a pod has said in its lease: ``core_s`` and, in seconds UTC, ``began_at``.
         """
-        core_h, gpu_h, wall = (self.limits()[name] for name in LIMITS)
+        limits = self.limits()
+        core_h, gpu_h, wall = (limits[name] for name in LIMITS)
         if core_h is not None:
             used_h = sum(self._said(name, lease, "core_s") for name, lease in leases.items()) / 3600
             if used_h >= core_h:

@@ -100,8 +100,10 @@ class Marks:
     def unstarted(self) -> list[Unstarted]:
         """Returns the pods of which no start ever got as far as to its lease."""
         found = []
-        for path in sorted(self._unstarted.glob("[!.]*")):
-            if any(self._leases.glob(f"{path.name}.*")):
+        paths = sorted(self._unstarted.glob("[!.]*"))
+        started = {lease.name.rpartition(".")[0] for lease in self._leases.glob("*")} if paths else set()
+        for path in paths:
+            if path.name in started:
                 continue
             with contextlib.suppress(OSError, ValueError):
                 first, _, end = path.read_text(errors="replace").partition("\n")

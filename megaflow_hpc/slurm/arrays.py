@@ -60,6 +60,8 @@ def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int
         cpus = site.engine_cpus(servers.partition)
     except SiteError:
         return None
+    if cpus is None:
+        return None
     wanted = server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=cpus).options
     refused = impossible(resource_caps({option_name(name): value for name, value in wanted.items()}), asked(wanted))
     return None if refused else cpus

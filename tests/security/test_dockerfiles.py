@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli.images_make import images_of_campaign
+from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import ConfigError, MegaflowError
@@ -199,6 +202,23 @@ def test_an_image_that_a_task_names_is_a_name_and_no_path(tmp_path: Path, home: 
         done = megaflow(*words)
         assert done.returncode == 2, done.stderr
         assert re.search("is not mapped|leads elsewhere|a text that is not empty|no such", done.stderr)
+
+
+def test_what_is_built_after_a_campaign_does_not_get_its_network(busybox_rootfs: str, tmp_path: Path) -> None:
+    task = tmp_path / "tasks" / "t1"
+    (task / "tests").mkdir(parents=True)
+    (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
+    (task / "instruction.md").write_text("hi\n")
+    (task / "task.toml").write_text('[environment]\ndocker_image = "base"\n')
+    images, networks = Images(ImageStore(tmp_path / "store")), []
+    for network in ("host", "none"):
+        campaign = tmp_path / f"{network}.yaml"
+        section = f"{{images: {{base: {busybox_rootfs}}}, build_network: {network}}}"
+        campaign.write_text(f"name: x\ntasks: tasks/*\nagent: oracle\nenvironment: {section}\n")
+        images_of_campaign(images, str(campaign), build=True)
+        assert isinstance(images.builder, Builder)
+        networks.append(images.builder.network)
+    assert networks == ["host", "none"]
 
 
 def test_a_campaign_whose_task_has_a_hostile_dockerfile_loses_nothing(

@@ -84,8 +84,9 @@ class Coordination:
         if self._follows and not self.leads and self.report.generation:
             if self.report.generation == self._generation:
                 return False
-            self._generation = self.report.generation
-            return self._endpoints.adopt()
+            changed = self._endpoints.adopt()
+            self._generation = self._endpoints.generation  # the old one where the listing could not be read
+            return changed
         changed = self._endpoints.refresh()
         if self.leads and self._generation != self._endpoints.generation:
             self._endpoints.publish()

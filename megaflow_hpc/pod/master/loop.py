@@ -418,6 +418,7 @@ class Master:
         for report in self._io.collect():
             if isinstance(report, Durable):
                 self._results.count(report.results)
+                self._mark_progress()
         if nothing_left and self._io.finished:
             state = "done"  # also where the pod drains
         pod.events.write(PodEvent(state=state, stored=self._results.stored))

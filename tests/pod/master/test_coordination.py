@@ -137,6 +137,15 @@ def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(ru
     files.publish(engine)
     assert listed() == [True, True]
     assert second.endpoints.all[0]["weight_version"] == 7
+    engine.weight_version = 8
+    files.publish(engine)
+    assert first.coordination.list_engines()
+    listing = (run.endpoints / ".listing").rename(run.path / "away")
+    go_by(clock, 3 * SOON_S, first, second)
+    assert not second.coordination.list_engines()
+    listing.rename(run.endpoints / ".listing")
+    assert second.coordination.list_engines(), "a listing that could not be read is looked at again"
+    assert second.endpoints.all[0]["weight_version"] == 8
 
 
 def test_few_pods_each_look_for_themselves(run: RunDir) -> None:
