@@ -175,7 +175,6 @@ READERS = {
     "compact": lambda path, work: compact(path, work / "out.h5"),
     "anonymise": lambda path, work: anonymise(path, work / "out.h5"),
 }
-WHATEVER = {"validate": lambda path, work: validate(path), "verify": lambda path, work: verify(path), "du": of_file}
 MERELY_WRONG = {
     *("numbers for text", "text for numbers", "two dimensions", "columns of two lengths", "rewards of another length")
 }

@@ -47,10 +47,6 @@ def head_of(model: ModelEndpoint, key: str | None = None) -> str:
     return f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {model.api_key if key is None else key}\r\n"
 
 
-def port_of(model: ModelEndpoint) -> int:
-    return int(model.base_url.split("/")[2].rpartition(":")[2])
-
-
 async def works(model: ModelEndpoint) -> None:
     """A call is answered, and the process can start another."""
     status, reply = await asyncio.wait_for(call(model, BODY), 60)

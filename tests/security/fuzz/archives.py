@@ -19,43 +19,33 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import Refused
 from megaflow_hpc.host.unpack import Budget, unpack_tar
 from tests.security.fuzz.target import Broken, Feed, Target
+from tests.support.archives import END, archive, hardlink, member, raw, symlink
 
 ROOM = 1 << 22
 """Bytes on disk that an archive may become beside those it holds; of sparse members nothing is held."""
 
 
 def _tar(form: int) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=form) as archive:
-
-        def add(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", data: bytes = b"", mode: int = 0o644) -> None:
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname, member.size, member.mode = kind, link, len(data), mode
-            archive.addfile(member, io.BytesIO(data))
-
-        add("./", tarfile.DIRTYPE, mode=0o755)
-        add("./dir", tarfile.DIRTYPE, mode=0o4755)
-        add("./dir/file", data=b"content\n" * 10)
-        add("./dir/link", tarfile.SYMTYPE, "../dir/file")
-        add("./hard", tarfile.LNKTYPE, "./dir/file")
-        add("./out", tarfile.SYMTYPE, "/etc/passwd")
-        add("./up", tarfile.SYMTYPE, "../..")
-        add("./deep/" + "n" * 90 + "/" + "m" * 90 + "/é", data=b"x")
-        add("./pipe", tarfile.FIFOTYPE)
-        add("./again", tarfile.SYMTYPE, "again")
-    return made.getvalue()
+    members = [
+        member("./", type=tarfile.DIRTYPE, mode=0o755),
+        member("./dir", type=tarfile.DIRTYPE, mode=0o4755),
+        member("./dir/file", b"content\n" * 10),
+        symlink("./dir/link", "../dir/file"),
+        hardlink("./hard", "./dir/file"),
+        symlink("./out", "/etc/passwd"),
+        symlink("./up", "../.."),
+        member("./deep/" + "n" * 90 + "/" + "m" * 90 + "/é", b"x"),
+        member("./pipe", type=tarfile.FIFOTYPE),
+        symlink("./again", "again"),
+    ]
+    return archive(members, form)
 
 
 def _sparse() -> bytes:
     """A GNU sparse member, of 1 GB by its header."""
-    member = tarfile.TarInfo("sparse")
-    member.type, member.size = tarfile.GNUTYPE_SPARSE, 512
-    head = bytearray(member.tobuf(tarfile.GNU_FORMAT))
-    head[386 : 386 + 24] = b"%011o\0%011o\0" % (0, 512)
-    head[483:495] = b"%011o\0" % (1 << 30)
-    head[148:156] = b"        "
-    head[148:156] = b"%06o\0 " % sum(head)
-    return bytes(head) + b"x" * 512 + bytes(1024)
+    head = member("sparse", type=tarfile.GNUTYPE_SPARSE, size=512)[0]
+    held = raw(head, map=(386, b"%011o\0%011o\0" % (0, 512)), real=(483, b"%011o\0" % (1 << 30)))
+    return held + b"x" * 512 + END
 
 
 def seeds() -> list[bytes]:
