@@ -220,7 +220,11 @@ class Run:
             )
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
-        """Trajectories as they become durable, each id once; ends with the campaign. ``after``: ids to leave out."""
+        """Trajectories as they become durable; ends with the campaign. ``after``: ids to leave out.
+
+        Each id comes once, and a second time where it was given as failed or cancelled and succeeded later. To go on
+        in another process see :class:`~megaflow_hpc.trajectories.reading.follow.Follower`.
+        """
         from megaflow_hpc.trajectories import follow
 
         return follow(self.dir, self.over, after or ())

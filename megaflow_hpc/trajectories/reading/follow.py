@@ -1,11 +1,17 @@
-"""Follows a campaign: yields each rollout once, as it becomes durable, whichever pod wrote it.
+"""Follows a campaign: yields each rollout as it becomes durable, whichever pod wrote it, and goes on where it was left.
 
 Every look reads what was appended to the journals since the last, and nothing twice: it costs one listing of
-``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts; a later
-one, for example of a failed rollout that was run again, is seen by opening the store anew.
+``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. One that
+was yielded as failed or cancelled is yielded a second time if a later attempt succeeds, and never again.
 
-Seals are read after the sizes of the journals and before their bytes, so that records which a delayed writer appends
-behind a seal are never yielded.
+A follower's *cursor* is all that another one, in a later process, needs to go on: the bytes read of each journal, and
+the ids that were yielded without success. Ids of successes are not in it, so it stays small in a long campaign: the
+ledger lets only rollouts without a success run again, so none comes behind the cursor a second time. ::
+
+    {"journals": {"pod-0.17.journal": 52100, …}, "failed": ["fix-humanize-3/default/1", …]}
+
+Seals are read after the sizes of the journals and before their bytes, at every look, so that records which a delayed
+writer appends behind a seal are never yielded, by a follower that goes on from a cursor neither.
 """
 
 from __future__ import annotations
@@ -13,16 +19,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.checks import VERIFIED
 from megaflow_hpc.trajectories.journal.records import Entry, Seals, entries
-from megaflow_hpc.trajectories.journal.winners import Index, journals, seals_of
+from megaflow_hpc.trajectories.journal.winners import Index, decide, journals, seals_of
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import open_trajectories
+from megaflow_hpc.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +43,16 @@ CACHED_S = 60.0
 
 
 class Follower:
-    """Finds the rollouts of a run that became durable since the last :meth:`poll`.
+    """Finds the rollouts of a run that became durable since the last look.
 
     Args:
         run: the run directory; its campaign may not have begun.
-        after: ids to leave out, for example those an earlier process has seen.
+        after: ids to leave out for good, for example those an earlier process has seen succeed.
         seals: called at every look for the seals; by default those of the ledger.
+        cursor: the :attr:`cursor` of another follower of this run, to go on behind what that one returned.
+
+    Raises:
+        ConfigError: ``cursor`` is none.
     """
 
     def __init__(
@@ -46,12 +60,19 @@ class Follower:
         run: RunDir | str | os.PathLike[str],
         after: Iterable[str] = (),
         seals: Callable[[], Seals] | None = None,
+        cursor: Mapping[str, Any] | None = None,
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
-        self._seen = set(after)
         self._seals = seals or (lambda: seals_of(self._run))
-        self._read: dict[str, int] = {}
-        """Bytes read of each journal."""
+        self._read, self._failed = _places(cursor) if cursor is not None else ({}, set())
+        self._seen = {*after, *self._failed}
+        self._tails: dict[str, tuple[int, float, float]] = {}
+        """Size of a journal that ended in half a record; when it was read first and last at that size."""
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """What was returned so far, as JSON: ``journals``, bytes read by file name, and ``failed``, ids."""
+        return {"journals": dict(self._read), "failed": sorted(self._failed)}
 
     def poll(self) -> list[Row]:
         """Returns the new rows, in commit order as far as it is known now. Rows are lazy and stay valid.
@@ -59,8 +80,18 @@ class Follower:
         Raises:
             OSError: the run directory cannot be read now; the next call then returns the same rows.
         """
+        found = self.entries()
+        source = JournalSource(Index(self._run.journal, found))
+        return [Row(source, row) for row in range(len(found))]
+
+    def entries(self) -> list[Entry]:
+        """Returns what :meth:`poll` would have, as places in journals with what decided over them.
+
+        Raises:
+            OSError: as for :meth:`poll`.
+        """
         sizes = {path: path.stat().st_size for path in journals(self._run)}
-        grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
+        grown = {path: size for path, size in sizes.items() if self._is_new(path.name, size)}
         if not grown:
             return []
         seals = self._seals()
@@ -70,16 +101,48 @@ class Follower:
             new, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
             found += new
         self._read = read
-        winners: list[Entry] = []
-        for entry in sorted(found, key=lambda e: (e.time_ns, e.journal, e.start)):
-            if entry.id not in self._seen:
-                self._seen.add(entry.id)
-                winners.append(entry)
-        source = JournalSource(Index(self._run.journal, winners))
-        return [Row(source, row) for row in range(len(winners))]
+        for path, size in grown.items():
+            self._note_tail(path.name, size)
+        best, _ = decide(found)
+        ordered = sorted(best.values(), key=lambda e: (e.time_ns, e.journal, e.start))
+        return [entry for entry in ordered if self._take(entry)]
+
+    def load(self, entry: Entry) -> Trajectory:
+        """Reads the trajectory of an entry, of this follower or of an earlier one of the run.
+
+        Raises:
+            ConfigError: its record is no longer there.
+            OSError: the run directory cannot be read now.
+        """
+        return Index(self._run.journal).load(entry)
+
+    def _is_new(self, name: str, size: int) -> bool:
+        """Whether a journal may hold more than was read; what a killed writer left of a record is not read for ever."""
+        if size <= self._read.get(name, 0):
+            return False
+        known, first, last = self._tails.get(name, (-1, 0.0, 0.0))
+        return known != size or last - first <= CACHED_S  # a cache may show a size before the bytes
+
+    def _note_tail(self, name: str, size: int) -> None:
+        now = time.monotonic()
+        known, first, _ = self._tails.pop(name, (-1, now, now))
+        if self._read[name] < size:
+            self._tails[name] = size, first if known == size else now, now
+
+    def _take(self, entry: Entry) -> bool:
+        """Whether an entry is to be returned, which is then noted."""
+        succeeded = entry.status in VERIFIED
+        if entry.id in self._seen and not (succeeded and entry.id in self._failed):
+            return False
+        self._seen.add(entry.id)
+        (self._failed.discard if succeeded else self._failed.add)(entry.id)
+        return True
 
     def lacking(self) -> bool:
-        """Returns whether the campaign is finished but not all was seen, because a cache hides the end of a journal."""
+        """Returns whether the campaign is finished but not all was seen, because a cache hides the end of a journal.
+
+        For a follower that began without a cursor, which does not tell what succeeded before it.
+        """
         ledger = Ledger(self._run)
         if not ledger.finished:
             return False
@@ -137,3 +200,19 @@ def follow(
                 return
         if not new:
             time.sleep(poll_s)
+
+
+def _places(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
+    """Returns the bytes read by journal and the ids that failed, of a follower's cursor."""
+    read, failed = cursor.get("journals"), cursor.get("failed")
+    if (
+        isinstance(read, dict)
+        and isinstance(failed, list)
+        and all(isinstance(name, str) for name in [*read, *failed])
+        and all(isinstance(place, int) and place >= 0 for place in read.values())
+    ):
+        return dict(read), set(failed)
+    raise ConfigError(
+        f"cursor {str(cursor)[:80]}: expected what Follower.cursor gave, 'journals' with bytes by file name and "
+        "'failed' with ids; leave it out to begin at the first rollout"
+    )

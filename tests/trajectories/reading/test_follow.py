@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
+import io
+import json
+import random
 import threading
+from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.trajectories import JournalWriter, follow, gather, open_trajectories
 from megaflow_hpc.trajectories.reading.follow import Follower
@@ -62,10 +66,34 @@ def test_following_sees_what_opening_sees(run):
 
 def test_a_rollout_is_given_once_whoever_stores_it_again(run):
     follower = Follower(run, after=["task/default/3"])
-    commit(run, "a", (0, 0, trajectory(1, status="failed")), (0, 0, trajectory(3)))
-    assert [(row.id, row.status) for row in follower.poll()] == [("task/default/1", "failed")]
-    commit(run, "b", (2, 1, trajectory(1)), (2, 1, trajectory(2)))
+    commit(run, "a", (0, 0, trajectory(1)), (0, 0, trajectory(3, status="failed")))
+    assert ids(follower.poll()) == ["task/default/1"]
+    commit(run, "b", (2, 1, trajectory(1)), (2, 1, trajectory(2)), (2, 1, trajectory(3)))
     assert ids(follower.poll()) == ["task/default/2"]
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_success_after_a_failure_is_given_once_more(run, status, resumed):
+    follower = Follower(run)
+
+    def look() -> list[tuple[str, str]]:
+        nonlocal follower
+        found = [(entry.id, entry.status) for entry in follower.entries()]
+        if resumed:
+            follower = Follower(run, cursor=json.loads(json.dumps(follower.cursor)))
+        return found
+
+    commit(run, "a", (0, 0, trajectory(1, status=status)), (0, 0, trajectory(2)))
+    assert look() == [("task/default/1", status), ("task/default/2", "completed")]
+    commit(run, "b", (0, 1, trajectory(1, status="failed")))
+    assert look() == []
+    commit(run, "c", (0, 2, trajectory(1, status="failed")), (0, 2, trajectory(1, status="truncated")))
+    assert look() == [("task/default/1", "truncated")]
+    assert follower.cursor["failed"] == []
+    commit(run, "d", (0, 3, trajectory(3, status="failed")), (0, 3, trajectory(3)))
+    assert look() == [("task/default/3", "completed")], "the failure was superseded before anybody saw it"
+    assert look() == []
 
 
 def test_what_lies_behind_a_seal_is_never_given(run):
@@ -79,6 +107,75 @@ def test_what_lies_behind_a_seal_is_never_given(run):
     journal.close()
     commit(run, "b", (3, 1, trajectory(2)))
     assert ids(follower.poll()) == [f"task/default/{n}" for n in (1, 4, 2)]
+
+
+def test_what_lies_behind_a_seal_is_never_given_after_a_cursor_either(run):
+    seals = {}
+    journal = JournalWriter(run.journal_file("a", "0"), rotate_bytes=2000)
+    journal.append(record(1, block=3))
+    first = Follower(run, seals=lambda: seals)
+    seals[3, 0] = ("a.0", journal.commit())
+    assert ids(first.poll()) == ["task/default/1"]
+    for number in range(10, 30):  # behind the seal, in several parts; block 4 is still its own
+        journal.append(record(number, block=3 + number % 2))
+        journal.commit()
+    journal.close()
+    commit(run, "b", (3, 1, trajectory(2)))
+    left = [f"task/default/{n}" for n in (*range(11, 30, 2), 2)]
+    cursor = first.cursor
+    assert ids(Follower(run, seals=lambda: seals, cursor=cursor).poll()) == left
+    assert ids(first.poll()) == left
+    assert len(first.cursor["journals"]) > 3
+
+
+def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
+    """Journals grow, are sealed, split and added while one follower after the other takes over from a cursor."""
+    draw, seals, cursor, seen = random.Random(5), {}, None, []
+    writers: list[JournalWriter | None] = [None] * 3
+    epochs = [-1] * 3
+    became: dict[int, str] = {}
+
+    def look() -> None:
+        nonlocal cursor
+        follower = Follower(run, seals=lambda: dict(seals), cursor=cursor)
+        new = follower.entries()
+        assert [follower.load(entry).status for entry in new] == [entry.status for entry in new]
+        seen.extend((entry.id, entry.status) for entry in new)
+        cursor = json.loads(json.dumps(follower.cursor))
+
+    for step in range(300):
+        block = draw.randrange(3)
+        writer = writers[block]
+        if writer is None or draw.random() < 0.1:
+            if writer is not None:  # taken over: what its delayed holder writes from now on is void
+                seals[block, epochs[block]] = ("".join(writer.path.name.rsplit(".journal", 1)), writer.committed)
+                writer.append(record(10_000 + step, block=block, epoch=epochs[block]))
+                writer.close()
+            epochs[block] += 1
+            path = run.journal_file(f"pod-{block}-{epochs[block]}", "0")
+            writer = writers[block] = JournalWriter(path, rotate_bytes=4000)
+        failed = [number for number, status in became.items() if status == "failed"]
+        number = draw.choice(failed) if failed and draw.random() < 0.2 else len(became)
+        became[number] = "failed" if draw.random() < 0.3 else "completed"
+        writer.append(record(number, block=block, epoch=epochs[block], status=became[number]))
+        writer.commit()
+        if draw.random() < 0.3:
+            look()
+    look()
+    assert len(seen) == len(set(seen))
+    winners = {(f"task/default/{number}", status) for number, status in became.items()}
+    assert winners <= set(seen)
+    assert {status for _, status in set(seen) - winners} == {"failed"}, "given before the success"
+    assert cursor["failed"] == sorted(rollout for rollout, status in winners if status == "failed")
+    assert len(json.dumps(cursor)) < 50 * (len(list(run.journal.iterdir())) + len(cursor["failed"]))
+    for writer in writers:
+        writer.close()
+
+
+@pytest.mark.parametrize("cursor", [{}, {"journals": {"a": -1}, "failed": []}, {"journals": [], "failed": [1]}])
+def test_what_is_no_cursor_is_refused(run, cursor):
+    with pytest.raises(ConfigError, match=r"Follower\.cursor"):
+        Follower(run, cursor=cursor)
 
 
 def test_a_torn_record_is_waited_for(run):
@@ -108,44 +205,54 @@ def test_rotated_journals_are_followed(run):
     assert seen == [f"task/default/{n}" for n in range(30)]
 
 
-def test_bytes_are_read_once(run, monkeypatch):
-    """Polling a growing journal reads in proportion to what is new, not to what is there."""
-    read = 0
-    plain_open = builtins.open
+def bytes_read(look) -> int:
+    """Bytes that this process read from files while it looked."""
 
-    def counting(path, mode="r", *args, **kwargs):
-        file = plain_open(path, mode, *args, **kwargs)
-        if str(path).endswith(".journal") and mode == "rb":
-            plain_read = file.read
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
 
-            class Counted:
-                def __getattr__(self, name):
-                    return getattr(file, name)
+    before = count()
+    nothing = count() - before  # what counting itself reads
+    before = count()
+    look()
+    return count() - before - nothing
 
-                def __enter__(self):
-                    return self
 
-                def __exit__(self, *_):
-                    file.close()
-
-                def read(self, size=-1):
-                    nonlocal read
-                    data = plain_read(size)
-                    read += len(data)
-                    return data
-
-            return Counted()
-        return file
-
-    monkeypatch.setattr(builtins, "open", counting)
-    follower = Follower(run)
-    with JournalWriter(run.journal_file("a", "0")) as journal:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_bytes_are_read_once(run, resumed):
+    """A look costs what is new and a constant per journal that grew, whatever was there before."""
+    buffer = 2 * io.DEFAULT_BUFFER_SIZE + 4096  # the header and the last record are read with what lies behind them
+    follower, most = Follower(run), 0
+    with JournalWriter(run.journal_file("a", "0"), rotate_bytes=300_000) as journal:
         for number in range(60):
-            journal.append(record(number % 6 + 6 * number))
+            before = journal.length
+            for copy in range(10):
+                journal.append(record(1000 * number + copy, messages=[{"role": "user", "content": "x" * 2000}]))
             journal.commit()
-            assert len(follower.poll()) == 1
-    size = run.journal_file("a", "0").stat().st_size
-    assert size < read < 2 * size
+            if resumed:
+                follower = Follower(run, cursor=json.loads(json.dumps(follower.cursor)))
+            found = []
+            read = bytes_read(lambda look=follower, found=found: found.extend(look.entries()))
+            assert len(found) == 10
+            if number:  # the first look imports
+                most = max(most, read - (journal.length - before))
+            assert bytes_read(follower.entries) == 0
+    assert len(list(run.journal.iterdir())) > 3
+    assert most < 3 * buffer, "at most two journals grew, and each part's base is asked of its header"
+
+
+def test_what_a_killed_writer_left_of_a_record_is_read_for_a_minute_only(run, monkeypatch):
+    commit(run, "a", (0, 0, trajectory(1)), (0, 0, trajectory(2)))
+    path = run.journal_file("a", "0")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    follower = Follower(run)
+    assert ids(follower.poll()) == ["task/default/1"]
+    assert bytes_read(follower.entries) > 0
+    monkeypatch.setattr("megaflow_hpc.trajectories.reading.follow.CACHED_S", -1.0)
+    assert bytes_read(follower.entries) == 0
+    path.write_bytes(whole)
+    assert ids(follower.poll()) == ["task/default/2"]
 
 
 def test_the_stream_ends_behind_the_last_rollout(run):
