@@ -6,7 +6,8 @@ paths in the file are relative to the file.
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, resolved, schema
 from megaflow_hpc.config.reading import explain, line_of, read_yaml
-from megaflow_hpc.config.sections import AgentConfig, ModelConfig, PodPoolConfig, Section
+from megaflow_hpc.config.sections import AgentConfig, ModelConfig, Section
+from megaflow_hpc.config.slurm import PodPoolConfig
 
 __all__ = [
     "AgentConfig",

@@ -21,9 +21,11 @@ from megaflow_hpc.config.sections import (
     ModelConfig,
     SchedulingConfig,
     Section,
-    SlurmConfig,
     TaskSource,
 )
+from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.config.trained import check_trained, neutral
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -65,6 +67,8 @@ class CampaignConfig(Section):
     """What the campaign may take at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How rewards are summarised."""
+    training: TrainingConfig | None = None
+    """Training on the rollouts while they come in. Default: none."""
 
     @field_validator("name")
     @classmethod
@@ -115,6 +119,14 @@ class CampaignConfig(Section):
             raise ValueError(f"agents {names} are not distinct")
         return self
 
+    @model_validator(mode="after")
+    def _training(self) -> CampaignConfig:
+        if self.training:
+            policies = {} if self.is_pool else self.policies()
+            models = {name: (policy.model, policy.agent, policy.samples) for name, policy in policies.items()}
+            check_trained(self.training, models, "models.{}" if self.models else "model")
+        return self
+
     @property
     def is_pool(self) -> bool:
         """Whether it is nothing but models for other campaigns."""
@@ -131,7 +143,7 @@ class CampaignConfig(Section):
         return {
             name: Policy(
                 agent=(model and model.agent) or (self.agent or (AgentConfig(name="nop"),))[0],
-                model=model,
+                model=neutral(model) if model and self.training and name in self.training.policies else model,
                 samples=self.samples if model is None or model.samples is None else model.samples,
                 include=model.include if model else (),
             )

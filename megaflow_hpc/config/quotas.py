@@ -25,7 +25,8 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from megaflow_hpc.config.sections import PodsConfig, Section
+from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.slurm import PodsConfig
 from megaflow_hpc.errors import ConfigError
 
 SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PodPoolConfig
-from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "gather"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaflow_hpc.config.quotas import Caps, QuotasConfig, check_scale, gateways, settle, site_caps, slots_of_rank
-from megaflow_hpc.config.sections import PodsConfig
+from megaflow_hpc.config.slurm import PodsConfig
 from megaflow_hpc.errors import ConfigError
 
 FILE = "caps: {slots: 64, requests_per_s: 100, pods: 4}\nusers: {alice: {slots: 128}}\n"

@@ -18,7 +18,7 @@ import msgspec
 
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import slots_of_rank
-from megaflow_hpc.config.sections import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity

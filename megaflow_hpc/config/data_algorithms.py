@@ -1,0 +1,193 @@
+"""Data algorithms of the ``training`` section: ``data``, what is done with rollouts; ``prompts``, what is asked for.
+
+Each is described where it is computed, in ``megaflow_hpc.training.algorithms``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megaflow_hpc.config.sections import Section
+
+Range = tuple[float, float, Literal["inclusive", "exclusive"]]
+
+
+def _range(value: Any) -> Any:
+    """Lets the third part be left out: bounds are then inside."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        value = (*value, "inclusive")
+    if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
+        raise ValueError(f"{list(value)}: bounds are pass rates from 0 to 1, the lower one first")
+    return value
+
+
+class KeepAll(Section):
+    """Keeps every group."""
+
+
+class PenaltyConfig(Section):
+    """What is added to the reward of a rollout that a limit of turns, tokens or time has cut off."""
+
+    unfinished: float = -0.5
+    """Added to its reward. Default: -0.5, as in MegaFlow, appendix D.1."""
+
+
+class OverlongConfig(Section):
+    """What is added to the reward of long rollouts (soft over-long punishment: DAPO, arXiv 2503.14476, equation 13)."""
+
+    longest: int = Field(ge=1)
+    """Sampled tokens from which the whole penalty is added."""
+    buffer: int = Field(ge=1)
+    """Tokens below ``longest`` over which the penalty grows from 0."""
+    penalty: float = -1.0
+    """Added to the reward of the longest. Default: -1."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongConfig:
+        if self.buffer > self.longest:
+            raise ValueError(f"buffer {self.buffer} is larger than longest {self.longest}")
+        return self
+
+
+class MaskUnfinished(Section):
+    """Rollouts that a limit has cut off count in their group, and are not trained on (DAPO's over-long filtering)."""
+
+
+class ZeroVariance(Section):
+    """Drops groups whose rewards are all equal: they have nothing to teach."""
+
+
+class PassRateFilter(Section):
+    """Drops groups by the share of their rollouts that passed."""
+
+    range: Range = (0.0, 1.0, "exclusive")
+    """``[from, to]``, or ``[from, to, exclusive]`` without the bounds themselves. Default: 0 and 1 are dropped."""
+    threshold: float = 1.0
+    """Reward from which a rollout has passed. Default: 1."""
+
+    _bounds = field_validator("range", mode="before")(_range)
+
+
+class StalenessConfig(Section):
+    """Drops rollouts that are too old, and orders those that wait."""
+
+    max: int = Field(8, ge=0)
+    """Versions that the oldest of a rollout's tokens may be behind. Default: 8."""
+    order: Literal["edf", "fifo"] = "edf"
+    """``edf``: groups that would be too old first are trained on first; ``fifo``: in the order of completion. Default:
+    ``edf``, so that long rollouts are not the ones that are dropped."""
+
+
+class ReplayConfig(Section):
+    """Trains on groups a further time."""
+
+    ratio: float = Field(0.0, ge=0, lt=1)
+    """Share of a batch that was trained on before. Default: 0."""
+    size: int = Field(0, ge=0)
+    """Groups that are kept for it, the latest. Default: 0."""
+
+    @model_validator(mode="after")
+    def _some(self) -> ReplayConfig:
+        if self.ratio and not self.size:
+            raise ValueError("size: a ratio of replayed groups needs some that are kept; give the number of groups")
+        return self
+
+
+class DataStep(Section):
+    """One step of ``data``; exactly one key."""
+
+    keep_all: KeepAll | None = None
+    """Keeps every group."""
+    penalty: PenaltyConfig | None = None
+    """Lowers the reward of unfinished rollouts."""
+    overlong: OverlongConfig | None = None
+    """Lowers the reward of long rollouts."""
+    mask_unfinished: MaskUnfinished | None = None
+    """Does not train on unfinished rollouts."""
+    zero_variance: ZeroVariance | None = None
+    """Drops groups with equal rewards."""
+    pass_rate: PassRateFilter | None = None
+    """Drops groups by their pass rate."""
+    staleness: StalenessConfig | None = None
+    """Drops what is too old, and orders the rest."""
+    replay: ReplayConfig | None = None
+    """Trains on groups a further time."""
+
+    @model_validator(mode="after")
+    def _one(self) -> DataStep:
+        if len(self._given()) != 1:
+            raise ValueError("one name with its settings, such as {penalty: {unfinished: -0.5}} or zero_variance")
+        return self
+
+    def _given(self) -> list[str]:
+        return [name for name in type(self).model_fields if getattr(self, name) is not None]
+
+    @property
+    def name(self) -> str:
+        """Which one it is."""
+        return self._given()[0]
+
+    @property
+    def settings(self) -> Section:
+        """Its settings."""
+        found: Section = getattr(self, self.name)
+        return found
+
+
+class FilterSolved(Section):
+    """Asks no more for tasks that are solved (AstraFlow's ``filter_solved``)."""
+
+    threshold: float = Field(0.95, gt=0, le=1)
+    """Moving average of the pass rate from which a task is solved. Default: 0.95."""
+    decay: float = Field(0.9, ge=0, lt=1)
+    """Weight of the average so far; the latest group has the rest. Default: 0.9."""
+    prior: float = Field(0.0, ge=0, le=1)
+    """Average of a task that was not tried. Default: 0."""
+
+
+class Greso(Section):
+    """Asks less often for tasks whose groups have had equal rewards (Zheng et al. 2025, arXiv 2506.02177)."""
+
+    easy: float = Field(0.5, gt=0, lt=1)
+    """Base of the probability at which an always solved task is asked for. Default: 0.5."""
+    hard: float = Field(0.5, gt=0, lt=1)
+    """The same of a never solved task. Default: 0.5."""
+    target_easy: float = Field(0.083, ge=0, le=1)
+    """Share of always solved groups at which ``easy`` is steered. Default: 0.083."""
+    target_hard: float = Field(0.167, ge=0, le=1)
+    """The same of never solved groups. Default: 0.167."""
+    step: float = Field(0.01, gt=0, lt=1)
+    """How much either base changes at a step of the trainer. Default: 0.01."""
+    floor_easy: float = Field(0.1, gt=0, le=1)
+    """Least probability of an always solved task. Default: 0.1."""
+    floor_hard: float = Field(0.4, gt=0, le=1)
+    """Least probability of a never solved task. Default: 0.4."""
+
+
+class PromptsConfig(Section):
+    """Which tasks are asked for next. Default: all, in random order, each once before any comes again."""
+
+    order: Literal["uniform", "curriculum"] = "uniform"
+    """``uniform``: in random order, each task once before any comes again; ``curriculum``: the more often, the nearer
+    its pass rate is to a half. Default: ``uniform``."""
+    pass_rate: Range | None = None
+    """Pass rates of the tasks that are asked for again: ``[from, to]``, or ``[from, to, exclusive]`` without the bounds
+    themselves. A task that was not tried is asked for. Default: all."""
+    filter_solved: FilterSolved | None = None
+    """Asks no more for solved tasks. Default: asks for all."""
+    greso: Greso | None = None
+    """Asks less often for tasks without a signal. Default: for all alike."""
+    threshold: float = 1.0
+    """Reward from which a rollout has passed. Default: 1."""
+
+    _bounds = field_validator("pass_rate", mode="before")(_range)
+
+    @field_validator("threshold")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if not math.isfinite(value):
+            raise ValueError(f"{value}: a reward is a finite number")
+        return value

@@ -1,0 +1,127 @@
+"""What training asks of the models and agents of its policies.
+
+A loss takes ratios of probabilities, and what an engine records is the probability under the model itself: with another
+temperature, or with top-p, top-k or a penalty, tokens are sampled from another distribution, and every ratio is wrong.
+Engines read such options from three places: what an agent sends with its calls (its ``args``), the engine's own options
+(the model's ``args``) and, where nobody says otherwise, the model's ``generation_config.json`` (vLLM:
+``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``). The first two are
+checked; the third is switched off for a trained policy by :func:`neutral`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaflow_hpc.config.sections import AgentConfig, ModelConfig
+from megaflow_hpc.config.training import TrainingConfig
+
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+}
+"""Sampling option → values with which tokens are sampled from the model's own distribution."""
+
+DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
+"""Engine → the option, and its value, by which sampling is neutral unless a call says otherwise."""
+
+LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
+"""Engines that are the campaign's own."""
+
+
+def neutral(model: ModelConfig) -> ModelConfig:
+    """Returns a trained policy's model with an engine that does not take sampling from the model's files."""
+    kinds = [{"engine": model.engine, "args": model.args}, *model.also]
+    args = [_neutral_args(str(kind.get("engine", model.engine)), kind.get("args")) for kind in kinds]
+    also = tuple({**kind, "args": own} if own else kind for kind, own in zip(model.also, args[1:], strict=True))
+    return model.model_copy(update={"args": args[0] or {}, "also": also})
+
+
+def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if args is None or engine not in DEFAULTS:
+        return None if args is None else dict(args)
+    option, value = DEFAULTS[engine]
+    given = {str(key).replace("_", "-") for key in args}
+    return dict(args) if option in given else {**args, option: value}
+
+
+def check_trained(
+    training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, AgentConfig, int]], key: str
+) -> None:
+    """Checks that each policy that learns has a model that can, and is sampled from its own distribution.
+
+    Args:
+        training: the section.
+        policies: by name: model, agent and samples per task.
+        key: key of a policy's model in the file, with ``{}`` for the policy.
+
+    Raises:
+        ValueError: one has not, or is not; names the key.
+    """
+    for name, config in training.policies.items():
+        where = key.format(name)
+        model, agent, samples = policies.get(name, (None, None, 0))
+        if model is None or agent is None:
+            known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
+            raise ValueError(f"training.policies: {name!r} is no policy with a model; this campaign has: {known}")
+        if model.engine not in LOADS_WEIGHTS or model.pool:
+            what = "an engine pool" if model.pool else f"engine {model.engine}"
+            raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
+        samples = training.batch.samples or samples
+        if samples == 1:
+            raise ValueError(
+                f"training.policies.{name}: a group of one sample has nothing to compare with; set samples (or "
+                "training.batch.samples) to 8, for example"
+            )
+        for at, found in (("agent.args", agent.args), (f"{where}.args", model.args), (f"{where}.also", model.also)):
+            for option, value in _sampling(found):
+                _check_option(f"{at}.{option}", option.rpartition(".")[2].replace("-", "_"), value, config.loss.kind)
+        for kind in ({"engine": model.engine, "args": model.args}, *model.also):
+            _check_defaults(where, str(kind.get("engine", model.engine)), kind.get("args") or {})
+
+
+def _check_option(where: str, option: str, value: Any, loss: str) -> None:
+    if value is None or (option == "logit_bias" and not value):
+        return
+    allowed = NEUTRAL.get(option, ())
+    if not any(isinstance(value, int | float) and value == good for good in allowed):
+        remedy = f"leave it out, or write {allowed[0]}" if allowed else "leave it out"
+        raise ValueError(
+            f"{where} {value!r}: a trained policy is sampled from its own distribution, else the ratios of loss {loss} "
+            f"are wrong; {remedy}"
+        )
+
+
+def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
+    option, good = DEFAULTS.get(engine, ("", ""))
+    for name, value in args.items():
+        if str(name).replace("_", "-") == option and value != good:
+            raise ValueError(
+                f"{where}.args.{name} {value!r}: takes temperature and top-p from a model's files, which makes the "
+                f"ratios of a loss wrong; leave it out, or write {good}"
+            )
+
+
+def _sampling(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each sampling option, with its path and value, at any depth and in JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            here = f"{path}.{name}" if path else str(name)
+            if str(name).replace("-", "_") in (*NEUTRAL, "logit_bias"):
+                yield here, inner
+            else:
+                yield from _sampling(inner, here)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _sampling(inner, f"{path}.{number}" if path else str(number))

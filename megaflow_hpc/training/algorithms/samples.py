@@ -1,0 +1,52 @@
+"""What data algorithms see of rollouts: samples, and the groups that they are compared in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+SAMPLED = ("completed", "truncated")
+"""Statuses of rollouts that an agent has ended, by itself or by a limit; the others failed or were cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout."""
+
+    id: str
+    task: str
+    group: str
+    index: int
+    """Number among the samples of its group."""
+    status: str
+    """``completed``, ``truncated``, ``failed`` or ``cancelled``."""
+    error_kind: str
+    """Whose fault a failure is; empty without one."""
+    reward: float
+    """NaN unless verified."""
+    rewards: Mapping[str, float]
+    """What its verifier said, by name."""
+    oldest: int
+    """Ordinal of the oldest version that sampled a token of it; -1: nothing was sampled."""
+    newest: int
+    """The same of the newest."""
+    tokens: int
+    """Sampled tokens."""
+    longest: int
+    """Tokens of its longest sequence, prompt included."""
+    time_ns: int
+    """When it became durable, in nanoseconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one task that are compared with one another, in one round."""
+
+    id: str
+    task: str
+    samples: tuple[Sample, ...]
+    """All of them, each settled: verified, failed or cancelled."""
+
+    def only(self, samples: tuple[Sample, ...]) -> Group:
+        """Returns the group with some of its samples."""
+        return self if len(samples) == len(self.samples) else replace(self, samples=samples)

@@ -1,0 +1,201 @@
+"""The ``training`` section: what is accepted, what it resolves to, and what is said about what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaflow_hpc import config
+from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig, StalenessConfig
+from megaflow_hpc.config.training import CLIPS, LossConfig, OptimizerConfig
+from megaflow_hpc.errors import ConfigError
+
+CAMPAIGN = "name: learn\ntasks: tasks/*\nagent: mini-swe-agent\nsamples: 16\nmodel: {path: m}\n"
+WHOLE = """
+training:
+  policies:
+    default:
+      base: /models/Qwen3-4B
+      loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: {tasks: 64}}
+      advantage: {kind: grpo, rewards: {tests: 1.0, style: 0.1}, normalise: apart}
+      importance: {level: token, truncate: 2.0}
+      optimizer: {lr: 1.0e-6, clip_norm: 1.0}
+  batch: {tasks: 64, samples: 16}
+  mode: {kind: bounded, staleness: 2}
+  data: [{penalty: {unfinished: -0.5}}, {zero_variance: {}}, {staleness: {max: 2, order: edf}}, {replay: {ratio: 0.0, size: 0}}]
+  prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
+  steps: 100
+  checkpoint: {every: 5, keep: 3}
+  publish: {every: 1, keep: 3}
+  evaluate: {tasks: tasks/held-out/*, every: 10, samples: 4}
+slurm:
+  trainer: {partition: gpu, nodes: 1, gpus: 4, time: 1-00:00:00, requeues: 20, share: none}
+"""  # noqa: E501
+
+
+def load(tmp_path: Path, text: str) -> config.CampaignConfig:
+    path = tmp_path / "campaign.yaml"
+    path.write_text(text)
+    return config.load(path)
+
+
+def complaint(tmp_path: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    return str(caught.value)
+
+
+def section(text: str) -> str:
+    """The campaign, with ``text`` below ``training``."""
+    return CAMPAIGN + "training:\n" + "".join(f"  {line}\n" for line in text.splitlines())
+
+
+def test_everything_can_be_said(tmp_path: Path) -> None:
+    campaign = load(tmp_path, CAMPAIGN + WHOLE)
+    training = campaign.training
+    assert training is not None
+    policy = training.policies["default"]
+    assert policy.loss.minibatch is not None
+    assert (policy.loss.band, policy.loss.minibatch.tasks, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
+    assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness", "replay"]
+    assert training.data[0].settings == PenaltyConfig(unfinished=-0.5)
+    assert training.data[2].settings == StalenessConfig(max=2, order="edf")
+    assert training.evaluate is not None
+    assert training.evaluate.tasks[0].path == "tasks/held-out/*"
+    assert campaign.slurm.trainer.gpus == 4
+
+
+def test_one_line_is_enough(tmp_path: Path) -> None:
+    training = load(tmp_path, section("policies: {default: }")).training
+    assert training is not None
+    assert (training.mode.bound, training.batch.tasks, training.steps) == (1, 16, 100)
+    assert training.policies["default"].loss.band == (0.2, 0.28)
+
+
+def test_a_run_directory_holds_the_section_as_json_that_reads_back_the_same(tmp_path: Path) -> None:
+    campaign = load(tmp_path, CAMPAIGN + WHOLE)
+    kept = json.loads(json.dumps(campaign.model_dump(mode="json")))
+    assert config.resolved(config.CampaignConfig, kept).training == campaign.training
+
+
+@pytest.mark.parametrize(
+    ("mode", "bound"),
+    [
+        ("synchronous", 0),
+        ("asynchronous", None),
+        ("bounded", 1),
+        ("{kind: bounded, staleness: 4}", 4),
+        ("{staleness: 2}", 2),
+    ],
+)
+def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> None:
+    training = load(tmp_path, section(f"policies: {{default: }}\nmode: {mode}")).training
+    assert training is not None
+    assert training.mode.bound == bound
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("policies: {}", "names no policy; write policies: {default: {}}"),
+        ("policies: {other: }", "'other' is no policy with a model; this campaign has: default"),
+        ("policies: {default: {loss: {kind: rloo}}}", "rloo is an advantage; write advantage: {kind: rloo}"),
+        ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
+        ("policies: {default: {loss: {minibatch: {tasks: 4, tokens: 9}}}}", "say the unit of a minibatch once"),
+        ("policies: {default: {loss: {minibatch: {}}}}", "say the unit of a minibatch once"),
+        ("policies: {default: {loss: {minibatch: {groups: 4}}}}", "unknown key"),
+        ("policies: {default: {loss: {minibatch: {tasks: 64}}}}", "64 tasks are more than the 16 of batch.tasks"),
+        ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),
+        ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds ratios by second_moment"),
+        ("policies: {default: {advantage: {rewards: {a: 0}}}}", "every weight is 0"),
+        ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "weights are finite numbers"),
+        ("policies: {default: }\nbatch: {samples: 1}", "a group of one sample has nothing to compare with"),
+        ("policies: {default: }\nmode: {kind: synchronous, staleness: 2}", "staleness is for mode bounded"),
+        ("policies: {default: }\nmode: {kind: bounded, staleness: 0}", "staleness 0 is mode: synchronous"),
+        ("policies: {default: }\ndata: [{zero_variance: {}, penalty: {}}]", "one name with its settings"),
+        ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
+        ("policies: {default: }\ndata: [staleness, staleness]", "staleness is given twice"),
+        ("policies: {default: }\ndata: [{replay: {ratio: 0.3}}]", "give the number of groups"),
+        ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
+        ("policies: {default: }\ndata: [{pass_rate: {range: [0.9, 0.1]}}]", "the lower one first"),
+        ("policies: {default: }\nprompts: {pass_rate: [0, 2]}", "bounds are pass rates from 0 to 1"),
+    ],
+)
+def test_a_mistake_is_told_with_its_remedy(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in complaint(tmp_path, section(text))
+
+
+@pytest.mark.parametrize(
+    ("model", "agent", "expected"),
+    [
+        ("{path: m}", "{model: {temperature: 0.6}}", "agent.args.model.temperature 0.6: a trained policy is sampled"),
+        ("{path: m}", "{model: {top_k: 20}}", "agent.args.model.top_k 20"),
+        ("{path: m}", "{model: {logit_bias: {7: 1}}}", "agent.args.model.logit_bias"),
+        ("{path: m, args: {override-generation-config: {top_p: 0.9}}}", "{}", "override-generation-config.top_p 0.9"),
+        (
+            "{path: m, args: {override_generation_config: '{\"temperature\": 0}'}}",
+            "{}",
+            "model.args.override_generation_config.temperature 0",
+        ),
+        ("{path: m, args: {generation-config: auto}}", "{}", "leave it out, or write vllm"),
+        ("{path: m, also: [{args: {generation_config: auto}}]}", "{}", "leave it out, or write vllm"),
+        ("{engine: external, base_url: 'http://x/v1'}", "{}", "engine external, which loads no trained weights"),
+        ("{pool: /runs/pool}", "{}", "an engine pool, which loads no trained weights"),
+    ],
+)
+def test_what_would_make_ratios_wrong_is_refused_by_its_key(
+    tmp_path: Path, model: str, agent: str, expected: str
+) -> None:
+    text = f"name: x\ntasks: t/*\nagent: {{name: mini-swe-agent, args: {agent}}}\nsamples: 4\nmodel: {model}\n"
+    assert load(tmp_path, text).training is None  # only training minds
+    assert expected in complaint(tmp_path, text + "training: {policies: {default: }}\n")
+
+
+def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    agent = "{name: mini-swe-agent, args: {model: {temperature: 1.0, top_p: 1, top_k: -1, presence_penalty: 0}}}"
+    text = CAMPAIGN.replace("agent: mini-swe-agent", f"agent: {agent}")
+    assert load(tmp_path, text + "training: {policies: {default: }}\n").training is not None
+
+
+def test_a_trained_policys_engine_takes_no_sampling_from_the_models_files(tmp_path: Path) -> None:
+    """Most models come with a generation_config.json that has a temperature and top-p, which engines obey."""
+    models = yaml.safe_dump(
+        {
+            "a": {"path": "m", "args": {"max-model-len": 8192}, "also": [{"gpus": 2, "args": {"max-model-len": 4096}}]},
+            "b": {"path": "m"},
+            "c": {"engine": "sglang", "path": "m"},
+        }
+    )
+    text = CAMPAIGN.replace("model: {path: m}", "models:\n  " + models.replace("\n", "\n  "))
+    policies = load(tmp_path, text + "\ntraining: {policies: {a: , c: }}\n").policies()
+    found = {name: policy.model for name, policy in policies.items()}
+    assert found["a"]
+    assert [kind.args for kind in found["a"].kinds()] == [
+        {"max-model-len": 8192, "generation-config": "vllm"},
+        {"max-model-len": 4096, "generation-config": "vllm"},
+    ]
+    assert found["b"]
+    assert found["b"].args == {}
+    assert found["c"]
+    assert found["c"].args == {"sampling-defaults": "openai"}
+
+
+def test_every_loss_has_a_band_of_its_paper() -> None:
+    assert {kind: LossConfig(kind=kind).band for kind in CLIPS} == CLIPS  # type: ignore[arg-type]
+    assert LossConfig.model_validate({"kind": "ppo", "clip": 0.1}).band == (0.1, 0.1)
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    constant = OptimizerConfig(lr=8.0, warmup=4)
+    assert [constant.rate(step, 10) for step in (1, 2, 4, 5, 10)] == [2, 4, 8, 8, 8]
+    linear = OptimizerConfig(lr=8.0, schedule="linear", warmup=2, end=0.5)
+    assert [linear.rate(step, 7) for step in range(1, 8)] == [4, 8, 8, 7, 6, 5, 4]
+    assert linear.rate(9, 7) == 4  # more steps than were planned
+    assert OptimizerConfig(lr=8.0, schedule="linear").rate(1, 1) == 8
+
+
+def test_over_long_needs_its_lengths() -> None:
+    assert OverlongConfig(longest=100, buffer=20).penalty == -1
