@@ -1,0 +1,54 @@
+"""The tasks of the learning curve: each is told from the others by what comes out, and proves itself in sandboxes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.campaigns import rows, run_local
+from tests.support.places import LAUNCHERS
+
+FOLDER = LAUNCHERS / "learning"
+sys.path.append(str(FOLDER))
+from operations import OPERATIONS, content, is_done  # type: ignore[import-not-found]  # noqa: E402
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_command_does_its_own_operation_and_no_other(tmp_path: Path, seed: int) -> None:
+    text = content(random.Random(seed))
+    (tmp_path / "in").write_text(text)
+    outputs = {}
+    for name, operation in OPERATIONS.items():
+        subprocess.run(["sh", "-c", operation.solution], cwd=tmp_path, env={"LC_ALL": "C"}, check=True)
+        outputs[name] = (tmp_path / "out").read_text()
+    for asked, done in itertools.product(OPERATIONS, OPERATIONS):
+        assert is_done(OPERATIONS[asked], text, outputs[done]) == (asked == done), f"{asked} by {done}: {text!r}"
+    assert not any(is_done(operation, text, output) for operation in OPERATIONS.values() for output in ("", text))
+
+
+def test_texts_differ_from_rollout_to_rollout() -> None:
+    chance = random.Random(0)
+    assert len({content(chance) for _ in range(200)}) == 200
+
+
+@pytest.mark.slow
+def test_tasks_are_rewarded_when_solved_and_not_when_left(tmp_path: Path, base_sif: Path) -> None:
+    for file in FOLDER.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    campaign = yaml.safe_load((FOLDER / "campaign.yaml").read_text())
+    campaign |= {"agent": ["oracle", "nop"], "samples": 1, "run_dir": str(tmp_path / "runs")}
+    del campaign["model"]
+    campaign["environment"]["images"] = {"megaflow-base": str(base_sif)}
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert result["state"] == "finished", done.stderr
+    rewards = {"oracle": 1, "nop": 0}
+    expected = {f"{name}/{agent}/0": ("completed", rewards[agent]) for name in OPERATIONS for agent in rewards}
+    assert rows(result["run"]) == expected
