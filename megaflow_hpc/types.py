@@ -10,6 +10,7 @@ token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float3
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -94,16 +95,19 @@ class Rollout:
     sample_index: int
     agent: str
     """Key into the campaign's resolved agents."""
+    round: int = 0
+    """How often the task was asked before under this policy: what training asks again is a group of its own."""
 
     @property
     def id(self) -> str:
-        """``<task>/<policy>/<sample>``: the name under which the rollout is scheduled, stored and shown."""
-        return f"{self.task_id}/{self.policy}/{self.sample_index}"
+        """``<task>/<policy>/<sample>``, from round 1 on ``<task>@<round>/<policy>/<sample>``: the name under which the
+        rollout is scheduled, stored and shown."""
+        return f"{self.group_id}/{self.sample_index}"
 
     @property
     def group_id(self) -> str:
-        """Samples that are compared with one another: same task, same policy."""
-        return f"{self.task_id}/{self.policy}"
+        """Samples that are compared with one another: same task, same round, same policy."""
+        return f"{self.task_id}@{self.round}/{self.policy}" if self.round else f"{self.task_id}/{self.policy}"
 
     def seed(self, campaign: int, attempt: int) -> int:
         """Returns the seed of the sampling, below 2**31; always the same for one attempt under one campaign seed.
@@ -114,6 +118,22 @@ class Rollout:
         """
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
+
+
+_ROUND = re.compile(r"@(\d+)\Z")
+
+
+def without_round(name: str) -> tuple[str, int]:
+    """Splits the first part of an id, ``<task>`` or ``<task>@<round>``, into task and round. A campaign that trains has
+    no task of which both could be said; in others ask first whether the whole name is a task's."""
+    found = _ROUND.search(name)
+    return (name[: found.start()], int(found[1])) if found else (name, 0)
+
+
+def round_of(task_id: str, group_id: str) -> int:
+    """Returns the round of a trajectory, as its task and its group say it."""
+    known = group_id.startswith(f"{task_id}@")
+    return without_round(group_id.rpartition("/")[0])[1] if known else 0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megaflow_hpc.rundir.events import (
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.types import without_round
 
 RATE_WINDOW_S = 300.0
 STALE_S = 60.0
@@ -69,6 +70,7 @@ class Monitor:
         self.run = run
         planned = read_run(run)
         self.name, self._total = planned.name, planned.total
+        self._tasks = frozenset(planned.tasks)
         self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
         self._marks = Marks(run)
         self._events = EventReader(run.events)
@@ -262,7 +264,8 @@ class Monitor:
         """Per policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says of them."""
         rows: dict[str, dict[str, Any]] = {}
         for rollout_id, event in self._rollouts.items():
-            task, policy, _ = rollout_id.rsplit("/", 2)
+            name, policy, _ = rollout_id.rsplit("/", 2)
+            task = name if name in self._tasks else without_round(name)[0]
             start = {"rollouts": 0, "statuses": Counter[str](), "rewards": {}, "turns": 0, "seconds": 0.0, "inexact": 0}
             row = rows.setdefault(policy, start)
             row["rewards"].setdefault(task, []).append(event.reward)

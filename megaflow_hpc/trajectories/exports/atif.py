@@ -1,4 +1,5 @@
-"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory, ``atif/<rollout id>.json``.
+"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory,
+``atif/<task>/<policy>/<sample>.json``, of a task that was asked again ``<sample>@<round>.json``.
 
 A step is a message of the system, the user or the agent; what tools answered belongs to the agent's step before it, as
 its observation. A step of the agent carries what is known of its model call: seconds, and the sampled tokens with their
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.reading.sources import SequenceView
-from megaflow_hpc.types import Turn
+from megaflow_hpc.types import Turn, round_of
 from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def write(job: Job) -> list[Path]:
             folder = temporary / safe_name(row.task_id) / safe_name(row.policy)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             text = json.dumps(document(row, job.store.campaign), allow_nan=False)
-            (folder / f"{row.sample_index}.json").write_text(text, encoding="utf-8")
+            again = round_of(row.task_id, row.group_id)
+            name = f"{row.sample_index}@{again}.json" if again else f"{row.sample_index}.json"
+            (folder / name).write_text(text, encoding="utf-8")
     return [directory]
 
 

@@ -2,9 +2,9 @@
 ``model_patch``, as the evaluation harness and mini-swe-agent have it.
 
 The harness takes one prediction per instance and file. Where a campaign has several policies or samples, there is one
-file for each: ``preds-<policy>-<sample>.json``. The patch is the artifact named ``model.patch``, ``patch.diff`` or
-``patch``, else that of the last step of a task in steps, else the first whose name ends in ``.patch`` or ``.diff``;
-without one the prediction is empty.
+file for each: ``preds-<policy>-<sample>.json``, of tasks asked again ``preds-<policy>-<sample>@<round>.json``.
+The patch is the artifact named ``model.patch``, ``patch.diff`` or ``patch``, else that of the last step of a task in
+steps, else the first whose name ends in ``.patch`` or ``.diff``; without one the prediction is empty.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megaflow_hpc.trajectories.exports.files import safe_name
 from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
@@ -27,13 +28,17 @@ NAMES = ("model.patch", "patch.diff", "patch")
 
 def write(job: Job) -> list[Path]:
     """Writes ``preds.json``, or one file per policy and sample."""
-    policy, sample = (job.store.column(name)[job.numbers] for name in ("policy", "sample_index"))
-    runs = sorted(set(zip(policy.tolist(), sample.tolist(), strict=True)))
+    runs: dict[tuple[str, int, int], list[int]] = {}
+    columns = (
+        job.store.column(name)[job.numbers].tolist() for name in ("task_id", "group_id", "policy", "sample_index")
+    )
+    for row, task, group, policy, sample in zip(job.numbers.tolist(), *columns, strict=True):
+        runs.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
     done = 0
-    for name, number in runs:
-        file = "preds.json" if len(runs) == 1 else f"preds-{safe_name(name)}-{number}.json"
-        chosen = job.numbers[(policy == name) & (sample == number)]
+    for (name, number, again), chosen in sorted(runs.items()):
+        which = f"{safe_name(name)}-{number}@{again}" if again else f"{safe_name(name)}-{number}"
+        file = "preds.json" if len(runs) == 1 else f"preds-{which}.json"
         with published(job.directory / file) as temporary, open(temporary, "x", encoding="utf-8") as out:
             for place, row in enumerate(job.store.rows(chosen)):
                 prediction = {

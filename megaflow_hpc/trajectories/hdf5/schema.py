@@ -59,9 +59,9 @@ GROUPS = (
         "trajectories",
         "One row per rollout, in commit order. `n` rows.",
         (
-            ("id", STRING, "n", "`<task_id>/<policy>/<sample_index>`, unique"),
+            ("id", STRING, "n", "`<task_id>/<policy>/<sample_index>`, from round 1 on `<task_id>@<round>/…`; unique"),
             ("task_id", STRING, "n", "the task"),
-            ("group_id", STRING, "n", "`<task_id>/<policy>`: the samples that are compared with one another"),
+            ("group_id", STRING, "n", "the id without the sample: the samples that are compared with one another"),
             ("policy", STRING, "n", "the policy that was rolled out"),
             ("agent", STRING, "n", "key of the agent in the campaign"),
             ("status", STRING, "n", "`completed`, `truncated` (both verified), `failed` or `cancelled`"),

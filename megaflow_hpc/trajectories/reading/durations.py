@@ -27,7 +27,7 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
     try:
         with open_file(file_path) as file:
             table = file["trajectories"]
-            ids, statuses = texts(table["id"]), texts(table["status"])
+            tasks, policies, statuses = (texts(table[name]) for name in ("task_id", "policy", "status"))
             seconds = read(table["finished_at"]) - read(table["started_at"])
     except OSError as error:
         raise ConfigError(
@@ -35,8 +35,8 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
             "or its trajectories.h5"
         ) from None
     return [
-        (*rollout_id.rsplit("/", 2)[:2], float(took))
-        for rollout_id, status, took in zip(ids, statuses, seconds, strict=True)
+        (str(task), str(policy), float(took))
+        for task, policy, status, took in zip(tasks, policies, statuses, seconds, strict=True)
         if status in ("completed", "truncated") and took > 0
     ]
 

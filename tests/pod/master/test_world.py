@@ -21,6 +21,7 @@ from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
+from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectories.journal.frames import read_journal
 from megaflow_hpc.types import Rollout
 from tests.support import world
@@ -182,6 +183,30 @@ def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_r
         assert group.count("completed") >= 2
         assert set(group) == {"completed", "cancelled"}
     assert "the 2 rewards that were asked for" in next(t["error"] for t in played.stored if t["error"])
+
+
+def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> None:
+    run = prepare(tmp_path, [], scheduling={"signal_after": 2, "groups": "together"})
+    old = [
+        {name: value for name, value in vars(Rollout("mixed_a", "p", n, "a")).items() if name != "round"}
+        for n in (0, 2)
+    ]
+    run.block(0).write_text(json.dumps({"rollouts": old}))  # as blocks were written before there were rounds
+    write_blocks(run, [Rollout("mixed_a", "p", n, "a", again) for again in (3, 12) for n in (again % 2, 5)])
+    write_run(run, RunRecord(campaign={"name": "x"}, tasks={"mixed_a": {}}, total=6))
+    played = turn(run)
+    named = {t["id"]: (t["task_id"], t["group_id"], t["sample_index"]) for t in played.stored}
+    names = {"": (0, 2), "@3": (1, 5), "@12": (0, 5)}
+    assert named == {
+        f"mixed_a{again}/p/{n}": ("mixed_a", f"mixed_a{again}/p", n) for again, both in names.items() for n in both
+    }
+    gather(run, Ledger(run).seals())
+    with open_trajectories(run.path) as store:
+        found = dict(zip(store.column("id").tolist(), store.advantages("drgrpo").tolist(), strict=True))
+    assert {name: value for name, value in found.items() if value} == {"mixed_a@12/p/0": -0.5, "mixed_a@12/p/5": 0.5}
+    monitor = Monitor(run)
+    monitor.refresh()
+    assert monitor.summary()["p"]["evaluation"]["tasks"] == 1
 
 
 def test_groups_without_signal_are_dropped_but_for_the_samples_tried_at_intervals(tmp_path: Path) -> None:

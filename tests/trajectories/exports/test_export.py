@@ -329,6 +329,17 @@ def test_the_patch_of_the_last_step_is_predicted(tmp_path):
     assert json.loads(path.read_text())["task"]["model_patch"] == "two"
 
 
+def test_rollouts_of_a_task_that_was_asked_again_have_files_of_their_own(tmp_path):
+    run = run_dir(tmp_path / "run")
+    again = trajectory(1, id="task@2/default/1", group_id="task@2/default", artifacts=[Artifact("patch", b"later")])
+    commit(run, "a", (0, 0, trajectory(1, artifacts=[Artifact("patch", b"first")])), (1, 0, again))
+    paths = export(run, tmp_path, "preds", "atif")
+    patches = {path.name: json.loads(path.read_text())["task"]["model_patch"] for path in paths["preds"]}
+    assert patches == {"preds-default-1.json": "first", "preds-default-1@2.json": "later"}
+    names = {path.name: json.loads(path.read_text())["trajectory_id"] for path in paths["atif"][0].rglob("*.json")}
+    assert names == {"1.json": "task/default/1", "1@2.json": "task@2/default/1"}
+
+
 # --- all of them ---
 
 

@@ -22,7 +22,10 @@ def earlier(path: Path, seconds: dict[str, float]) -> Path:
     """An earlier campaign's file."""
     with TrajectoryWriter(path, "earlier") as writer:
         for number, (name, took) in enumerate(seconds.items()):
-            writer.append(replace(trajectory(number), id=name, started_at=1000.0, finished_at=1000.0 + took))
+            group = name.rpartition("/")[0]
+            task, _, policy = group.rpartition("/")
+            named = replace(trajectory(number, task), id=name, group_id=group, policy=policy)
+            writer.append(replace(named, started_at=1000.0, finished_at=1000.0 + took))
     return path
 
 
