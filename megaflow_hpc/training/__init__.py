@@ -1,5 +1,6 @@
-"""PyTorch datasets of trajectories, for trainers.
+"""Learning from rollouts, without torch: the dataflow from the journals of a campaign to a trainer, and back.
 
-A campaign file or run directory comes in, tensors go out. It uses the public reader and nothing else of the package, as
-a trainer of your own would, and is the only room that imports torch.
+A :class:`~megaflow_hpc.training.dataflow.Dataflow` makes steps of the rollouts of one policy; any trainer may take
+them. In come journals and blocks, out go plans, commits, weight versions and new blocks, all under the run directory.
+``dataset`` is for training on a campaign that is over, with PyTorch's loaders.
 """

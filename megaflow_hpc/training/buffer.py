@@ -1,0 +1,198 @@
+"""The rollouts of one policy that no step has trained on yet, by group.
+
+What a group consists of stands in the blocks of the ledger; which of it is there, in the journals. So the buffer is
+nothing but a view: a later process gets the same one from what a plan says is settled, and reads again only the few
+rollouts that wait. A group is *complete* when each of its rollouts has ended, be it in failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megaflow_hpc.ledger import read_block
+from megaflow_hpc.ledger.blocks import numbers
+from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.microbatch import Ordinal
+from megaflow_hpc.training.plan import Place, Settled
+from megaflow_hpc.trajectories.journal.records import Entry
+from megaflow_hpc.trajectories.journal.winners import Index
+from megaflow_hpc.trajectories.reading.follow import Follower
+from megaflow_hpc.types import TokenSequence, Trajectory
+
+
+@dataclass
+class _Collected:
+    """A group, as far as it is there."""
+
+    task: str
+    block: int
+    expected: set[str] = field(default_factory=set)
+    samples: dict[str, Sample] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A rollout that was read: where it lies, and what packing asks of it."""
+
+    place: Place
+    lengths: tuple[int, ...]
+    """Tokens of each of its sequences of the policy."""
+    sampled: tuple[int, ...]
+
+
+class Buffer:
+    """The groups of one policy that are not settled.
+
+    Args:
+        run: the run directory.
+        policy: whose tokens are trained on.
+        owners: policies whose rollouts hold them; ``None`` for all, as for a model that agents of others ask as well.
+        ordinal: number of a weight version → the policy's own count.
+        settled: what an earlier plan says is over.
+    """
+
+    def __init__(
+        self, run: RunDir, policy: str, owners: frozenset[str] | None, ordinal: Ordinal, settled: Settled
+    ) -> None:
+        self._run, self._policy, self._owners, self._ordinal = run, policy, owners, ordinal
+        self._follower = Follower(run, cursor=settled.cursor or None)
+        self._groups: dict[str, _Collected] = {}
+        self._group_of: dict[str, str] = {}
+        """Of every rollout of a group that is not settled."""
+        self._blocks: dict[int, set[str]] = {}
+        """Block → its groups that are not settled; a block without any stays until those before it have none."""
+        self._named: dict[int, frozenset[str]] = {}
+        """Block → all groups that begin in it."""
+        self._first_block, self._settled = settled.first_block, set(settled.groups)
+        self.arrived: dict[str, Arrived] = {}
+        """By rollout."""
+        self._look_for_blocks()
+        for place in settled.waiting:
+            self._add(place)
+
+    def poll(self) -> int:
+        """Reads what is new; returns how many rollouts that is.
+
+        Raises:
+            OSError: the run directory cannot be read now; the next call goes on.
+        """
+        entries = self._follower.entries()
+        if entries:
+            self._look_for_blocks()
+        return sum(self._add(Place(entry.journal, entry.start, entry.epoch), entry) for entry in entries)
+
+    def complete(self) -> list[Group]:
+        """Returns the groups of which every rollout has ended, in the order of their blocks."""
+        return [
+            Group(name, group.task, tuple(sorted(group.samples.values(), key=lambda sample: sample.index)))
+            for name, group in self._groups.items()
+            if len(group.samples) == len(group.expected)
+        ]
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that are not settled, complete or not."""
+        self._look_for_blocks()
+        return len(self._groups)
+
+    def settle(self, groups: Iterable[str]) -> None:
+        """Forgets groups: they are of a plan, or dropped for good."""
+        for name in groups:
+            group = self._groups.pop(name)
+            self._settled.add(name)
+            self._blocks[group.block].discard(name)
+            for rollout in group.expected:
+                del self._group_of[rollout]
+                self.arrived.pop(rollout, None)
+        while self._first_block in self._blocks and not self._blocks[self._first_block]:
+            del self._blocks[self._first_block]
+            self._settled -= self._named.pop(self._first_block)
+            self._first_block += 1
+
+    @property
+    def settled(self) -> Settled:
+        """What a later buffer goes on from."""
+        waiting = [self.arrived[rollout].place for group in self._groups.values() for rollout in group.samples]
+        return Settled(
+            cursor=self._follower.cursor,
+            waiting=waiting,
+            first_block=self._first_block,
+            groups=sorted(self._settled),
+        )
+
+    def _look_for_blocks(self) -> None:
+        for number in numbers(self._run):
+            if number < self._first_block or number in self._blocks or number >= FIRST_HANDED_OFF:
+                continue
+            rollouts = read_block(self._run, number).rollouts
+            ours = [r for r in rollouts if self._owners is None or r.policy in self._owners]
+            for rollout in ours:
+                name = rollout.group_id
+                if name not in self._settled:
+                    self._groups.setdefault(name, _Collected(rollout.task_id, number)).expected.add(rollout.id)
+                    self._group_of[rollout.id] = name
+            self._named[number] = frozenset(rollout.group_id for rollout in ours)
+            self._blocks[number] = {
+                name for name in self._named[number] if name in self._groups and self._groups[name].block == number
+            }
+
+    def _add(self, place: Place, entry: Entry | None = None) -> bool:
+        if entry is not None and entry.id not in self._group_of:
+            return False  # another policy's, or of a group that is settled
+        trajectory = _load(self._run, place)
+        if trajectory.id not in self._group_of:
+            return False
+        sequences = _of_policy(trajectory, self._policy)
+        sampled = tuple(sum(sequence.loss_mask) for sequence in sequences)
+        name = self._group_of[trajectory.id]
+        self.arrived[trajectory.id] = Arrived(place, tuple(len(s.tokens) for s in sequences), sampled)
+        self._groups[name].samples[trajectory.id] = _sample(trajectory, sequences, sum(sampled), self._ordinal, name)
+        return True
+
+
+def sequences_of(run: RunDir, place: Place, policy: str) -> list[TokenSequence]:
+    """Reads a policy's sequences of a rollout that a plan names.
+
+    Raises:
+        ConfigError: its record is no longer there.
+    """
+    return _of_policy(_load(run, place), policy)
+
+
+def _load(run: RunDir, place: Place) -> Trajectory:
+    return Index(run.journal).load(Entry("", "", place.epoch, 0, 0, place.journal, place.start))
+
+
+def _of_policy(trajectory: Trajectory, policy: str) -> list[TokenSequence]:
+    return [sequence for sequence in trajectory.sequences if sequence.policy == policy]
+
+
+def _sample(
+    trajectory: Trajectory, sequences: list[TokenSequence], tokens: int, ordinal: Ordinal, group: str
+) -> Sample:
+    versions: set[int] = set()
+    for sequence in sequences:
+        column = np.frombuffer(sequence.weight_versions, np.int32)
+        versions.update(np.unique(column[column >= 0]).tolist())
+    ordinals = [ordinal(version) for version in versions]
+    rewards: Mapping[str, float] = trajectory.rewards
+    return Sample(
+        id=trajectory.id,
+        task=trajectory.task_id,
+        group=group,
+        index=trajectory.sample_index,
+        status=trajectory.status,
+        error_kind=trajectory.error_kind,
+        reward=float("nan") if trajectory.reward is None else trajectory.reward,
+        rewards=dict(rewards),
+        oldest=min(ordinals, default=-1),
+        newest=max(ordinals, default=-1),
+        tokens=tokens,
+        longest=max((len(sequence.tokens) for sequence in sequences), default=0),
+        time_ns=int(trajectory.finished_at * 1e9),
+    )

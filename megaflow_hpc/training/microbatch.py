@@ -1,0 +1,208 @@
+"""Minibatches and micro-batches of a step: which rollouts, packed how, on which rank.
+
+A *minibatch* is what one optimizer step sees, a *micro-batch* what one forward pass sees on one rank. Sequences are
+packed end to end, none is cut. All ranks compute the same split from the plan, and each reads only what is its own;
+every rank has equally many micro-batches, since with sharded parameters each pass is a collective operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.plan import PlannedRollout
+from megaflow_hpc.types import TokenSequence
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """S sequences, T tokens, end to end. The token at t was predicted from those before it in its sequence."""
+
+    tokens: NDArray[np.int32]
+    """(T)"""
+    positions: NDArray[np.int32]
+    """(T), from 0 in each sequence."""
+    offsets: NDArray[np.int64]
+    """(S+1), where each sequence begins."""
+    mask: NDArray[np.uint8]
+    """(T), 1 where a token was sampled and counts."""
+    logprobs: NDArray[np.float32]
+    """(T), the engine's; NaN where nothing was sampled."""
+    versions: NDArray[np.int32]
+    """(T), ordinals of the versions that sampled; -1 where nothing was."""
+    advantages: NDArray[np.float32]
+    """(T), 0 where the mask is 0."""
+    weights: NDArray[np.float32]
+    """(T), of a token in the loss; 0 where the mask is 0."""
+    sample: NDArray[np.int32]
+    """(S), index of each sequence's rollout in the step."""
+    group: NDArray[np.int32]
+    """(S), number of its group in the step."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that count."""
+        return int(self.mask.sum())
+
+
+class Part(NamedTuple):
+    """One sequence of one rollout."""
+
+    rollout: int
+    """Index in the plan."""
+    sequence: int
+    """Number among the rollout's sequences of the policy."""
+    length: int
+
+
+Load = Callable[[int], list[TokenSequence]]
+"""Index of a rollout in the plan → its sequences of the policy."""
+Ordinal = Callable[[int], int]
+"""Number of a weight version → the policy's own count."""
+
+
+class Minibatch:
+    """What one optimizer step sees, on all ranks together.
+
+    Attributes:
+        rollouts: indices in the plan.
+        tokens: sampled tokens that count.
+        samples: rollouts with such tokens.
+        sequences: their sequences with such tokens.
+        longest: sampled tokens of the rollout that has most.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedRollout],
+        rollouts: Sequence[int],
+        groups: Sequence[int],
+        load: Load,
+        ordinal: Ordinal,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.rollouts = tuple(rollouts)
+        self._planned, self._groups, self._load, self._ordinal = planned, groups, load, ordinal
+        self._rank, self._ranks = rank, ranks
+        chosen = [planned[index] for index in rollouts]
+        counted = [sum(rollout.sampled) if rollout.weight else 0 for rollout in chosen]
+        self.tokens, self.samples = sum(counted), sum(map(bool, counted))
+        self.sequences = sum(sum(map(bool, rollout.sampled)) for rollout in chosen if rollout.weight)
+        self.longest = max(counted, default=0)
+
+    def microbatches(self, tokens: int) -> Iterator[MicroBatch]:
+        """Yields this rank's micro-batches, of at most so many tokens each; where one rank has fewer, empty ones.
+
+        Raises:
+            ConfigError: a sequence is longer than that.
+        """
+        bins = self._bins(tokens)
+        rounds = -(-len(bins) // self._ranks)
+        for number in range(rounds):
+            mine = number * self._ranks + self._rank
+            yield self._pack(bins[mine] if mine < len(bins) else [])
+
+    def _bins(self, tokens: int) -> list[list[Part]]:
+        """First fit decreasing; sequences without a token that counts are left out."""
+        parts = [
+            Part(index, number, length)
+            for index in self.rollouts
+            if self._planned[index].weight
+            for number, length in enumerate(self._planned[index].lengths)
+            if self._planned[index].sampled[number]
+        ]
+        longest = max(parts, key=lambda part: part.length, default=None)
+        if longest and longest.length > tokens:
+            raise ConfigError(
+                f"rollout {self._planned[longest.rollout].id}: a sequence of {longest.length} tokens does not fit a "
+                f"micro-batch of {tokens}; raise it, or drop such rollouts (training.data: over_length)"
+            )
+        bins: list[list[Part]] = []
+        room: list[int] = []
+        for part in sorted(parts, key=lambda part: (-part.length, part.rollout, part.sequence)):
+            place = next((n for n, left in enumerate(room) if left >= part.length), None)
+            if place is None:
+                bins.append([])
+                room.append(tokens)
+                place = len(bins) - 1
+            bins[place].append(part)
+            room[place] -= part.length
+        return bins
+
+    def _pack(self, parts: Sequence[Part]) -> MicroBatch:
+        loaded = {index: self._load(index) for index in dict.fromkeys(part.rollout for part in parts)}
+        sequences = [loaded[part.rollout][part.sequence] for part in parts]
+        lengths = np.array([part.length for part in parts], np.int64)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        mask = _joined([np.frombuffer(s.loss_mask, np.uint8) for s in sequences], np.uint8)
+        versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
+        for number in np.unique(versions[mask == 1]).tolist():
+            versions[versions == number] = -2 - self._ordinal(number)  # so that none is replaced twice
+        versions[versions < -1] = -2 - versions[versions < -1]
+        of = self._planned
+        each = [np.repeat(np.array([f(of[p.rollout]) for p in parts], np.float32), lengths) for f in _BY_ROLLOUT]
+        return MicroBatch(
+            tokens=_joined([np.frombuffer(s.tokens, np.int32) for s in sequences], np.int32),
+            positions=(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)).astype(np.int32),
+            offsets=offsets,
+            mask=mask,
+            logprobs=_joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32),
+            versions=versions,
+            advantages=np.where(mask == 1, each[0], np.float32(0)),
+            weights=np.where(mask == 1, each[1], np.float32(0)),
+            sample=np.array([part.rollout for part in parts], np.int32),
+            group=np.array([self._groups[part.rollout] for part in parts], np.int32),
+        )
+
+
+_BY_ROLLOUT: tuple[Callable[[PlannedRollout], float], ...] = (lambda r: r.advantage, lambda r: r.weight)
+
+
+def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:
+    """A copy, which the caller may change."""
+    return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def split(
+    planned: Sequence[PlannedRollout],
+    groups: Sequence[int],
+    unit: str,
+    size: int,
+    random: np.random.Generator | None = None,
+) -> list[list[int]]:
+    """Cuts the rollouts of a step into minibatches; the samples of a group stay together unless ``unit`` is samples.
+
+    Args:
+        planned, groups: the rollouts, and the number of the group of each.
+        unit: ``tasks`` (groups), ``samples`` (rollouts) or ``tokens`` (sampled ones).
+        size: most of them in a minibatch; one group or rollout may have more tokens.
+        random: shuffles; without it the plan's order stays.
+
+    Returns:
+        Indices of rollouts by minibatch.
+    """
+    if unit == "samples":
+        items = [[index] for index in range(len(planned))]
+    else:
+        by_group: dict[int, list[int]] = {}
+        for index, group in enumerate(groups):
+            by_group.setdefault(group, []).append(index)
+        items = list(by_group.values())
+    if random is not None:
+        items = [items[n] for n in random.permutation(len(items))]
+    found: list[list[int]] = []
+    room = 0
+    for item in items:
+        cost = sum(sum(planned[index].sampled) for index in item) if unit == "tokens" else 1
+        if not found or cost > room:
+            found.append([])
+            room = size
+        found[-1] += item
+        room -= cost
+    return found

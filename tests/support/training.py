@@ -1,0 +1,108 @@
+"""Rollouts as an engine would have sampled them, in a run directory block by block: a campaign without its pods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaflow_hpc.config import parse
+from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
+from megaflow_hpc.trajectories import JournalWriter
+from megaflow_hpc.types import Rollout, Task, TokenSequence, Trajectory
+
+VOCABULARY = 259
+
+
+def training_run(path: Path, training: dict[str, Any], tasks: int = 4, samples: int = 4, model: str = "") -> RunDir:
+    """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet."""
+    run = RunDir(path)
+    run.create()
+    Ledger(run).create()
+    fields = {
+        "name": "sample",
+        "tasks": "tasks",
+        "agent": "nop",
+        "samples": samples,
+        "model": {"engine": "vllm", "path": model or "model"},
+        "training": {"policies": {"default": {}}, **training},
+    }
+    campaign = parse(fields)
+    model_fields = campaign.model.model_dump(mode="json") if campaign.model else {}
+    names = [f"task-{number}" for number in range(tasks)]
+    write_run(
+        run,
+        RunRecord(
+            campaign=campaign.model_dump(mode="json"),
+            policies={"default": PolicyRecord(agent={"name": "nop"}, model=model_fields, samples=samples)},
+            tasks={name: Task(name, "", "", "").to_dict() for name in names},
+        ),
+    )
+    return run
+
+
+def sampled(
+    rollout: Rollout, reward: float | None, version: int = 0, seed: int = 0, status: str = "completed", turns: int = 2
+) -> Trajectory:
+    """Returns the trajectory of a rollout with a conversation of some turns, drawn from a seed."""
+    draw = np.random.default_rng([seed, *rollout.id.encode()])
+    one = TokenSequence(rollout.policy)
+    verified = status in ("completed", "truncated")
+    reward = reward if verified else None
+    for _ in range(turns if verified else 0):
+        prompt, answer = int(draw.integers(2, 12)), int(draw.integers(1, 9))
+        one.tokens.extend(draw.integers(0, VOCABULARY, prompt + answer).tolist())
+        one.logprobs.extend([math.nan] * prompt + (-3 * draw.random(answer)).tolist())
+        one.loss_mask.extend([0] * prompt + [1] * answer)
+        one.weight_versions.extend([-1] * prompt + [version] * answer)
+    return Trajectory.begin(
+        rollout, 0, status, reward=reward, rewards={} if reward is None else {"reward": reward}, sequences=[one]
+    )
+
+
+class Pods:
+    """Stands for all pods of a campaign: samples what the ledger's blocks ask for.
+
+    Args:
+        reward: rollout → its reward.
+        version: the number of the weight version that samples; called for each rollout.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        reward: Callable[[Rollout], float | None],
+        version: Callable[[], int] = lambda: 0,
+        pod: str = "pod",
+    ) -> None:
+        self._run, self._reward, self._version = run, reward, version
+        self._done: set[str] = set()
+        self._journal = JournalWriter(run.journal_file(pod, "0"))
+
+    def work(self, most: int | None = None, status: Callable[[Rollout], str] = lambda rollout: "completed") -> int:
+        """Samples what is asked for and not there yet; returns how many rollouts that was."""
+        todo = [(block.number, r) for block in read_blocks(self._run) for r in block.rollouts if r.id not in self._done]
+        for block, rollout in todo[:most]:
+            self.store(block, sampled(rollout, self._reward(rollout), self._version(), status=status(rollout)))
+        self._journal.commit()
+        return len(todo[:most])
+
+    def store(self, block: int, trajectory: Trajectory, epoch: int = 0) -> None:
+        """Appends one trajectory."""
+        self._done.add(trajectory.id)
+        record = {"kind": "trajectory", "block": block, "epoch": epoch, "trajectory": trajectory.to_record()}
+        self._journal.append(record)
+
+    def close(self) -> None:
+        """Ends the journal."""
+        self._journal.close()
+
+
+def rollouts(tasks: Sequence[str], samples: int, round: int = 0) -> list[Rollout]:
+    """Every sample of these tasks."""
+    return [Rollout(task, "default", sample, "nop", round) for task in tasks for sample in range(samples)]

@@ -1,0 +1,124 @@
+"""The buffer of rollouts that no step has trained on: whole groups, and a later process sees the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.ledger import write_blocks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.buffer import Buffer, sequences_of
+from megaflow_hpc.training.plan import Settled
+from megaflow_hpc.types import Rollout, TokenSequence
+from tests.support.training import Pods, rollouts, sampled, training_run
+
+MINE = frozenset({"default"})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return training_run(tmp_path / "run", {}, tasks=4, samples=3)
+
+
+def buffer(run: RunDir, settled: Settled | None = None, owners: frozenset[str] | None = MINE) -> Buffer:
+    return Buffer(run, "default", owners, lambda version: version, settled or Settled())
+
+
+def names(found: Buffer) -> list[str]:
+    return [group.id for group in found.complete()]
+
+
+def test_a_group_is_complete_when_each_of_its_rollouts_has_ended_be_it_in_failure(run: RunDir) -> None:
+    write_blocks(run, rollouts(["a", "b"], 3), size=6)
+    pods, seen = Pods(run, lambda r: 1.0 if r.sample_index else None), buffer(run)
+    assert pods.work(most=2) == 2
+    assert seen.poll() == 2
+    assert names(seen) == []
+    pods.work(most=2, status=lambda r: "failed" if r.sample_index == 2 else "completed")
+    assert seen.poll() == 2
+    (group,) = seen.complete()
+    assert (group.id, group.task) == ("a/default", "a")
+    assert [s.status for s in group.samples] == ["completed", "completed", "failed"]
+    assert group.samples[1].reward == 1.0
+    assert math.isnan(group.samples[0].reward)
+    assert math.isnan(group.samples[2].reward)
+    assert group.samples[2].tokens == 0
+    assert group.samples[2].oldest == -1
+    assert seen.open_groups == 2
+
+
+def test_a_later_success_takes_the_place_of_a_failure_that_waits(run: RunDir) -> None:
+    (block,) = write_blocks(run, rollouts(["a"], 2), size=2)
+    pods, seen = Pods(run, lambda r: 1.0), buffer(run)
+    pods.work(status=lambda r: "failed" if r.sample_index else "completed")
+    assert seen.poll() == 2
+    pods.store(block, sampled(Rollout("a", "default", 1, "nop"), 1.0), epoch=1)
+    pods.work()
+    assert seen.poll() == 1
+    assert [s.status for s in seen.complete()[0].samples] == ["completed", "completed"]
+
+
+def test_a_later_process_goes_on_from_what_is_settled_and_reads_again_only_what_waits(run: RunDir) -> None:
+    write_blocks(run, rollouts(["a", "b", "c"], 3), size=3)
+    pods, seen = Pods(run, lambda r: 1.0), buffer(run)
+    pods.work(most=5)  # a, and two of b
+    seen.poll()
+    seen.settle(["a/default"])
+    settled = seen.settled
+    assert len(settled.waiting) == 2
+    assert settled.first_block == 1
+    assert settled.groups == []
+    pods.work()
+    later = buffer(run, settled)
+    assert later.poll() == 4
+    assert names(later) == ["b/default", "c/default"]
+    seen.poll()
+    assert seen.complete() == later.complete()
+    assert seen.settled == later.settled
+
+
+def test_a_settled_group_stays_settled_while_its_block_is_open(run: RunDir) -> None:
+    write_blocks(run, rollouts(["a", "b"], 3), size=6)
+    seen = buffer(run)
+    Pods(run, lambda r: 1.0).work()
+    seen.poll()
+    seen.settle(["b/default"])
+    assert seen.settled.first_block == 0
+    assert seen.settled.groups == ["b/default"]
+    assert names(buffer(run, seen.settled)) == ["a/default"]
+    seen.settle(["a/default"])
+    assert (seen.settled.first_block, seen.settled.groups) == (1, [])
+    assert names(buffer(run, seen.settled)) == []
+
+
+def test_a_group_that_is_asked_again_is_another_group(run: RunDir) -> None:
+    write_blocks(run, rollouts(["a"], 2) + rollouts(["a"], 2, round=3), size=2)
+    seen = buffer(run)
+    Pods(run, lambda r: 1.0).work()
+    seen.poll()
+    assert names(seen) == ["a/default", "a@3/default"]
+    assert [group.task for group in seen.complete()] == ["a", "a"]
+
+
+def test_only_the_policys_own_rollouts_and_tokens_are_seen(run: RunDir) -> None:
+    other = [Rollout("a", "judge", sample, "nop") for sample in range(3)]
+    write_blocks(run, [*rollouts(["a"], 3), *other], size=6)
+    pods, seen, whole = Pods(run, lambda r: 1.0), buffer(run), buffer(run, owners=None)
+    trajectory = sampled(Rollout("a", "default", 0, "nop"), 1.0, version=5)
+    helper = TokenSequence("judge")
+    helper.tokens.extend([1, 2])
+    helper.logprobs.extend([math.nan, -1.0])
+    helper.loss_mask.extend([0, 1])
+    helper.weight_versions.extend([-1, 9])
+    trajectory.sequences.append(helper)
+    pods.store(0, trajectory)
+    pods.work()
+    assert seen.poll() == 3
+    assert whole.poll() == 6
+    first = seen.complete()[0].samples[0]
+    assert (first.oldest, first.newest) == (5, 5)
+    place = seen.arrived["a/default/0"].place
+    assert [s.policy for s in sequences_of(run, place, "default")] == ["default"]
+    assert sequences_of(run, place, "judge")[0].tokens.tolist() == [1, 2]

@@ -1,0 +1,122 @@
+"""Packing: no token lost, none twice, the same whole on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.microbatch import MicroBatch, Minibatch, split
+from megaflow_hpc.training.plan import Place, PlannedRollout
+from megaflow_hpc.types import TokenSequence
+
+
+def sequence(tokens: int, sampled: int, version: int = 0) -> TokenSequence:
+    """The last ``sampled`` tokens were sampled."""
+    found = TokenSequence("default")
+    prompt = tokens - sampled
+    found.tokens.extend(range(tokens))
+    found.logprobs.extend([math.nan] * prompt + [-0.5] * sampled)
+    found.loss_mask.extend([0] * prompt + [1] * sampled)
+    found.weight_versions.extend([-1] * prompt + [version] * sampled)
+    return found
+
+
+def planned(index: int, sequences: list[TokenSequence], advantage: float = 1.0, weight: float = 1.0) -> PlannedRollout:
+    return PlannedRollout(
+        id=f"t/default/{index}",
+        task="t",
+        group="t/default",
+        place=Place("", 0),
+        advantage=advantage,
+        weight=weight,
+        lengths=[len(s.tokens) for s in sequences],
+        sampled=[sum(s.loss_mask) for s in sequences],
+    )
+
+
+def minibatch(sequences: list[list[TokenSequence]], rank: int = 0, ranks: int = 1, **changes: float) -> Minibatch:
+    rollouts = [planned(index, own, **changes) for index, own in enumerate(sequences)]
+    groups = [index // 2 for index in range(len(rollouts))]
+    return Minibatch(rollouts, range(len(rollouts)), groups, sequences.__getitem__, lambda v: v, rank, ranks)
+
+
+def test_sequences_lie_end_to_end_with_their_own_positions_and_values() -> None:
+    found = minibatch([[sequence(5, 2), sequence(3, 1)], [sequence(4, 4, version=7)]], advantage=-2.0, weight=0.5)
+    assert (found.tokens, found.samples, found.sequences, found.longest) == (7, 2, 3, 4)
+    (batch,) = found.microbatches(12)
+    assert batch.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert batch.positions.tolist() == batch.tokens.tolist()
+    assert batch.offsets.tolist() == [0, 5, 9, 12]
+    assert batch.mask.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1]
+    assert batch.versions.tolist() == [-1, -1, -1, 0, 0, 7, 7, 7, 7, -1, -1, 0]
+    assert batch.advantages.tolist() == (-2.0 * batch.mask).tolist()
+    assert batch.weights.tolist() == (0.5 * batch.mask).tolist()
+    assert np.isnan(batch.logprobs).tolist() == (batch.mask == 0).tolist()
+    assert batch.sample.tolist() == [0, 1, 0]
+    assert batch.group.tolist() == [0, 0, 0]
+    batch.versions[0] = batch.tokens[0] = 9  # the caller's own copy
+
+
+def test_numbers_of_versions_become_the_policys_own_count_even_where_both_are_the_same_numbers() -> None:
+    rollouts = [planned(0, [sequence(3, 3)])]
+    own = sequence(3, 3)
+    own.weight_versions[:] = type(own.weight_versions)("i", [2, 4, 6])
+    found = Minibatch(rollouts, [0], [0], lambda index: [own], {2: 1, 4: 2, 6: 4}.__getitem__)
+    (batch,) = found.microbatches(3)
+    assert batch.versions.tolist() == [1, 2, 4]
+
+
+def test_what_has_no_weight_or_no_sampled_token_is_left_out() -> None:
+    found = minibatch([[sequence(5, 0)], [sequence(4, 1)]])
+    assert [len(batch.sample) for batch in found.microbatches(100)] == [1]
+    assert list(minibatch([[sequence(5, 2)]], weight=0.0).microbatches(10)) == []
+    assert minibatch([[sequence(5, 2)]], weight=0.0).tokens == 0
+
+
+def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"t/default/1: a sequence of 9 tokens does not fit a micro-batch of 8"):
+        list(minibatch([[sequence(4, 1)], [sequence(9, 1)]]).microbatches(8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=3), max_size=12),
+    ranks=st.integers(1, 4),
+    budget=st.integers(30, 80),
+)
+def test_every_sampled_token_is_on_one_rank_and_all_ranks_have_equally_many_passes(
+    lengths: list[list[tuple[int, int]]], ranks: int, budget: int
+) -> None:
+    sequences = [[sequence(tokens, min(tokens, some)) for tokens, some in own] for own in lengths]
+    by_rank = [list(minibatch(sequences, rank, ranks).microbatches(budget)) for rank in range(ranks)]
+    assert len({len(batches) for batches in by_rank}) == 1
+    batches: list[MicroBatch] = [batch for own in by_rank for batch in own]
+    assert all(len(batch.tokens) <= budget for batch in batches)
+    assert sum(batch.sampled for batch in batches) == minibatch(sequences).tokens
+    wanted = sorted((i, len(s.tokens)) for i, own in enumerate(sequences) for s in own if sum(s.loss_mask))
+    found = [(int(i), int(n)) for b in batches for i, n in zip(b.sample, np.diff(b.offsets), strict=True)]
+    assert sorted(found) == wanted
+
+
+@pytest.mark.parametrize(
+    ("unit", "size", "wanted"),
+    [
+        ("tasks", 2, [[0, 1, 2, 3], [4, 5]]),
+        ("samples", 4, [[0, 1, 2, 3], [4, 5]]),
+        ("tokens", 5, [[0, 1], [2, 3], [4, 5]]),
+        ("tokens", 1, [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_minibatches_have_a_stated_unit(unit: str, size: int, wanted: list[list[int]]) -> None:
+    rollouts = [planned(index, [sequence(4, 2)]) for index in range(6)]
+    groups = [0, 0, 1, 1, 2, 2]
+    assert split(rollouts, groups, unit, size) == wanted
+    shuffled = split(rollouts, groups, unit, size, np.random.default_rng(1))
+    assert sorted(index for part in shuffled for index in part) == list(range(6))
+    again = split(rollouts, groups, unit, size, np.random.default_rng(1))
+    assert shuffled == again

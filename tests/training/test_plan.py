@@ -1,0 +1,95 @@
+"""What a trainer keeps: claimed once, whole or not there, fenced against an earlier trainer that lives on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.errors import ConfigError, LedgerError
+from megaflow_hpc.training.plan import Commit, Place, Plan, PlannedRollout, Settled, Trainer, TrainingFiles
+from tests.support.samples import run_dir
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TrainingFiles:
+    found = TrainingFiles(run_dir(tmp_path / "run"), "default")
+    found.create()
+    return found
+
+
+def test_a_plan_comes_back_as_it_was_claimed(files: TrainingFiles) -> None:
+    rollout = PlannedRollout(id="a/default/0", task="a", group="a/default", place=Place("p.0.journal", 28, 1), oldest=3)
+    plan = Plan(
+        step=12,
+        version=5,
+        seed=[0, 2, 12],
+        rollouts=[rollout],
+        drops={"b/default": "zero variance"},
+        settled=Settled(cursor={"journals": {"p.0.journal": 99}}, waiting=[Place("p.0.journal", 60)], first_block=4),
+        state={"data": {"x": [1.5, None]}},
+        trainer=2,
+    )
+    assert files.read(Plan, 12) is None
+    assert files.claim(12, plan) is plan
+    assert files.read(Plan, 12) == plan
+    assert plan.staleness == [2]
+    assert len(files.digest(12)) == 64
+
+
+def test_of_many_who_claim_a_step_one_makes_its_plan_and_all_have_that(files: TrainingFiles) -> None:
+    found: list[Plan] = []
+    ready = threading.Barrier(8)
+
+    def claim(number: int) -> None:
+        ready.wait()
+        found.append(files.claim(1, Plan(step=1, version=number, seed=[])))
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({plan.version for plan in found}) == 1
+    assert files.numbers(Plan) == [1]
+    assert [path.name for path in (files.path / "steps").iterdir()] == ["000001.json"]  # nothing is left behind
+
+
+def test_an_earlier_trainer_that_lives_on_commits_no_more(files: TrainingFiles) -> None:
+    first = files.enter(Trainer(node="a", pid=7))
+    files.commit(Commit(step=1, trainer=first))
+    second = files.enter(Trainer(node="b", pid=8))
+    assert (first, second) == (1, 2)
+    with pytest.raises(LedgerError, match=r"start 2 of the trainer \(process 8 on b\) goes on with it; this one ends"):
+        files.commit(Commit(step=2, trainer=first))
+    files.commit(Commit(step=2, trainer=second))
+    assert (found := files.committed()) is not None
+    assert (found.step, found.trainer) == (2, second)
+
+
+def test_a_trainer_goes_on_from_the_last_checkpoint_that_is_there(files: TrainingFiles) -> None:
+    trainer = files.enter(Trainer())
+    assert files.committed(with_checkpoint=True) is None
+    for step in (1, 2, 3):
+        where = f"training/default/checkpoints/{step}" if step < 3 else None
+        if step == 1:
+            (files.checkpoints / "1").mkdir()
+        files.commit(Commit(step=step, checkpoint=where, trainer=trainer))
+    last, kept = files.committed(), files.committed(with_checkpoint=True)
+    assert last is not None
+    assert kept is not None
+    assert (last.step, kept.step) == (3, 1)  # the checkpoint of step 2 is not there
+
+
+@pytest.mark.parametrize("content", [b"", b'{"step": 1, "vers', b"[]", b'{"step": "x", "version": 1, "seed": []}'])
+def test_a_damaged_plan_is_named(files: TrainingFiles, content: bytes) -> None:
+    (files.path / "steps" / "000001.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"steps/000001\.json: cannot be read"):
+        files.read(Plan, 1)
+
+
+def test_a_plan_of_a_later_version_is_refused(files: TrainingFiles) -> None:
+    files.claim(1, Plan(step=1, version=0, seed=[], format_version=99))
+    with pytest.raises(ConfigError, match="later version"):
+        files.read(Plan, 1)
