@@ -30,6 +30,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--policy", help="the model's policy, where there are several")
     parser.add_argument("--move", action="store_true", help="rename DIR instead of copying it")
     parser.add_argument("--keep", metavar="N", type=int, help="remove all but the N newest versions of the policy")
+    parser.add_argument("--token", default="", help="a name; publishing under it again gives the version that is there")
+    parser.add_argument("--digest", default="", help="names the content; with the same token it must be the same")
     add_json(parser)
     parser.set_defaults(run=_publish)
 
@@ -44,7 +46,10 @@ def _publish(arguments: argparse.Namespace) -> int:
     if arguments.keep is not None and arguments.keep < 1:
         raise ConfigError(f"--keep {arguments.keep}: must be at least 1")
     run = RunDir(arguments.run_dir)
-    made = weights.publish(run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep)
+    named = {"token": arguments.token, "digest": arguments.digest}
+    made = weights.publish(
+        run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep, **named
+    )
     if arguments.json:
         print_json(asdict(made))
     else:
@@ -80,6 +85,7 @@ def _list(arguments: argparse.Namespace) -> int:
         (
             row["policy"],
             str(row["version"]) + (" *" if row["current"] else ""),
+            str(row["ordinal"]),
             time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row["published_at"])) if row["published_at"] else "-",
             str(row["servers"]),
             row["path"] or "the campaign's model",
@@ -87,5 +93,5 @@ def _list(arguments: argparse.Namespace) -> int:
         )
         for row in rows
     ]
-    say(table(("policy", "version", "published (UTC)", "servers", "path", "refused because"), lines))
+    say(table(("policy", "version", "ordinal", "published (UTC)", "servers", "path", "refused because"), lines))
     return 0

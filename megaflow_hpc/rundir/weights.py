@@ -3,44 +3,47 @@
 ::
 
     RUN/weights/
-      current.<policy>.json   {"version": 3, "path": "…/weights/3", "policy": …}: what shall be served now
+      current.<policy>.json   {"version": 3, "ordinal": 2, "policy": …}: what shall be served now
       3/                      a whole model directory, as the engine reads it, and megaflow-weights.json
       4/                      or a LoRA adapter (adapter_config.json) on the campaign's own model
+      1/megaflow-weights.json all that is left of a version that was removed; its number is never given again
 
 A version is complete before it can be seen: its files are written and fsynced beside it, one rename makes it number
-``n``, another moves the pointer. Numbers are positive and grow, over all policies of a run together; version 0 is the
-model of the campaign file. Publishers may run at the same time, on several nodes: a number is taken by the rename,
-which only one can win, and the pointer ends at the highest number whoever writes last. A publisher that dies leaves a
-hidden directory that nobody reads.
+``n``, another moves the pointer. *Numbers* are positive and grow, over all policies of a run together; version 0 is
+the model of the campaign file. *Ordinals* count the versions of one policy, 0 the campaign's model, then 1, 2, …:
+staleness is a difference of them. A *token* (a trainer's step) says which publishing this is: the same one again gives
+the version that is there.
+
+Publishers may run at the same time, on several nodes, and die at any instant. The rename decides: only one can win a
+number, and whoever wins ``n`` has read all below it, so that the ordinal and the token among its files are right
+without a lock. The pointer ends at the highest number whoever writes last; one that a dead publisher did not move is
+moved by the next. A publisher that dies leaves a hidden directory that nobody reads and the next one removes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.weight_source import ADAPTER, check, complete, policy_of
 
 ABOUT = "megaflow-weights.json"
-TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-ADAPTER = "adapter_config.json"
-"""A directory with this file is a LoRA adapter, as PEFT writes it."""
-LORA_RANK = 16
-"""vLLM's default of ``max-lora-rank``."""
-SMALL = 64 * 2**20
-"""Bytes up to which a file of the campaign's model (configuration, tokenizer) is copied to a version without it."""
+LEFTOVER_S = 86_400.0
+"""Age in seconds at which what a publisher on another node left is removed; a large model is copied in far less."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,16 @@ class Version:
 
     version: int = 0
     path: str = ""
+    """Its directory; empty where its files were removed."""
     policy: str = ""
     published_at: float = 0.0
     """Seconds UTC."""
+    ordinal: int = 0
+    """How many versions of its policy were published with it."""
+    token: str = ""
+    """What its publisher called this publishing."""
+    digest: str = ""
+    """What its publisher said of its content."""
 
     @property
     def adapter(self) -> bool:
@@ -60,26 +70,40 @@ class Version:
 
 
 def current(run: RunDir, policy: str) -> Version:
-    """Returns the version to serve now; one open and read, also where the file system caches attributes."""
+    """Returns the version to serve now; one open and read, also where the file system caches attributes.
+
+    Raises:
+        OSError: the run directory cannot be read now; that says nothing of the version.
+    """
     try:
         found = json.loads(_pointer(run, policy).read_text())
+        number = int(found["version"])
+        # Earlier versions of the package wrote no ordinals.
+        ordinal = int(found["ordinal"]) if "ordinal" in found else ordinals(run, policy).get(number, 0)
         # A run directory may have been moved since: the number says where the files are.
-        return Version(int(found["version"]), str(run.weights / str(int(found["version"]))), policy)
-    except (OSError, ValueError, KeyError, TypeError):
+        return Version(number, str(run.weights / str(number)), policy, ordinal=ordinal)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return Version(policy=policy)
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
-    """Returns every published version, of one policy or of all, oldest first."""
-    found = []
-    for number in _numbers(run):
-        try:
-            about = json.loads((run.weights / str(number) / ABOUT).read_text())
-        except (OSError, ValueError):
-            continue  # being removed
-        if policy in (None, about.get("policy")):
-            path = str(run.weights / str(number))
-            found.append(Version(number, path, str(about["policy"]), float(about.get("published_at", 0))))
+    """Returns every version whose files are there, of one policy or of all, oldest first."""
+    return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
+
+
+def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -> dict[int, int]:
+    """Returns the ordinal of each version of a policy by number, 0 for 0, of removed versions too.
+
+    Args:
+        known: what an earlier call returned; only what was published since is read, a small file each.
+
+    Raises:
+        OSError: the run directory cannot be read now.
+    """
+    found = {0: 0, **(known or {})}
+    newest = max(found)
+    later = [number for number in _numbers(run) if number > newest]
+    found |= {v.version: v.ordinal for v in _history(run, later, {policy: found[newest]}) if v.policy == policy}
     return found
 
 
@@ -90,6 +114,8 @@ def publish(
     *,
     move: bool = False,
     keep: int | None = None,
+    token: str = "",
+    digest: str = "",
 ) -> Version:
     """Publishes the model directory ``source`` as the policy's next version; its servers load it.
 
@@ -101,38 +127,31 @@ def publish(
         policy: Which model; may be left out where there is one.
         move: Rename the directory instead of copying it; it must be on the run directory's file system.
         keep: Remove all but this many of the policy's newest versions.
+        token: Names this publishing, such as ``step-000012``. Where the policy has a version of that token, that one is
+            returned and ``source`` is not looked at.
+        digest: Names the content, where the publisher knows it. Kept, and compared where a token comes again.
 
     Raises:
-        ConfigError: No such policy, or ``source`` is no directory with weights.
+        ConfigError: No such policy, ``source`` is no directory with weights, or ``token`` was published with another
+            digest.
     """
     source = Path(source)
-    policy, model = _policy(run, policy)
-    _check(source, model)
-    make_directory(run.weights)
-    staged = run.weights / f".publishing.{os.getpid()}.{secrets.token_hex(4)}"
-    try:
-        if move:
-            _move(source, staged)
-        else:
-            shutil.copytree(source, staged, symlinks=False)
-        _complete(staged, model)
-        published_at = time.time()
-        write_json(staged / ABOUT, {"policy": policy, "published_at": published_at, "source": str(source.absolute())})
-        _flush(staged)
-        number = _take_number(run, staged)
-    except BaseException:
-        remove_tree(staged, ignore_errors=True)
-        raise
+    policy, model = policy_of(run, policy)
+    made = _published(_history(run, _numbers(run)), policy, token, digest) if token else None
+    if made is None:
+        check(source, model)
+        make_directory(run.weights)
+        made = _add(run, source, model, Version(policy=policy, token=token, digest=digest), move)
     point(run, policy)
     if keep is not None:
         prune(run, policy, keep)
-    return Version(number, str(run.weights / str(number)), policy, published_at)
+    return made
 
 
 def point(run: RunDir, policy: str) -> Version:
     """Moves the pointer to the policy's highest version; repeats until no higher one was published meanwhile."""
     written = None
-    while written != (newest := (versions(run, policy) or [Version(policy=policy)])[-1]):
+    while written != (newest := _newest(run, policy)):
         write_json(_pointer(run, policy), asdict(newest))
         written = newest
     return newest
@@ -141,12 +160,17 @@ def point(run: RunDir, policy: str) -> Version:
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
     """Removes all but the ``keep`` newest versions of a policy, and never the current one; returns their numbers."""
     now = current(run, policy).version
-    old = [v for v in versions(run, policy)[: -max(1, keep)] if v.version != now]
-    for version in old:
-        hidden = run.weights / f".removing.{version.version}.{secrets.token_hex(4)}"
-        os.rename(version.path, hidden)  # gone at once for everybody, however long the removal takes
-        remove_tree(hidden, ignore_errors=True)
-    return [version.version for version in old]
+    old = [v.version for v in versions(run, policy)[: -max(1, keep)] if v.version != now]
+    for number in old:
+        (run.weights / f".removing.{number}").touch(mode=0o600)
+    for mark in run.weights.glob(".removing.*"):  # also those of one who died meanwhile
+        if (name := mark.name.removeprefix(".removing.")).isdecimal():
+            _empty(run.weights / name)
+        remove_tree(mark, ignore_errors=True)
+    return old
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _pointer(run: RunDir, policy: str) -> Path:
@@ -160,47 +184,137 @@ def _numbers(run: RunDir) -> list[int]:
         return []
 
 
-def _policy(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    models = {name: entry.model for name, entry in read_run(run).policies.items() if entry.model}
-    if policy is None and len(models) == 1:
-        (policy,) = models
-    if policy not in models:
-        unnamed = "several policies have models; name one with --policy" if models else "no policy has a model"
-        said = f"no policy {policy!r} with a model" if policy else unnamed
-        raise ConfigError(f"{run}: {said}; there are: {', '.join(sorted(models)) or 'none'}")
-    if models[policy].get("engine") == "external":
-        raise ConfigError(f"{run}: policy {policy!r} is an external endpoint; its weights are not ours to change")
-    return policy, models[policy]
-
-
-def _check(source: Path, model: Mapping[str, Any]) -> None:
-    if not source.is_dir():
-        raise ConfigError(f"{source}: is no directory; give the model directory that the trainer wrote")
-    names = [path.name for path in source.iterdir()]
-    if model.get("engine") == "scripted":
-        if "script.yaml" not in names:
-            raise ConfigError(f"{source}: has no script.yaml, which is what a scripted engine's weights are")
-    elif not any(name.endswith(TENSORS) for name in names):
-        raise ConfigError(
-            f"{source}: has no weights ({', '.join('*' + t for t in TENSORS)}); is it the right directory?"
-        )
-    if ADAPTER in names:
-        _check_adapter(source, model)
-
-
-def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
-    options = {str(k).replace("_", "-"): v for k, v in (model.get("args") or {}).items()}
-    if model.get("engine") != "vllm" or not options.get("enable-lora"):
-        raise ConfigError(
-            f"{source}: is a LoRA adapter, and the campaign's engine was not started for them: it needs engine vllm "
-            "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
-        )
+def _about(folder: Path) -> dict[str, Any] | None:
+    """Returns what a version's directory says of it; ``None`` for what is no version."""
     try:
-        rank = int(json.loads((source / ADAPTER).read_text())["r"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{source / ADAPTER}: tells no rank 'r': {error}") from None
-    if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
-        raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
+        found = json.loads((folder / ABOUT).read_text())
+        return found if isinstance(found, dict) and isinstance(found.get("policy"), str) else None
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | None = None) -> list[Version]:
+    """Returns the versions of some numbers, removed ones too. ``counted``: ordinals of each policy before them."""
+    found, last = [], dict(counted or {})
+    for number in numbers:
+        folder = run.weights / str(number)
+        if (about := _about(folder)) is not None:
+            policy = about["policy"]
+            last[policy] = int(about.get("ordinal", last.get(policy, 0) + 1))  # an earlier package wrote none
+            path = "" if about.get("removed") else str(folder)
+            said = (str(about.get(name, "")) for name in ("token", "digest"))
+            found.append(Version(number, path, policy, float(about.get("published_at", 0)), last[policy], *said))
+    return found
+
+
+def _newest(run: RunDir, policy: str) -> Version:
+    numbers = _numbers(run)
+    for number in reversed(numbers):
+        about = _about(run.weights / str(number))
+        if about is not None and about["policy"] == policy and not about.get("removed"):
+            known = numbers if "ordinal" not in about else [number]
+            return next(version for version in _history(run, known) if version.version == number)
+    return Version(policy=policy)
+
+
+def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
+    """Returns the version of a token.
+
+    Raises:
+        ConfigError: It was published with another digest.
+    """
+    for version in history:
+        if version.policy == policy and version.token == token:
+            if digest and version.digest and digest != version.digest:
+                raise ConfigError(
+                    f"token {token!r} of policy {policy!r}: published as version {version.version} with digest "
+                    f"{version.digest}, not {digest}; publish other weights under a token of their own"
+                )
+            return version
+    return None
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool) -> Version:
+    """Stages a new version and gives it the next number; returns it, or who was faster under its token."""
+    place = _place()
+    staged = run.weights / f".publishing.{place}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
+    try:
+        if move:
+            _move(source, staged)
+        else:
+            shutil.copytree(source, staged, symlinks=False)
+        complete(staged, model)
+        _flush(staged)
+        return _take_number(run, staged, replace(new, published_at=time.time()), source)
+    finally:
+        if move and staged.is_dir() and not source.exists():
+            (staged / ABOUT).unlink(missing_ok=True)
+            os.rename(staged, source)
+        remove_tree(staged, ignore_errors=True)
+        _sweep(run, place)
+
+
+def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
+    """Renames to the first free number: onto a directory that has files a rename fails, so each number is won once.
+
+    As no version ever vanishes, who wins ``n`` knows all versions below: the ordinal written before was right.
+    """
+    numbers = _numbers(run)
+    below = _history(run, numbers)
+    number = max(numbers, default=0) + 1
+    while True:
+        if new.token and (made := _published(below, new.policy, new.token, new.digest)):
+            return made
+        ordinal = max((version.ordinal for version in below if version.policy == new.policy), default=0) + 1
+        folder = run.weights / str(number)
+        new = replace(new, version=number, path=str(folder), ordinal=ordinal)
+        about = {name: value for name, value in asdict(new).items() if name not in ("version", "path")}
+        write_json(staged / ABOUT, {**about, "source": str(source.absolute()), "staged": staged.name})
+        try:
+            os.rename(staged, folder)
+        except OSError:
+            taken = _about(folder)
+            if taken is None or taken.get("staged") != staged.name:  # else a network file system repeated the request
+                if not folder.exists():
+                    raise
+                below += _history(run, [number], {new.policy: ordinal - 1})
+                number += 1
+                continue
+        _sync(run.weights)
+        return new
+
+
+def _empty(folder: Path) -> None:
+    """Removes a version's files; its number and what is known of it stay, so that no ordinal ever changes."""
+    about = _about(folder)
+    if about is None:
+        return
+    if not about.get("removed"):
+        write_json(folder / ABOUT, {**about, "removed": True})
+    for name in os.listdir(folder):
+        if ABOUT not in name:  # nor what another one is about to rename to it
+            remove_tree(folder / name, ignore_errors=True)
+
+
+def _place() -> str:
+    """Names this boot of this node and its process namespace, within which pids mean something."""
+    return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
+
+
+def _sweep(run: RunDir, place: str) -> None:
+    """Removes what publishers that died left."""
+    for path in run.weights.glob(".publishing.*"):
+        where, process = [*path.name.split("."), "", ""][2:4]
+        identity = Identity.parse(process) if where == place else None
+        try:
+            died = identity is not None and not identity.alive()
+            if died or time.time() - path.stat().st_mtime > LEFTOVER_S:
+                remove_tree(path, ignore_errors=True)
+        except FileNotFoundError:
+            continue
 
 
 def _move(source: Path, staged: Path) -> None:
@@ -213,36 +327,16 @@ def _move(source: Path, staged: Path) -> None:
         ) from None
 
 
-def _complete(staged: Path, model: Mapping[str, Any]) -> None:
-    """Adds what beside tensors the campaign's model has and this version lacks; engines start from a version too."""
-    base = Path(str(model.get("path") or ""))
-    if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
-        return
-    for path in base.iterdir():
-        tensors = path.name.endswith((*TENSORS, ".index.json"))
-        if path.is_file() and not tensors and path.stat().st_size <= SMALL and not (staged / path.name).exists():
-            shutil.copyfile(path, staged / path.name)
-
-
 def _flush(staged: Path) -> None:
     """Every file durable, and readable by whom the run directory lets in."""
     for folder, _, names in os.walk(staged):
         for name in [*names, "."]:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync(os.path.join(folder, name))
 
 
-def _take_number(run: RunDir, staged: Path) -> int:
-    """Renames to the first free number: onto a directory that has files a rename fails, so each number is won once."""
-    number = (_numbers(run) or [0])[-1] + 1
-    while True:
-        try:
-            os.rename(staged, run.weights / str(number))
-            return number
-        except OSError:
-            if not (run.weights / str(number)).exists():
-                raise
-            number += 1
+def _sync(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

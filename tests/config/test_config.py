@@ -72,6 +72,10 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         (MINIMAL.replace("fix-bugs", "fix bugs"), "campaign.yaml:1: name 'fix bugs': 'fix bugs' must be letters"),
         (MINIMAL + "name: y\n", "campaign.yaml:4: not valid YAML: key 'name' is given twice"),
         (MINIMAL + "model: {engine: vllm}\n", "campaign.yaml:4: model: engine vllm needs 'path'"),
+        (
+            MINIMAL + "model: {engine: vllm, path: m, weights: {poll_s: 0}}\n",
+            "campaign.yaml:4: model.weights.poll_s 0: input should be greater than 0",
+        ),
         (MINIMAL + "slurm: {gather: {cpus: 0}}\n", "campaign.yaml:4: slurm.gather.cpus"),
         (MINIMAL + "slurm: {gather: {core: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.core'"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),

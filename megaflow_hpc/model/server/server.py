@@ -52,7 +52,7 @@ from megaflow_hpc.texts import printable
 
 HEARTBEAT_S = 30.0
 POLL_S = 5.0
-"""Seconds between two looks at ``RUN/ledger/finished`` (a stat), the weights' pointer (an open) and the clock."""
+"""Seconds between two looks at ``RUN/ledger/finished`` (a stat) and the clock."""
 IDLE_S = 300.0
 DRAIN_S = 25.0
 """Seconds for requests in flight when the server leaves; preemption gives 30 s before SIGKILL (Slurm's KillWait)."""
@@ -79,7 +79,8 @@ class EngineServer:
         run: The campaign's run directory.
         what: The model and the name of this server.
         idle_s: Seconds without a request, after the first one, until it leaves.
-        poll_s: Seconds between two looks at the run directory.
+        poll_s: Seconds between two looks at the run directory, the weights' pointer included; by default 5, and
+            what the model section says for the pointer.
         beat_s: Seconds between two heartbeats.
         backoff_s: Seconds before the second start in a row; five times as many before the third.
         caps: The ``pool`` section of a campaign that is a pool; else ``None``.
@@ -91,12 +92,13 @@ class EngineServer:
         what: Assignment,
         *,
         idle_s: float = IDLE_S,
-        poll_s: float = POLL_S,
+        poll_s: float | None = None,
         beat_s: float = HEARTBEAT_S,
         backoff_s: float = BACKOFF_S,
         caps: Mapping[str, Any] | None = None,
     ) -> None:
-        self.run_dir, self.what, self.idle_s, self.poll_s, self.beat_s = run, what, idle_s, poll_s, beat_s
+        self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
+        self.poll_s = POLL_S if poll_s is None else poll_s
         self.backoff_s = backoff_s
         pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
@@ -104,6 +106,7 @@ class EngineServer:
         self._proxy = Proxy(tenants=self._tenants)
         self._gauge = Gauge(self._proxy)
         self.weights = WeightUpdater(run, what, self._proxy)
+        self.weights_poll_s = self.weights.poll_s if poll_s is None else poll_s
         gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
         self._meter = Meter(run, what.name, gpus_of(gpus))
         self._leave = asyncio.Event()
@@ -151,8 +154,9 @@ class EngineServer:
         failures = 0
         while True:
             started = time.monotonic()
-            version = self.weights.choose()
+            version = Version(policy=self.what.policy)
             try:
+                version = self.weights.choose()
                 await self._run_engine(private, version)
                 return self._status
             except _OtherWeights:
@@ -228,7 +232,7 @@ class EngineServer:
     async def _follow(self, launch: Launch) -> None:
         """Loads versions as they are published; raises :class:`_OtherWeights` if one needs a restart of the engine."""
         while True:
-            await asyncio.sleep(self.poll_s)
+            await asyncio.sleep(self.weights_poll_s)
             version = self.weights.next()
             if version is None:
                 continue
@@ -320,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")
     parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
-    parser.add_argument("--poll-s", type=float, default=POLL_S, help="seconds between two looks at the run directory")
+    parser.add_argument("--poll-s", type=float, help="seconds between two looks at the run directory; default: 5")
     parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
     parser.add_argument(
         "--backoff-s", type=float, default=BACKOFF_S, help="seconds before a failed engine starts again"

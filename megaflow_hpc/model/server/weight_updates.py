@@ -1,7 +1,7 @@
 """How an engine server changes from one version of its policy's weights to the next without losing a request.
 
-``RUN/weights/current.<policy>.json`` names the version to serve. A server reads it every few seconds and loads another
-version in place where its engine can, else by restarting the engine. Meanwhile its proxy holds new requests back
+``RUN/weights/current.<policy>.json`` names the version to serve. A server reads it every ``poll_s`` seconds and loads
+another version in place where its engine can, else by restarting the engine. Meanwhile its proxy holds requests back
 instead of refusing them, so that each is sampled by one version:
 
 ``running: finish``     requests being sampled are answered by the old version first.
@@ -37,6 +37,8 @@ from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import Version
 
+POLL_S = 5.0
+"""Seconds between two looks at the pointer where the campaign, of an earlier package, says nothing."""
 STALE_S = 100.0
 """Seconds without a new heartbeat (three periods) after which a server is not waited for."""
 AWAY_S = 900.0
@@ -58,16 +60,25 @@ class WeightUpdater:
         settings: Mapping[str, Any] = what.model.get("weights") or {}
         self.continues = settings.get("running", "finish") == "continue"
         self._rolling = settings.get("update", "rolling") == "rolling"
+        self.poll_s = float(settings.get("poll_s", POLL_S))
+        """Seconds between two looks at the pointer."""
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
         """Versions that could not be loaded here → cause."""
         self._seen: dict[str, tuple[Any, float]] = {}
 
     def choose(self) -> Version:
-        """Returns the version to start the engine with: the current one, or the latest not refused before it."""
-        wanted = weights.current(self._run, self._what.policy)
+        """Returns the version to start the engine with: the current one, or the latest not refused before it.
+
+        Raises:
+            ModelServiceError: The run directory does not tell it now.
+        """
+        try:
+            wanted = weights.current(self._run, self._what.policy)
+            older = weights.versions(self._run, self._what.policy) if wanted.version in self.refused else []
+        except OSError as error:
+            raise ModelServiceError(f"{self._run.weights}: cannot be read ({error.strerror})") from error
         if wanted.version in self.refused:
-            older = weights.versions(self._run, self._what.policy)
             usable = [v for v in older if v.version < wanted.version and v.version not in self.refused]
             wanted = usable[-1] if usable else Version(policy=self._what.policy)
         return wanted
@@ -82,7 +93,10 @@ class WeightUpdater:
 
     def next(self) -> Version | None:
         """Returns the version to load now; ``None`` if it is served already, or other servers are to load it first."""
-        wanted = weights.current(self._run, self._what.policy)
+        try:
+            wanted = weights.current(self._run, self._what.policy)
+        except OSError:  # the run directory is away, which is no reason to serve other weights
+            return None
         if wanted.version in (self._proxy.serving.weights.version, *self.refused):
             return None
         if self._rolling and not self._my_turn(wanted.version):

@@ -16,10 +16,11 @@ import yaml
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.model.engines.adapters import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
+from megaflow_hpc.model.server.server import EngineServer
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
@@ -117,6 +118,27 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
     assert not weights.publish(run, trained(tmp_path / "step"), "a").adapter
     updater = WeightUpdater(run, Assignment(0, "a", model), Proxy())
     assert updater.model(published) == model, "it lies on the campaign's own model"
+
+
+@pytest.mark.parametrize(("weights_of_model", "expected"), [({"poll_s": 0.5}, 0.5), ({}, 5.0)])
+def test_servers_look_for_weights_as_often_as_the_model_section_says(
+    run: RunDir, weights_of_model: dict[str, Any], expected: float
+) -> None:
+    what = Assignment(0, "a", {"engine": "vllm", "weights": weights_of_model})
+    assert EngineServer(run, what).weights_poll_s == expected
+    assert EngineServer(run, what, poll_s=0.1).weights_poll_s == 0.1
+
+
+def test_a_run_directory_that_does_not_answer_is_no_reason_for_other_weights(run: RunDir, tmp_path: Path) -> None:
+    weights.publish(run, trained(tmp_path / "step"), "a")
+    updater = WeightUpdater(run, Assignment(0, "a", {}), Proxy())
+    assert updater.choose().version == 1
+    pointer = run.weights / "current.a.json"
+    pointer.unlink()
+    pointer.mkdir()  # to be read is an error, though not of a file that is missing
+    with pytest.raises(ModelServiceError, match="cannot be read"):
+        updater.choose()
+    assert updater.next() is None
 
 
 @in_loop

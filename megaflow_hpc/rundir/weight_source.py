@@ -1,0 +1,85 @@
+"""What a trainer may publish: a directory with weights that the engine of a policy's model can load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
+
+TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+ADAPTER = "adapter_config.json"
+"""A directory with this file is a LoRA adapter, as PEFT writes it."""
+LORA_RANK = 16
+"""vLLM's default of ``max-lora-rank``."""
+SMALL = 64 * 2**20
+"""Bytes up to which a file of the campaign's model (configuration, tokenizer) is copied to a version without it."""
+
+
+def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Returns the policy that weights are published for, and its model section.
+
+    Raises:
+        ConfigError: No such policy, or its model is not one of ours.
+    """
+    models = {name: entry.model for name, entry in read_run(run).policies.items() if entry.model}
+    if policy is None and len(models) == 1:
+        (policy,) = models
+    if policy not in models:
+        unnamed = "several policies have models; name one with --policy" if models else "no policy has a model"
+        said = f"no policy {policy!r} with a model" if policy else unnamed
+        raise ConfigError(f"{run}: {said}; there are: {', '.join(sorted(models)) or 'none'}")
+    if models[policy].get("engine") == "external":
+        raise ConfigError(f"{run}: policy {policy!r} is an external endpoint; its weights are not ours to change")
+    return policy, models[policy]
+
+
+def check(source: Path, model: Mapping[str, Any]) -> None:
+    """Checks that a directory holds weights which the engine of a model section can load.
+
+    Raises:
+        ConfigError: It does not; the message says why.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"{source}: is no directory; give the model directory that the trainer wrote")
+    names = [path.name for path in source.iterdir()]
+    if model.get("engine") == "scripted":
+        if "script.yaml" not in names:
+            raise ConfigError(f"{source}: has no script.yaml, which is what a scripted engine's weights are")
+    elif not any(name.endswith(TENSORS) for name in names):
+        raise ConfigError(
+            f"{source}: has no weights ({', '.join('*' + t for t in TENSORS)}); is it the right directory?"
+        )
+    if ADAPTER in names:
+        _check_adapter(source, model)
+
+
+def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
+    options = {str(k).replace("_", "-"): v for k, v in (model.get("args") or {}).items()}
+    if model.get("engine") != "vllm" or not options.get("enable-lora"):
+        raise ConfigError(
+            f"{source}: is a LoRA adapter, and the campaign's engine was not started for them: it needs engine vllm "
+            "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
+        )
+    try:
+        rank = int(json.loads((source / ADAPTER).read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{source / ADAPTER}: tells no rank 'r': {error}") from None
+    if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
+        raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
+
+
+def complete(staged: Path, model: Mapping[str, Any]) -> None:
+    """Adds what beside tensors the campaign's model has and this version lacks; engines start from a version too."""
+    base = Path(str(model.get("path") or ""))
+    if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
+        return
+    for path in base.iterdir():
+        tensors = path.name.endswith((*TENSORS, ".index.json"))
+        if path.is_file() and not tensors and path.stat().st_size <= SMALL and not (staged / path.name).exists():
+            shutil.copyfile(path, staged / path.name)
