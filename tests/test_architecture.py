@@ -65,6 +65,7 @@ DOORS: dict[str, str] = {
     "trajectories/exports": "trajectories/hdf5 trajectories/journal trajectories/reading",
     "training": "training/algorithms rundir ledger trajectories/journal trajectories/reading",
     "training/algorithms": "",
+    "training/trainer": "",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",
     # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
     "pod": "pod/master rundir",
@@ -88,7 +89,11 @@ DOORS: dict[str, str] = {
 ROOM_MODULES = 17
 """Modules that one room may hold, its ``__init__`` among them: what a person takes in at a glance."""
 
-HEAVY = {"mpi4py": {"pod/comm.py"}, "torch": {"training/dataset.py"}, "vllm": set()}
+HEAVY = {
+    "mpi4py": {"pod/comm.py"},
+    "torch": {"training/dataset.py", "training/trainer/model.py", "training/trainer/optimizer.py"},
+    "vllm": set(),
+}
 """Libraries that only these files may import."""
 
 

@@ -1,0 +1,114 @@
+"""AdamW over float32 copies of what is trained, with a clipped norm.
+
+Parameters in bfloat16 would swallow most updates: at a learning rate of 1e-6 an update is far below half a unit in the
+last place of a usual weight. So the optimizer keeps masters in float32, which gradients are summed into, and the
+model's parameters are their rounding. Parameters in float32 are their own masters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch  # type: ignore[import-not-found]
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer.model import Policy
+
+
+class Optimizer:
+    """AdamW of a policy's trained parameters.
+
+    Args:
+        policy: after :meth:`~megaflow_hpc.training.trainer.model.Policy.share`.
+        lr, betas, eps, weight_decay: AdamW's.
+        clip_norm: largest norm of the whole gradient, over all ranks; ``None`` clips nothing.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = 1.0,
+    ) -> None:
+        self.lr = lr
+        self.clip_norm = clip_norm
+        self.masters: dict[str, Any] = {}
+        self._rounded: list[tuple[Any, Any]] = []
+        for name, parameter in policy.trained():
+            master = parameter
+            if parameter.dtype != torch.float32:
+                master = torch.nn.Parameter(parameter.detach().float())
+                self._rounded.append((parameter, master))
+                parameter.register_post_accumulate_grad_hook(_Into(master))
+            self.masters[name] = master
+        if not self.masters:
+            raise ConfigError("the model has no parameter to train")
+        self.adamw = torch.optim.AdamW(
+            self.masters.values(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=True
+        )
+
+    def step(self, lr: float | None = None) -> float:
+        """Applies the gradients that backward passes left, and forgets them; returns their norm before clipping.
+
+        Raises:
+            ConfigError: the norm is no number; nothing was changed, and the gradients are forgotten.
+        """
+        try:
+            gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            if not math.isfinite(float(norm)):
+                raise ConfigError(
+                    f"the norm of the gradient is {float(norm)}: no step was taken; look for infinite advantages or "
+                    "log-probabilities in the step's plan, lower the learning rate, or compute in float32"
+                )
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.clip_norm, norm, foreach=True)
+            for group in self.adamw.param_groups:
+                group["lr"] = self.lr if lr is None else lr
+            self.adamw.step()
+            self.round()
+            return float(norm)
+        finally:
+            self.adamw.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Makes the model's parameters the rounding of their masters."""
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
+
+    def tensors(self) -> dict[str, Any]:
+        """Returns all that is to be kept, by name; the moments are made where no step was taken yet.
+
+        They are the tensors themselves: what is read into them is the optimizer's state.
+        """
+        found = {}
+        for name, master in self.masters.items():
+            state = self.adamw.state[master]
+            if not state:
+                state.update(
+                    step=torch.tensor(0.0, dtype=torch.float32),
+                    exp_avg=torch.zeros_like(master),
+                    exp_avg_sq=torch.zeros_like(master),
+                )
+            found[f"master.{name}"] = master.detach()
+            found |= {f"{key}.{name}": value for key, value in state.items()}
+        return found
+
+
+class _Into:
+    """Moves the gradient of a rounded parameter into its master's."""
+
+    def __init__(self, master: Any) -> None:
+        self._master = master
+
+    def __call__(self, parameter: Any) -> None:
+        gradient = parameter.grad.detach().float()
+        parameter.grad = None
+        self._master.grad = gradient if self._master.grad is None else self._master.grad + gradient

@@ -1,0 +1,38 @@
+"""Runs a script with torch in the engine's environment, on one rank or on several as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.places import ROOT
+
+
+def engine_python() -> Path:
+    """The interpreter that has torch and transformers."""
+    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
+    if not venv:
+        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
+    return Path(venv) / "bin" / "python"
+
+
+def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1, timeout_s: float = 240) -> Any:
+    """Runs ``script`` in ``folder`` and returns the JSON of the last line that rank 0 prints; one thread each."""
+    path = folder / "script.py"
+    path.write_text(script)
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    result = subprocess.run(
+        [engine_python(), *several, path, *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    return json.loads(result.stdout.splitlines()[-1])
