@@ -1,0 +1,289 @@
+"""What a trainer minimises: pure functions of log-probabilities, advantages and masks of packed tokens.
+
+Three policies have judged each token: the *engine* that sampled it, the *proximal* one that the trainer held before the
+first optimizer step on this step's data, and the *new* one, which has the gradient. Ratios are new over proximal, and
+exactly 1 before the first optimizer step. Those of new over engine are not, since engine and trainer round differently
+(with a bfloat16 engine and a float32 trainer, 82 % of sequences lay outside a clip of 3e-4 before any update). Proximal
+over engine enters as a truncated weight without gradient, and as the metric ``mismatch``.
+
+======== =========================================== ===================================== ================
+kind     of each token                               averaged                              arXiv
+======== =========================================== ===================================== ================
+ppo      min(r A, clip(r) A)                         over all tokens                       1707.06347 eq. 7
+dapo     the same, with a higher bound above         over all tokens                       2503.14476
+grpo     the same                                    in each sequence, then over sequences 2402.03300 eq. 3
+dr_grpo  the same                                    sum / (samples × longest)             2503.20783
+gspo     the same; r of the sequence: the geometric  in each sequence, then over sequences 2507.18071 eq. 5
+         mean of its tokens'
+cispo    clip(r) A log p, clip(r) without gradient   over all tokens                       2506.13585
+m2po     r A, without the tokens of the largest      over all tokens                       2510.01161
+         |log r| among those that moved as A asks
+rloo     A log p                                     sum / samples                         2402.14740
+======== =========================================== ===================================== ================
+
+All is averaged over the whole minibatch (:class:`Totals`), whatever part of it is at hand: losses of micro-batches and
+ranks add up to that of the undivided minibatch, and so do their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch  # type: ignore[import-not-found]
+
+from megaflow_hpc.errors import ConfigError
+
+Tensor = Any
+Kind = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "m2po", "rloo"]
+Level = Literal["none", "token", "sequence"]
+Statistics = dict[str, Tensor]
+"""Sums over tokens, and maxima (:data:`MAXIMA`), as tensors of one number in float64."""
+
+MAXIMA = {"mismatch_max", "log_ratio_max"}
+"""The statistics that are not sums."""
+FARTHEST = math.log(20)
+"""|log ratio| from which on M2PO masks a token though the second moment is small: ratios below 1/20 and above 20, about
+where AstraFlow has its bounds (343e808, ``_calculate_m2po_clip_range``). It also keeps the metrics finite."""
+
+
+class Totals(Protocol):
+    """What a loss is divided by, of the whole minibatch: all its micro-batches on all ranks."""
+
+    tokens: int
+    """Tokens that count."""
+    sequences: int
+    """Sequences with such tokens."""
+    samples: int
+    """Rollouts with such tokens."""
+    longest: int
+    """Tokens that a rollout has at most: Dr.GRPO's constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Which loss, with what bounds.
+
+    Raises:
+        ConfigError: a kind or level that there is not.
+    """
+
+    kind: Kind
+    clip: tuple[float, float] = (0.2, 0.2)
+    """How far below and above 1 a ratio counts."""
+    second_moment: float = 0.04
+    """M2PO: what the mean square of log ratios may be. The paper's; AstraFlow's recipes have 0.01 and 0.004."""
+    entropy: float = 0.0
+    """Coefficient of the mean entropy over tokens, which is maximised."""
+    importance: Level = "token"
+    """Weights of proximal over engine: by token, or the product over a sequence."""
+    truncate: float = 2.0
+    """The largest such weight."""
+
+    def __post_init__(self) -> None:
+        for value, kinds in ((self.kind, get_args(Kind)), (self.importance, get_args(Level))):
+            if value not in kinds:
+                raise ConfigError(f"loss: there is no {value!r}; expected one of {', '.join(kinds)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """S sequences of T tokens in all, end to end, on one device."""
+
+    offsets: Tensor
+    """int64 (S+1), where each sequence begins."""
+    mask: Tensor
+    """bool (T), the tokens that count."""
+    proximal: Tensor
+    """float (T), log-probabilities; any value where the mask is not set, as in what follows."""
+    engine: Tensor
+    """float (T), log-probabilities, NaN where nothing was sampled."""
+    advantages: Tensor
+    """float (T)."""
+    weights: Tensor
+    """float (T), factors of each token's loss."""
+
+
+def policy_loss(
+    loss: Loss, new: Tensor, entropies: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
+) -> tuple[Tensor, Statistics]:
+    """Returns this micro-batch's share of the minibatch's loss, and sums for :func:`report`.
+
+    Args:
+        loss: which loss.
+        new: float (T), log-probabilities, with gradient.
+        entropies: float (T), of the distribution that each token was drawn from; with gradient if there is a bonus.
+        batch: the micro-batch; it may be empty.
+        totals: of the minibatch.
+        limit: M2PO's bound of |log new − log engine|, from :func:`second_moment_limit`.
+    """
+    mask = batch.mask
+    # What does not count becomes 0 here and now: NaN times 0 is NaN, in the backward pass too.
+    new, entropies, proximal, engine, advantages, weights = (
+        torch.where(mask, value, torch.zeros_like(value))
+        for value in (new, entropies, batch.proximal, batch.engine, batch.advantages, batch.weights)
+    )
+    held = new.detach()
+    log_ratio = held - proximal
+    counted = _sums(mask.to(new.dtype), batch.offsets)
+    with torch.no_grad():
+        importance, truncated = _importance(loss, proximal - engine, batch.offsets)
+        if loss.kind == "gspo":
+            log_ratio = _spread(_sums(log_ratio, batch.offsets) / counted.clamp(min=1), batch.offsets)
+        ratio = log_ratio.exp()
+        low, high = ratio < 1 - loss.clip[0], ratio > 1 + loss.clip[1]
+        if loss.kind == "cispo":
+            coefficient = ratio.clamp(1 - loss.clip[0], 1 + loss.clip[1])
+        elif loss.kind == "rloo":
+            coefficient = torch.ones_like(ratio)
+            low, high = torch.zeros_like(mask), torch.zeros_like(mask)
+        else:
+            if loss.kind == "m2po":
+                far = (held - engine).abs() >= min(limit, FARTHEST)
+                low, high = far & (held < engine), far & (held > engine)
+            low, high = low & (advantages < 0), high & (advantages > 0)
+            coefficient = torch.where(low | high, torch.zeros_like(ratio), ratio)
+    # One form for all: the surrogate's gradient is coefficient × advantage × the gradient of log p, since a ratio's is
+    # the ratio times that of log p (in GSPO the sequence's ratio times each token's), and 0 where it is clipped. The
+    # value is added without gradient.
+    slope = coefficient * advantages * importance * weights
+    value = _value(loss, ratio, low, high, slope, advantages * importance * weights, held)
+    by_token = -(value + slope * (new - held))
+    share = (by_token * _per_token(loss, counted, batch.offsets, totals)).sum()
+    bonus = entropies.sum() / max(totals.tokens, 1)
+    statistics = _statistics(mask, held, proximal, engine, entropies.detach(), importance, truncated, low, high)
+    return share - loss.entropy * bonus, statistics | {"loss": share.detach().double()}
+
+
+def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
+    """Returns the |log ratio| from which on M2PO masks tokens: without them the mean square is at most ``threshold``.
+
+    Ratios are of proximal over engine, which are known before the first gradient, so that one limit holds for the whole
+    minibatch however it is divided (so does AReaL, 00d07c0 ``_apply_m2po_masking``, in each part). Only tokens whose
+    ratio has gone where PPO would clip are looked at, as in the authors' code (Infini-AI-Lab/M2PO, 4514ce2).
+
+    Args:
+        batches: all micro-batches of the minibatch; with several ranks, of all of them.
+        threshold: τ of the paper.
+    """
+    found = [torch.zeros(0)]
+    for batch in batches:
+        log_ratio = torch.where(batch.mask, batch.proximal - batch.engine, torch.zeros_like(batch.proximal))
+        found.append(log_ratio[log_ratio * batch.advantages > 0].cpu())
+    squares = torch.cat(found).double().square().sort().values
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
+    kept = int((means <= threshold).sum())
+    return math.sqrt(float(squares[kept])) if kept < len(squares) else math.inf
+
+
+def add(first: Statistics, second: Statistics) -> Statistics:
+    """Returns the statistics of both micro-batches together."""
+    return {
+        name: torch.maximum(first[name], second[name]) if name in MAXIMA else first[name] + second[name]
+        for name in first
+    }
+
+
+def report(statistics: Statistics) -> dict[str, float]:
+    """Returns what a person reads, of sums over micro-batches and ranks.
+
+    ``loss`` as minimised, without the entropy bonus. Means over tokens: ``entropy``; ``clipped`` (share whose ratio had
+    no gradient, or for CISPO a bounded weight), in parts ``clipped_low`` and ``clipped_high``; ``kl`` (proximal to new)
+    and ``engine_kl`` (engine to proximal), by the estimator k3 of Schulman 2020 (joschu.net/blog/kl-approx.html);
+    ``mismatch`` (|log engine − log proximal|); ``importance`` (the weights used) and ``truncated`` (share at the cap).
+    ``effective``: effective sample size of the weights new / engine, as a share of the tokens. And the maxima.
+    """
+    sums = {name: float(value) for name, value in statistics.items()}
+    tokens = max(sums["tokens"], 1.0)
+    found = {name: sums[name] / tokens for name in _MEANS}
+    return {
+        "loss": sums["loss"],
+        **found,
+        "clipped": found["clipped_low"] + found["clipped_high"],
+        "effective": sums["drift"] ** 2 / (sums["drift_squares"] * tokens) if sums["tokens"] else 1.0,
+        **{name: sums[name] for name in sorted(MAXIMA)},
+    }
+
+
+_MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch", "importance", "truncated")
+
+
+def _sums(values: Tensor, offsets: Tensor) -> Tensor:
+    """(T) → (S). In the order of the tokens on every device, unlike ``index_add``."""
+    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
+
+
+def _spread(values: Tensor, offsets: Tensor) -> Tensor:
+    """(S) → (T)."""
+    return values.repeat_interleave(offsets.diff())
+
+
+def _importance(loss: Loss, log_weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Truncated weights (T), and where the cap bounds them (Ionides 2008; Yao et al. 2025, Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training)."""
+    if loss.importance == "none":
+        return torch.ones_like(log_weight), torch.zeros_like(log_weight, dtype=torch.bool)
+    if loss.importance == "sequence":
+        log_weight = _spread(_sums(log_weight, offsets), offsets)
+    weight = log_weight.exp()
+    return weight.clamp(max=loss.truncate), weight > loss.truncate
+
+
+def _value(
+    loss: Loss, ratio: Tensor, low: Tensor, high: Tensor, slope: Tensor, weighted: Tensor, held: Tensor
+) -> Tensor:
+    """The surrogate of each token, without gradient; ``weighted``: its advantage times its weights."""
+    if loss.kind in ("cispo", "rloo"):
+        return slope * held
+    if loss.kind == "m2po":
+        return slope
+    bounded = torch.where(high, torch.full_like(ratio, 1 + loss.clip[1]), ratio)
+    return torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
+
+
+def _per_token(loss: Loss, counted: Tensor, offsets: Tensor, totals: Totals) -> Tensor:
+    """What each token's loss is multiplied by, a number or (T)."""
+    match loss.kind:
+        case "grpo" | "gspo":
+            return _spread(1 / counted.clamp(min=1), offsets) / max(totals.sequences, 1)
+        case "dr_grpo":
+            return 1 / max(totals.samples * totals.longest, 1)
+        case "rloo":
+            return 1 / max(totals.samples, 1)
+    return 1 / max(totals.tokens, 1)
+
+
+@torch.no_grad()
+def _statistics(
+    mask: Tensor,
+    new: Tensor,
+    proximal: Tensor,
+    engine: Tensor,
+    entropies: Tensor,
+    importance: Tensor,
+    truncated: Tensor,
+    low: Tensor,
+    high: Tensor,
+) -> Statistics:
+    moved, apart = (new - proximal).double(), (proximal - engine).double()
+    drift = (new - engine).double().clamp(-FARTHEST, FARTHEST).exp()
+    sums = {
+        "tokens": mask,
+        "entropy": entropies,
+        "clipped_low": low,
+        "clipped_high": high,
+        "kl": moved.exp() - 1 - moved,
+        "engine_kl": apart.exp() - 1 - apart,
+        "mismatch": apart.abs(),
+        "importance": importance,
+        "truncated": truncated,
+        "drift": drift,
+        "drift_squares": drift.square(),
+    }
+    found = {name: torch.where(mask, value.double(), 0.0).sum() for name, value in sums.items()}
+    nothing = torch.zeros(1, dtype=torch.float64, device=mask.device)  # of an empty batch there is no maximum
+    found["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
+    found["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
+    return found

@@ -1,0 +1,399 @@
+"""Losses against values worked out here token by token in float64, without torch, and against TRL's own loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import megaflow_hpc
+from tests.support.places import ROOT
+
+pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
+
+LENGTHS = [9, 4, 12, 6]
+ADVANTAGES = [1.5, -1.0, -0.25, 0.75]
+LONGEST = 20
+KINDS = {
+    "ppo": (0.2, 0.2),
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (0.03, 0.04),
+    "cispo": (1.0, 0.25),
+    "m2po": (math.inf, math.inf),
+    "rloo": (0.2, 0.2),
+}
+TRL = {  # ours → TRL's loss type, level of the ratio, and bounds
+    "grpo": ("grpo", "token", 0.2, 0.2),
+    "dapo": ("dapo", "token", 0.2, 0.28),
+    "dr_grpo": ("dr_grpo", "token", 0.2, 0.2),
+    "cispo": ("cispo", "token", 0.2, 1.25),  # its bound is the ratio itself
+    "gspo": ("grpo", "sequence", 0.03, 0.04),
+}
+
+SCRIPT = r'''
+import json, sys, warnings
+from types import SimpleNamespace
+
+warnings.simplefilter("ignore")
+import torch
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer import losses
+from megaflow_hpc.training.trainer.losses import Loss, Tokens, add, policy_loss, report, second_moment_limit
+
+given = json.load(open(sys.argv[1]))
+torch.set_num_threads(1)
+DTYPE = torch.float64
+
+
+def tokens(columns, begin=0, end=None, dtype=DTYPE):
+    """The sequences from ``begin`` to ``end``."""
+    offsets = torch.tensor(columns["offsets"])[begin : None if end is None else end + 1]
+    part = slice(int(offsets[0]), int(offsets[-1]))
+    floats = {name: torch.tensor(columns[name], dtype=dtype)[part] for name in FLOATS}
+    return Tokens(offsets - offsets[0], torch.tensor(columns["mask"], dtype=torch.bool)[part], **floats), part
+
+
+FLOATS = ("proximal", "engine", "advantages", "weights")
+totals = SimpleNamespace(**given["totals"])
+
+
+def run(loss, columns, parts=((0, None),), dtype=DTYPE, limit=float("inf")):
+    """Loss, gradient and report of the parts together, each by itself."""
+    new = torch.tensor(columns["new"], dtype=dtype, requires_grad=True)
+    entropies = torch.tensor(columns["entropies"], dtype=dtype, requires_grad=True)
+    value, statistics = 0.0, None
+    for begin, end in parts:
+        batch, part = tokens(columns, begin, end, dtype)
+        one, found = policy_loss(loss, new[part], entropies[part], batch, totals, limit)
+        one.backward()
+        value += one.item()
+        statistics = found if statistics is None else add(statistics, found)
+    return {
+        "loss": value,
+        "gradient": new.grad.tolist(),
+        "entropy_gradient": entropies.grad.tolist(),
+        "report": report(statistics),
+    }
+
+
+result = {"kinds": {}, "parts": {}, "float32": {}, "importance": {}, "nan": {}, "same": {}}
+columns = given["columns"]
+whole, _ = tokens(columns)
+limit = result["limit"] = second_moment_limit([whole], given["threshold"])
+result["limit_of_parts"] = second_moment_limit([tokens(columns, 0, 1)[0], tokens(columns, 1, 4)[0]], given["threshold"])
+result["limit_of_near"] = second_moment_limit([whole], 100.0)
+for kind, clip in given["kinds"].items():
+    loss = Loss(kind, tuple(clip), importance="none")
+    result["kinds"][kind] = run(loss, columns, limit=limit)
+    result["float32"][kind] = run(loss, columns, dtype=torch.float32, limit=limit)
+    bonus = Loss(kind, tuple(clip), entropy=0.01)
+    result["parts"][kind] = [run(bonus, columns, p, limit=limit) for p in ([(0, 4)], [(0, 1), (1, 3), (4, 4), (3, 4)])]
+    spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for n, c in columns.items()
+               if n in FLOATS or n in ("new", "entropies")}
+    result["nan"][kind] = run(bonus, {**columns, **spoiled}, limit=limit)
+    result["same"][kind] = run(loss, {**columns, "proximal": columns["new"]}, limit=limit)
+for level in ("none", "token", "sequence"):
+    result["importance"][level] = run(Loss("dapo", (0.2, 0.28), importance=level, truncate=1.1), columns)
+result["empty"] = run(Loss("gspo"), {**{n: [] for n in columns}, "offsets": [0]})
+result["refused"] = []
+for wrong in ({"kind": "pgo"}, {"kind": "ppo", "importance": "word"}):
+    try:
+        Loss(**wrong)
+    except ConfigError as error:
+        result["refused"].append(str(error))
+
+# TRL's loss of the same log-probabilities, padded as TRL has them, prompts apart.
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+names = AutoTokenizer.from_pretrained(sys.argv[2])
+longest = max(given["lengths"])
+
+
+def padded(name):
+    values, rows, at = columns[name], [], 0
+    for length in given["lengths"]:
+        rows.append(values[at : at + length] + [0] * (longest - length))
+        at += length
+    return torch.tensor(rows, dtype=torch.long if name == "mask" else DTYPE)
+
+
+class Oracle(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *_, **__):
+        return self.given
+
+
+result["trl"] = {}
+for kind, (name, level, low, high) in given["trl"].items():
+    for entropy in (0.0, 0.01):
+        config = GRPOConfig(
+            output_dir=sys.argv[3], per_device_train_batch_size=4, num_generations=4, loss_type=name, epsilon=low,
+            epsilon_high=high, importance_sampling_level=level, beta=0.0, use_cpu=True, bf16=False, report_to=[],
+            max_completion_length=given["totals"]["longest"], gradient_checkpointing=False, entropy_coef=entropy,
+        )
+        oracle = Oracle(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
+                        train_dataset=Dataset.from_dict({"prompt": ["x"] * 4}), processing_class=names)
+        oracle.model.train()
+        oracle.current_gradient_accumulation_steps = 1
+        new = padded("new").requires_grad_()
+        oracle.given = new, padded("entropies"), None
+        mask = padded("mask")
+        inputs = {
+            "prompt_ids": torch.zeros(4, 1, dtype=torch.long), "prompt_mask": torch.ones(4, 1, dtype=torch.long),
+            "completion_ids": torch.zeros_like(mask), "completion_mask": torch.ones_like(mask), "tool_mask": mask,
+            "advantages": torch.tensor(given["advantages"], dtype=DTYPE), "old_per_token_logps": padded("proximal"),
+            "num_items_in_batch": mask.sum(),
+        }
+        value = oracle._compute_loss(oracle.model, inputs)
+        value.backward()
+        gradient = [g for row, n in zip(new.grad.tolist(), given["lengths"]) for g in row[:n]]
+        ours = run(Loss(kind, tuple(given["kinds"][kind]), importance="none", entropy=entropy), columns)
+        result["trl"][f"{kind} {entropy}"] = {"loss": value.item(), "gradient": gradient, "ours": ours}
+print(json.dumps(result))
+'''
+
+
+@dataclass
+class Sample:
+    """The tokens that all of these tests look at, by column and by sequence."""
+
+    columns: dict[str, Any]
+    new: np.ndarray
+    proximal: np.ndarray
+    engine: np.ndarray
+    mask: np.ndarray
+    rows: list[slice]
+
+    def of(self, column: np.ndarray) -> list[np.ndarray]:
+        """What counts of each sequence."""
+        return [column[row][self.mask[row] == 1] for row in self.rows]
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    """Four sequences of several turns: ratios inside and outside of every clip, both signs of the advantage."""
+    draw = np.random.default_rng(11)
+    total, offsets = sum(LENGTHS), np.cumsum([0, *LENGTHS])
+    mask = (draw.random(total) < 0.7).astype(int)
+    mask[offsets[:-1]] = 0
+    new = -3 * draw.random(total)
+    proximal = new + draw.normal(0, 0.25, total)
+    engine = np.where(mask == 1, proximal + draw.normal(0, 0.2, total), math.nan)
+    columns = {
+        "offsets": offsets.tolist(),
+        "mask": mask.tolist(),
+        "new": new.tolist(),
+        "proximal": proximal.tolist(),
+        "engine": engine.tolist(),
+        "entropies": draw.random(total).tolist(),
+        "advantages": (np.repeat(ADVANTAGES, LENGTHS) * mask).tolist(),
+        "weights": mask.astype(float).tolist(),
+    }
+    rows = [slice(a, b) for a, b in pairwise(offsets)]
+    return Sample(columns, new, proximal, engine, mask, rows)
+
+
+@pytest.fixture(scope="module")
+def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
+    if not venv:
+        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
+    folder = tmp_path_factory.mktemp("losses")
+    python = str(Path(venv) / "bin" / "python")
+    model = str(folder / "tiny")
+    env = {**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    subprocess.run([python, str(ROOT / "launchers" / "tiny_model.py"), model, "--layers", "1"], check=True, timeout=120)
+    given = {
+        "columns": sample.columns,
+        "kinds": KINDS,
+        "trl": TRL,
+        "lengths": LENGTHS,
+        "advantages": ADVANTAGES,
+        "threshold": 0.02,
+        "totals": {"tokens": int(sample.mask.sum()), "sequences": 4, "samples": 4, "longest": LONGEST},
+    }
+    (folder / "given.json").write_text(json.dumps(given))
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [python, str(folder / "script.py"), str(folder / "given.json"), model, str(folder / "out")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# The objectives as the papers write them, to be minimised, of the log-probabilities that have the gradient. ``held`` is
+# where a paper stops the gradient.
+
+
+def clipped(ratio: float, advantage: float, low: float, high: float) -> float:
+    return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+
+
+def by_hand(sample: Sample, kind: str, new: np.ndarray, limit: float) -> float:
+    low, high = KINDS[kind]
+    current, held, old, engine = (sample.of(c) for c in (new, sample.new, sample.proximal, sample.engine))
+    tokens = sum(map(len, old))
+    objective = 0.0
+    for i, advantage in enumerate(ADVANTAGES):
+        length = len(old[i])
+        for t in range(length):
+            ratio = math.exp(current[i][t] - old[i][t])
+            if kind in ("ppo", "dapo"):
+                objective += clipped(ratio, advantage, low, high) / tokens
+            elif kind == "grpo":
+                objective += clipped(ratio, advantage, low, high) / length / 4
+            elif kind == "dr_grpo":
+                objective += clipped(ratio, advantage, low, high) / (4 * LONGEST)
+            elif kind == "gspo":
+                whole = math.exp(sum(current[i][s] - old[i][s] for s in range(length)) / length)
+                objective += clipped(whole, advantage, low, high) / length / 4
+            elif kind == "cispo":
+                weight = min(max(math.exp(held[i][t] - old[i][t]), 1 - low), 1 + high)
+                objective += weight * advantage * current[i][t] / tokens
+            elif kind == "m2po":
+                gone = held[i][t] - engine[i][t]
+                masked = abs(gone) >= limit and gone * advantage > 0
+                objective += 0.0 if masked else ratio * advantage / tokens
+            elif kind == "rloo":
+                objective += advantage * current[i][t] / 4
+    return -objective
+
+
+def slopes(f: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Gradient by central differences."""
+    unit = np.eye(len(at)) * step
+    return np.array([(f(at + one) - f(at - one)) / (2 * step) for one in unit])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradient_are_those_of_the_paper(sample, results, kind):
+    found, limit = results["kinds"][kind], results["limit"]
+    assert found["loss"] == pytest.approx(by_hand(sample, kind, sample.new, limit), abs=1e-12)
+    expected = slopes(lambda new: by_hand(sample, kind, new, limit), sample.new)
+    assert found["gradient"] == pytest.approx(expected, abs=1e-8)
+    assert results["float32"][kind]["loss"] == pytest.approx(found["loss"], abs=1e-6)
+    assert results["float32"][kind]["gradient"] == pytest.approx(found["gradient"], abs=1e-6)
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.01])
+@pytest.mark.parametrize("kind", TRL)
+def test_loss_and_gradient_equal_those_of_trl(results, kind, entropy):
+    found = results["trl"][f"{kind} {entropy}"]
+    assert found["loss"] == pytest.approx(found["ours"]["loss"], abs=1e-6)
+    assert found["gradient"] == pytest.approx(found["ours"]["gradient"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "dapo", "gspo", "m2po"])
+def test_what_is_clipped_has_no_gradient_and_the_rest_has_the_advantages_sign(sample, results, kind):
+    gradient = np.array(results["kinds"][kind]["gradient"])
+    advantages = np.array(sample.columns["advantages"])
+    moved = gradient != 0
+    assert (np.sign(gradient[moved]) == -np.sign(advantages[moved])).all()
+    still = (sample.mask == 1) & ~moved
+    assert 0 < still.sum() < sample.mask.sum()
+    assert results["kinds"][kind]["report"]["clipped"] == pytest.approx(still.sum() / sample.mask.sum())
+    reference = sample.engine if kind == "m2po" else sample.proximal
+    if kind != "gspo":  # whose ratio is the sequence's
+        assert ((sample.new - reference)[still] * advantages[still] > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_add_up_to_the_minibatch(results, kind):
+    whole, parts = results["parts"][kind]
+    assert parts["loss"] == pytest.approx(whole["loss"], abs=1e-14)
+    assert parts["gradient"] == pytest.approx(whole["gradient"], abs=1e-16)
+    assert parts["entropy_gradient"] == pytest.approx(whole["entropy_gradient"], abs=1e-16)
+    assert parts["report"] == pytest.approx(whole["report"], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_masked_does_not_leak_not_even_nan(sample, results, kind):
+    spoiled, whole = results["nan"][kind], results["parts"][kind][0]
+    assert spoiled == whole
+    assert [g for g, m in zip(spoiled["gradient"], sample.mask, strict=True) if not m and g != 0] == []
+    assert [g for g, m in zip(spoiled["entropy_gradient"], sample.mask, strict=True) if not m and g != 0] == []
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"m2po"}))
+def test_before_the_first_update_every_ratio_is_exactly_one(results, kind):
+    """However far the engine is off: what a learning rate of 0 must show."""
+    found = results["same"][kind]["report"]
+    assert (found["clipped"], found["kl"], found["log_ratio_max"]) == (0.0, 0.0, 0.0)
+    assert found["mismatch_max"] > 0.05
+
+
+@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+def test_truncated_weights_of_proximal_over_engine(sample, results, level):
+    gap = [p - e for p, e in zip(sample.of(sample.proximal), sample.of(sample.engine), strict=True)]
+    weights = {
+        "none": [np.ones(len(g)) for g in gap],
+        "token": [np.minimum(np.exp(g), 1.1) for g in gap],
+        "sequence": [np.full(len(g), min(math.exp(g.sum()), 1.1)) for g in gap],
+    }[level]
+    tokens = sum(map(len, gap))
+    rows = zip(weights, sample.of(sample.new), sample.of(sample.proximal), ADVANTAGES, strict=True)
+    expected = sum(
+        w * clipped(math.exp(n - p), a, 0.2, 0.28) for ws, ns, ps, a in rows for w, n, p in zip(ws, ns, ps, strict=True)
+    )
+    found = results["importance"][level]
+    assert found["loss"] == pytest.approx(-expected / tokens, abs=1e-12)
+    assert found["report"]["importance"] == pytest.approx(np.concatenate(weights).mean())
+    assert found["report"]["truncated"] == pytest.approx((np.concatenate(weights) == 1.1).mean())
+
+
+def test_metrics_are_those_of_their_definitions(sample, results):
+    found = results["kinds"]["dapo"]["report"]
+    new, old, engine = (np.concatenate(sample.of(c)) for c in (sample.new, sample.proximal, sample.engine))
+    entropies = np.concatenate(sample.of(np.array(sample.columns["entropies"])))
+    drift = np.exp(new - engine)
+    expected = {
+        "loss": results["kinds"]["dapo"]["loss"],
+        "entropy": entropies.mean(),
+        "kl": (np.exp(new - old) - 1 - (new - old)).mean(),
+        "engine_kl": (np.exp(old - engine) - 1 - (old - engine)).mean(),
+        "mismatch": np.abs(old - engine).mean(),
+        "mismatch_max": np.abs(old - engine).max(),
+        "log_ratio_max": np.abs(new - old).max(),
+        "effective": drift.sum() ** 2 / (drift**2).sum() / len(drift),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_second_moment_of_what_is_kept_is_under_the_threshold(sample, results):
+    advantages = np.array(sample.columns["advantages"])
+    gone = sample.proximal - sample.engine
+    gone = np.abs(gone[(sample.mask == 1) & (gone * advantages > 0)])
+    limit = results["limit"]
+    kept = gone[gone < limit]
+    assert 0 < len(kept) < len(gone)
+    assert (kept**2).mean() <= 0.02 < (np.append(kept, limit) ** 2).mean()
+    assert limit == results["limit_of_parts"]
+    assert results["limit_of_near"] == math.inf
+
+
+def test_an_empty_micro_batch_costs_nothing(results):
+    assert (results["empty"]["loss"], results["empty"]["gradient"]) == (0.0, [])
+
+
+def test_an_unknown_loss_is_refused_by_name(results):
+    assert len(results["refused"]) == 2
+    assert "'pgo'" in results["refused"][0]
+    assert "'word'" in results["refused"][1]
