@@ -94,6 +94,7 @@ HEAVY = {
     "torch": {
         "training/dataset.py",
         "training/trainer/losses.py",
+        "training/trainer/checkpoint.py",
         "training/trainer/model.py",
         "training/trainer/optimizer.py",
     },

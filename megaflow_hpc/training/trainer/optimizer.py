@@ -35,6 +35,7 @@ class Optimizer:
         weight_decay: float = 0.0,
         clip_norm: float | None = 1.0,
     ) -> None:
+        self.policy = policy
         self.lr = lr
         self.clip_norm = clip_norm
         self.masters: dict[str, Any] = {}
@@ -59,7 +60,10 @@ class Optimizer:
             ConfigError: the norm is no number; nothing was changed, and the gradients are forgotten.
         """
         try:
-            gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+            for master in self.masters.values():
+                if master.grad is None:  # nothing went through it, as through an expert; the moments decay all the same
+                    master.grad = torch.zeros_like(master)
+            gradients = [master.grad for master in self.masters.values()]
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             if not math.isfinite(float(norm)):
@@ -83,23 +87,35 @@ class Optimizer:
         for parameter, master in self._rounded:
             parameter.copy_(master)
 
-    def tensors(self) -> dict[str, Any]:
-        """Returns all that is to be kept, by name; the moments are made where no step was taken yet.
+    @property
+    def updates(self) -> int:
+        """Steps taken so far."""
+        return int(self._state(next(iter(self.masters.values())))["step"])
 
-        They are the tensors themselves: what is read into them is the optimizer's state.
-        """
-        found = {}
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for master in self.masters.values():
+            self._state(master)["step"].fill_(count)
+
+    def tensors(self) -> dict[str, Any]:
+        """Returns masters and moments by name: the tensors themselves, so that what is read into them is the state."""
+        found: dict[str, Any] = {}
         for name, master in self.masters.items():
-            state = self.adamw.state[master]
-            if not state:
-                state.update(
-                    step=torch.tensor(0.0, dtype=torch.float32),
-                    exp_avg=torch.zeros_like(master),
-                    exp_avg_sq=torch.zeros_like(master),
-                )
-            found[f"master.{name}"] = master.detach()
-            found |= {f"{key}.{name}": value for key, value in state.items()}
+            state = self._state(master)
+            found |= {f"master.{name}": master.detach()}
+            found |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
         return found
+
+    def _state(self, master: Any) -> dict[str, Any]:
+        """AdamW's state of a parameter, made before its first step as AdamW itself would."""
+        state: dict[str, Any] = self.adamw.state[master]
+        if not state:
+            state.update(
+                step=torch.tensor(0.0, dtype=torch.float32),
+                exp_avg=torch.zeros_like(master),
+                exp_avg_sq=torch.zeros_like(master),
+            )
+        return state
 
 
 class _Into:
