@@ -64,7 +64,7 @@ DOORS: dict[str, str] = {
     "trajectories/maintenance": "trajectories/hdf5 trajectories/journal trajectories/reading rundir ledger",
     "trajectories/exports": "trajectories/hdf5 trajectories/journal trajectories/reading",
     "training": "training/algorithms rundir ledger trajectories/journal trajectories/reading",
-    "training/algorithms": "",
+    "training/algorithms": "config trajectories/reading",
     "training/trainer": "",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",
     # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.

@@ -36,7 +36,7 @@ class PenaltyConfig(Section):
 
 
 class OverlongConfig(Section):
-    """What is added to the reward of long rollouts (soft over-long punishment: DAPO, arXiv 2503.14476, equation 13)."""
+    """What is added to the reward of long rollouts (soft over-long punishment: DAPO, arXiv 2503.14476, section 3.4)."""
 
     longest: int = Field(ge=1)
     """Sampled tokens from which the whole penalty is added."""
@@ -85,9 +85,13 @@ class ReplayConfig(Section):
     """Trains on groups a further time."""
 
     ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of a batch that was trained on before. Default: 0."""
+    """Share of a step's groups that was trained on before. Default: 0."""
     size: int = Field(0, ge=0)
     """Groups that are kept for it, the latest. Default: 0."""
+    select: Literal["latest", "random"] = "latest"
+    """Which of them: the ``latest``, or any (``random``). Default: ``latest``."""
+    times: int = Field(1, ge=1)
+    """How often a group is trained on again, at most. Default: 1."""
 
     @model_validator(mode="after")
     def _some(self) -> ReplayConfig:
@@ -151,9 +155,9 @@ class FilterSolved(Section):
 class Greso(Section):
     """Asks less often for tasks whose groups have had equal rewards (Zheng et al. 2025, arXiv 2506.02177)."""
 
-    easy: float = Field(0.5, gt=0, lt=1)
+    easy: float = Field(0.5, ge=0.01, le=0.99)
     """Base of the probability at which an always solved task is asked for. Default: 0.5."""
-    hard: float = Field(0.5, gt=0, lt=1)
+    hard: float = Field(0.5, ge=0.01, le=0.99)
     """The same of a never solved task. Default: 0.5."""
     target_easy: float = Field(0.083, ge=0, le=1)
     """Share of always solved groups at which ``easy`` is steered. Default: 0.083."""
@@ -161,9 +165,9 @@ class Greso(Section):
     """The same of never solved groups. Default: 0.167."""
     step: float = Field(0.01, gt=0, lt=1)
     """How much either base changes at a step of the trainer. Default: 0.01."""
-    floor_easy: float = Field(0.1, gt=0, le=1)
+    floor_easy: float = Field(0.1, ge=0.01, le=1)
     """Least probability of an always solved task. Default: 0.1."""
-    floor_hard: float = Field(0.4, gt=0, le=1)
+    floor_hard: float = Field(0.4, ge=0.01, le=1)
     """Least probability of a never solved task. Default: 0.4."""
 
 

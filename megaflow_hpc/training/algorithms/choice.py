@@ -1,0 +1,101 @@
+"""What one step trains on: the steps of ``data``, one after the other, on as many groups as a batch has tasks.
+
+A step settles ``want`` groups, be they trained on or dropped: as many as are asked for at a time. So what is dropped
+makes a step smaller, and never makes a later one wait for groups that nobody asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaflow_hpc.config.data_algorithms import (
+    OverlongConfig,
+    PassRateFilter,
+    PenaltyConfig,
+    ReplayConfig,
+    StalenessConfig,
+)
+from megaflow_hpc.config.training import AdvantageConfig, TrainingConfig
+from megaflow_hpc.training.algorithms import filters, rewards
+from megaflow_hpc.training.algorithms.order import ordered
+from megaflow_hpc.training.algorithms.replay import replay, replayable
+from megaflow_hpc.training.algorithms.samples import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What becomes of the groups that were there."""
+
+    taken: tuple[Group, ...]
+    """Trained on, in this order; each with the samples that are left, their penalties and weights."""
+    drops: dict[str, str]
+    """Id → cause: of a sample that has left its group, of a group that is not taken."""
+    left: tuple[Group, ...]
+    """Not looked at yet; they wait for a later step."""
+    replayed: tuple[Group, ...]
+    """Trained on again, of those handed in."""
+    state: dict[str, Any]
+    """For the next call."""
+
+
+def choose(
+    config: TrainingConfig,
+    groups: Iterable[Group],
+    *,
+    version: int,
+    want: int,
+    replayed: Sequence[Group] = (),
+    state: Mapping[str, Any] | None = None,
+    random: np.random.Generator | None = None,
+    advantage: AdvantageConfig | None = None,
+) -> Choice:
+    """Chooses what one step trains on.
+
+    Args:
+        config: the section ``training``, of which ``data`` counts.
+        groups: complete ones, in any order, each once.
+        version: ordinal of the policy's newest weights, from which staleness counts.
+        want: groups that are settled, at most.
+        replayed: groups that were taken before, the latest last; the last ``size`` of ``replay`` are enough.
+        state: what the last call returned; nothing at first.
+        random: for ``replay`` with ``select: random``.
+        advantage: the policy's; says which rewards have to be there and have to differ.
+
+    Raises:
+        ConfigError: a reward is infinite, or no rollout has one of the rewards that are named.
+    """
+    compared = advantage or AdvantageConfig()
+    settings = {step.name: step.settings for step in config.data}
+    staleness = settings.get("staleness")
+    queue = ordered(groups, staleness.order if isinstance(staleness, StalenessConfig) else "edf")
+    drops: filters.Drops = {}
+    taken = filters.survivors(queue[:want], compared, drops)
+    for step in config.data:
+        match step.settings:
+            case PenaltyConfig() as penalty:
+                taken = rewards.punish_unfinished(taken, penalty)
+            case OverlongConfig() as overlong:
+                taken = rewards.punish_long(taken, overlong)
+            case PassRateFilter() as bounds:
+                taken = filters.within_pass_rates(taken, bounds, drops)
+            case StalenessConfig() as bound:
+                taken = filters.fresh(taken, bound, version, drops)
+            case _ if step.name == "mask_unfinished":
+                taken = rewards.mask_unfinished(taken)
+            case _ if step.name == "zero_variance":
+                taken = filters.varied(taken, compared, drops)
+    again: list[Group] = []
+    times = dict((state or {}).get("times", {}))
+    if isinstance(repeat := settings.get("replay"), ReplayConfig):
+        candidates = replayable(replayed, repeat, times)
+        if isinstance(staleness, StalenessConfig):
+            candidates = filters.fresh(candidates, staleness, version, {})
+        again = replay(candidates, len(taken), repeat, random or np.random.default_rng(0))
+        known = {group.id for group in replayed}
+        times = {group: count for group, count in times.items() if group in known}
+        times |= {group.id: times.get(group.id, 0) + 1 for group in again}
+    return Choice(tuple(taken), drops, tuple(queue[want:]), tuple(again), {"times": times} if times else {})

@@ -1,0 +1,128 @@
+"""Which groups and samples are not trained on. Each function takes groups, and writes what it drops, and why, down.
+
+================  ==================================================================================================
+always            what failed, was cancelled, has no reward or sampled nothing leaves its group; the others stay a group
+                  while they are two
+``keep_all``      nothing: AstraFlow, ``dataflow/buffer_filters.py``, ``KeepAllFilter``
+``zero_variance``  groups with equal rewards: ``FilterZeroAdvFilter`` there; DAPO's dynamic sampling drops the same
+``pass_rate``     groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
+``staleness``     samples whose oldest token is more than ``max`` versions behind: AstraFlow, ``rollout_buffer.py``,
+                  ``_pop_one``
+================  ==================================================================================================
+
+A group that is not taken is dropped by its own id, each sample that has left one by the sample's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from megaflow_hpc.config.data_algorithms import PassRateFilter, Range, StalenessConfig
+from megaflow_hpc.config.training import AdvantageConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.algorithms.rewards import columns, reward
+from megaflow_hpc.training.algorithms.samples import Group, Sample
+
+ALONE = "fewer than two samples"
+ZERO_VARIANCE = "zero variance"
+PASS_RATE = "pass rate"
+STALE = "stale"
+NOTHING_SAMPLED = "nothing sampled"
+NO_REWARD = "no reward"
+
+LEAST = 2
+"""Samples of a group: one has nothing to be compared with."""
+
+Drops = dict[str, str]
+
+
+def survivors(groups: Iterable[Group], advantage: AdvantageConfig, drops: Drops) -> list[Group]:
+    """Keeps the samples that have all their rewards and at least one sampled token.
+
+    Raises:
+        ConfigError: a reward is infinite, or no sample has one of the names in ``advantage.rewards``.
+    """
+    groups = list(groups)
+    _check_names([sample for group in groups for sample in group.samples if sample.verified], advantage)
+    return _samples(groups, lambda sample: _lack(sample, advantage), drops)
+
+
+def _lack(sample: Sample, advantage: AdvantageConfig) -> str:
+    """Why a sample cannot be compared with others; empty if it can."""
+    if sample.status == "failed":
+        return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
+    if sample.status == "cancelled":
+        return "cancelled"
+    if np.isnan(reward(sample)):
+        return NO_REWARD
+    for name in advantage.rewards:
+        if np.isnan(reward(sample, name)):
+            return f"{NO_REWARD} {name!r}"
+    return "" if sample.tokens else NOTHING_SAMPLED
+
+
+def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
+    for name in advantage.rewards:
+        if verified and all(name not in sample.rewards for sample in verified):
+            known = ", ".join(sorted({name for sample in verified for name in sample.rewards})) or "none"
+            raise ConfigError(
+                f"training: advantage.rewards: no rollout has a reward {name!r}; names that the verifiers gave: {known}"
+            )
+
+
+def varied(groups: Iterable[Group], advantage: AdvantageConfig, drops: Drops) -> list[Group]:
+    """Keeps the groups in which something of what is compared differs."""
+    return _whole(groups, lambda group: "" if varies(group, advantage) else ZERO_VARIANCE, drops)
+
+
+def varies(group: Group, advantage: AdvantageConfig) -> bool:
+    """Whether a group's samples differ in a value that has a weight."""
+    values, weights = columns(group.samples, advantage)
+    values = values[:, weights != 0]
+    return bool(len(values) and (values != values[0]).any())
+
+
+def within_pass_rates(groups: Iterable[Group], config: PassRateFilter, drops: Drops) -> list[Group]:
+    """Keeps the groups of which the share that passed lies in the range."""
+
+    def lack(group: Group) -> str:
+        passed = sum(reward(sample) >= config.threshold for sample in group.samples)
+        return "" if inside(passed / len(group.samples), config.range) else PASS_RATE
+
+    return _whole(groups, lack, drops)
+
+
+def inside(rate: float, bounds: Range) -> bool:
+    """Whether a pass rate lies in a range."""
+    lower, upper, kind = bounds
+    return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
+
+
+def fresh(groups: Iterable[Group], config: StalenessConfig, version: int, drops: Drops) -> list[Group]:
+    """Keeps the samples that are young enough for a policy at ``version``."""
+
+    def lack(sample: Sample) -> str:
+        return STALE if sample.oldest >= 0 and version - sample.oldest > config.max else ""
+
+    return _samples(groups, lack, drops)
+
+
+def _whole(groups: Iterable[Group], lack: Callable[[Group], str], drops: Drops) -> list[Group]:
+    kept = []
+    for group in groups:
+        if cause := lack(group):
+            drops[group.id] = cause
+        else:
+            kept.append(group)
+    return kept
+
+
+def _samples(groups: Iterable[Group], lack: Callable[[Sample], str], drops: Drops) -> list[Group]:
+    kept = []
+    for group in groups:
+        causes = {sample.id: cause for sample in group.samples if (cause := lack(sample))}
+        drops |= causes
+        kept.append(group.only(tuple(sample for sample in group.samples if sample.id not in causes)))
+    return _whole(kept, lambda group: ALONE if len(group.samples) < LEAST else "", drops)

@@ -1,0 +1,203 @@
+"""Which tasks are asked for next, and what is learned about them from the groups that are over.
+
+=================  =================================================================================================
+``uniform``        in random order, each task once before any comes again: MegaFlow, appendix D.1 (no curriculum). With
+                   nothing else it is AstraFlow's ``accept_all``
+``curriculum``     drawn without replacement, with a weight of p (1 - p) + 0.05 by the task's moving pass rate p, a half
+                   before it was tried; p (1 - p) is the learnability of Foster et al. 2025, arXiv 2502.12272
+``filter_solved``  not while the moving average of the pass rate is ``threshold`` or more: AstraFlow,
+                   ``dataflow/prompt_curators.py``, ``FilterSolvedCurator``
+``greso``          with the probability p^z, z being how many groups in a row had equal rewards, and p one number for
+                   tasks that always pass and one for those that never do; each is lowered at a step in which more than
+                   its target share of groups was so, else raised: Zheng et al. 2025, arXiv 2506.02177, section 4, with
+                   the floors, targets and warm-up of ``GRESOCurator`` there
+``pass_rate``      while the share that passed, of all its samples so far, lies in a range: MegaFlow, appendix D.1
+=================  =================================================================================================
+
+A state is JSON, and small: five numbers for each task that was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megaflow_hpc.config.data_algorithms import FilterSolved, PromptsConfig
+from megaflow_hpc.training.algorithms.filters import LEAST, inside
+from megaflow_hpc.training.algorithms.rewards import reward
+from megaflow_hpc.training.algorithms.samples import Group
+
+RECENT = 0.5
+"""Weight of the latest group in the pass rate that ``curriculum`` goes by: a model changes within a few rounds."""
+EXPLORED = 0.05
+"""Weight in ``curriculum`` of a task that always passes, or never: a fifth of 0.25 + 0.05, so that it is seen again."""
+LOWEST, HIGHEST = 0.01, 0.99
+"""Bounds of GRESO's two numbers (AstraFlow: ``p_min``, ``p_max``)."""
+
+
+class Known(NamedTuple):
+    """What is known of one task."""
+
+    passed: int = 0
+    """Samples that passed, of all groups."""
+    tried: int = 0
+    """Samples that were verified."""
+    average: float = 0.0
+    """Of the pass rate, as ``filter_solved`` keeps it."""
+    recent: float = 0.5
+    """The same, as ``curriculum`` keeps it."""
+    streak: int = 0
+    """Groups in a row with equal rewards; negative where they did not pass."""
+
+
+class Prompts:
+    """Chooses tasks.
+
+    Args:
+        config: the section ``training.prompts``.
+    """
+
+    def __init__(self, config: PromptsConfig) -> None:
+        self._config = config
+
+    def choose(
+        self, tasks: Sequence[str], count: int, state: Mapping[str, Any], random: np.random.Generator
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Chooses the next tasks to ask for.
+
+        Args:
+            tasks: all ids, in any order.
+            count: how many to choose; a task comes more than once only where too few may come at all.
+            state: what the last call returned, with what :meth:`learn` has returned since; empty at first.
+            random: from which every choice is drawn.
+
+        Returns:
+            Ids, fewer than ``count`` only where no task is left that may be asked for; and the state.
+        """
+        known = {task: Known(*row) for task, row in state.get("tasks", {}).items()}
+        eligible = [task for task in sorted(set(tasks)) if self._eligible(known.get(task))]
+        if not eligible or count <= 0:
+            return [], dict(state)
+        if self._config.order == "curriculum":
+            return self._drawn(eligible, known, count, state, random), dict(state)
+        return self._in_turn(sorted(set(tasks)), set(eligible), known, count, state, random)
+
+    def _eligible(self, known: Known | None) -> bool:
+        solved, rates = self._config.filter_solved, self._config.pass_rate
+        if solved and (known.average if known else solved.prior) >= solved.threshold:
+            return False
+        return not (rates and known and known.tried and not inside(known.passed / known.tried, rates))
+
+    def _in_turn(
+        self,
+        tasks: list[str],
+        eligible: set[str],
+        known: Mapping[str, Known],
+        count: int,
+        state: Mapping[str, Any],
+        random: np.random.Generator,
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Goes through all tasks in an order of its own each time, passing over those that may not come."""
+        chosen: list[str] = []
+        seed, position, of = state.get("turn", (0, 0, 0))
+        while len(chosen) < count:
+            if of != len(tasks) or position >= of:
+                seed, position, of = int(random.integers(2**32)), 0, len(tasks)
+            order = np.random.default_rng(seed).permutation(of)
+            while position < of and len(chosen) < count:
+                task = tasks[order[position]]
+                position += 1
+                if task in eligible and self._wanted(known.get(task), state, random):
+                    chosen.append(task)
+        return chosen, {**state, "turn": [seed, position, of]}
+
+    def _drawn(
+        self,
+        eligible: list[str],
+        known: Mapping[str, Known],
+        count: int,
+        state: Mapping[str, Any],
+        random: np.random.Generator,
+    ) -> list[str]:
+        """Draws by weight; all eligible tasks as often as they fit into ``count``, then some."""
+        rates = np.array([known.get(task, Known()).recent for task in eligible])
+        chance = np.array([self._chance(known.get(task), state) for task in eligible])
+        weights = (rates * (1 - rates) + EXPLORED) * chance
+        chosen: list[str] = []
+        while len(chosen) < count:
+            some = min(count - len(chosen), len(eligible))
+            drawn = random.choice(len(eligible), size=some, replace=False, p=weights / weights.sum())
+            chosen += [eligible[i] for i in drawn]
+        return chosen
+
+    def _wanted(self, known: Known | None, state: Mapping[str, Any], random: np.random.Generator) -> bool:
+        chance = self._chance(known, state)
+        return chance >= 1 or bool(random.random() < chance)
+
+    def _chance(self, known: Known | None, state: Mapping[str, Any]) -> float:
+        """Probability at which GRESO asks for a task that is offered."""
+        greso = self._config.greso
+        if not greso or not known or not known.streak:
+            return 1.0
+        base, floor = (
+            (state.get("easy", greso.easy), greso.floor_easy)
+            if known.streak > 0
+            else (state.get("hard", greso.hard), greso.floor_hard)
+        )
+        return float(max(base ** abs(known.streak), floor))
+
+    def learn(self, state: Mapping[str, Any], groups: Iterable[Group]) -> dict[str, Any]:
+        """Learns from groups that are over; called once a step, as GRESO counts.
+
+        Args:
+            state: what the last call returned; empty at first.
+            groups: all that were settled since, those that were dropped among them, as they came.
+
+        Returns:
+            The state, with what only :meth:`choose` keeps left out.
+        """
+        known = {task: Known(*row) for task, row in state.get("tasks", {}).items()}
+        came_again = bool(state.get("again"))
+        easy = hard = total = 0
+        for group in sorted(groups, key=lambda group: (group.time_ns, group.id)):
+            rewards = [reward(sample) for sample in group.samples if sample.verified]
+            if not rewards:
+                continue
+            came_again = came_again or group.task in known
+            found = self._updated(known.get(group.task), rewards)
+            known[group.task] = found
+            if len(rewards) >= LEAST:
+                total, easy, hard = total + 1, easy + (found.streak > 0), hard + (found.streak < 0)
+        learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in known.items()}, "again": came_again}
+        if greso := self._config.greso:
+            at = (state.get("easy", greso.easy), state.get("hard", greso.hard))
+            if state.get("again") and total:  # the first time through all tasks is over
+                at = (
+                    _steered(at[0], easy / total, greso.target_easy, greso.step),
+                    _steered(at[1], hard / total, greso.target_hard, greso.step),
+                )
+            learned |= {"easy": at[0], "hard": at[1]}
+        return learned
+
+    def _updated(self, known: Known | None, rewards: Sequence[float]) -> Known:
+        passed = sum(value >= self._config.threshold for value in rewards)
+        rate = passed / len(rewards)
+        solved = self._config.filter_solved or FilterSolved()
+        before = known or Known(average=solved.prior, recent=rate)
+        streak = before.streak
+        if len(rewards) >= LEAST:
+            sign = 0 if len(set(rewards)) > 1 else 1 if passed else -1
+            streak = sign * (abs(streak) + 1 if streak * sign > 0 else 1)
+        return Known(
+            before.passed + passed,
+            before.tried + len(rewards),
+            solved.decay * before.average + (1 - solved.decay) * rate,
+            (1 - RECENT) * before.recent + RECENT * rate,
+            streak,
+        )
+
+
+def _steered(base: float, share: float, target: float, step: float) -> float:
+    return max(LOWEST, base - step) if share >= target else min(HIGHEST, base + step)

@@ -1,0 +1,87 @@
+"""What a sample's rewards come to: several of them combined, and what steps of ``data`` add.
+
+===================  ===============================================================================================
+``penalty``          an amount for rollouts that a limit has cut off: MegaFlow, appendix D.1 (-0.5)
+``overlong``         0 up to ``longest - buffer`` sampled tokens, then linearly to ``penalty`` at ``longest``: Yu et al.
+                     2025, DAPO, arXiv 2503.14476, section 3.4
+``mask_unfinished``  such a rollout counts in its group with weight 0: DAPO, section 3.4 (over-long filtering)
+together             one column: the weighted sum of the rewards named, or the only one, with what was added
+apart                a column for each reward named, and one of weight 1 for what was added, compared each by itself:
+                     Liu et al. 2026, GDPO, arXiv 2601.05242
+===================  ===============================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig
+from megaflow_hpc.config.training import AdvantageConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.algorithms.samples import Group, Sample
+
+
+def punish_unfinished(groups: Iterable[Group], config: PenaltyConfig) -> list[Group]:
+    """Adds the penalty to every sample that a limit has cut off."""
+    return [_each(group, lambda sample: config.unfinished if sample.status == "truncated" else 0.0) for group in groups]
+
+
+def punish_long(groups: Iterable[Group], config: OverlongConfig) -> list[Group]:
+    """Adds the share of the penalty that a sample's length has earned."""
+    free = config.longest - config.buffer
+    return [
+        _each(group, lambda sample: config.penalty * min(max((sample.tokens - free) / config.buffer, 0.0), 1.0))
+        for group in groups
+    ]
+
+
+def mask_unfinished(groups: Iterable[Group]) -> list[Group]:
+    """Takes the weight of every sample that a limit has cut off."""
+    return [
+        replace(group, samples=tuple(replace(s, weight=0.0) if s.status == "truncated" else s for s in group.samples))
+        for group in groups
+    ]
+
+
+def _each(group: Group, added: Callable[[Sample], float]) -> Group:
+    return replace(group, samples=tuple(replace(s, penalty=s.penalty + added(s)) for s in group.samples))
+
+
+def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns what the samples are compared by.
+
+    Returns:
+        (n, k) values, NaN where a sample lacks one, and the weights (k) of the columns.
+
+    Raises:
+        ConfigError: a reward is infinite.
+    """
+    added = np.array([sample.penalty for sample in samples], dtype=np.float64)
+    if not config.rewards:
+        return (np.array([reward(sample) for sample in samples], dtype=np.float64) + added)[:, None], np.ones(1)
+    named = np.array([[reward(s, name) for name in config.rewards] for s in samples], dtype=np.float64)
+    named = named.reshape(len(samples), len(config.rewards))
+    weights = np.array(list(config.rewards.values()), dtype=np.float64)
+    if config.normalise == "together":
+        return (named @ weights + added)[:, None], np.ones(1)
+    return np.column_stack([named, added]), np.append(weights, 1.0)
+
+
+def reward(sample: Sample, name: str | None = None) -> float:
+    """Returns a sample's reward, or the one of a name; NaN if it has none.
+
+    Raises:
+        ConfigError: it is infinite.
+    """
+    found = sample.reward if name is None else sample.rewards.get(name, math.nan)
+    if name is not None and not sample.verified:
+        found = math.nan
+    if math.isinf(found):
+        what = "reward" if name is None else f"reward {name!r}"
+        raise ConfigError(f"{sample.id}: {what} is {found}; a verifier must give a finite number: correct the task's")
+    return found
