@@ -31,7 +31,7 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder / "run")
         self.run.create()
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[ServerRecord] = []
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Servers:
@@ -60,7 +60,9 @@ class Servers:
     def serve(self, number: int, *options: str, **env: str) -> None:
         """Starts the wrapper of an element that stands in run.json."""
         self.entries = self.entries or read_run(self.run).servers
-        quickly = ["--poll-s", "0.2", "--backoff-s", "0.2"]  # options that are given come later and win
+        quickly = ["--backoff-s", "0.2"]  # options that are given come later and win
+        if "poll_s" not in self.entries[number].model.get("weights", {}):
+            quickly += ["--poll-s", "0.2"]
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *quickly, *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}
