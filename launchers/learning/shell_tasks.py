@@ -37,8 +37,8 @@ class ShellTask:
         await sandbox.exec(f"printf %s {shlex.quote(self.content)} > in", timeout_s=30)
 
     async def score(self, sandbox: Any) -> float:
-        output = await sandbox.exec(["cat", "out"], timeout_s=30)
-        return float(output.exit_code == 0 and is_done(self.operation, self.content, output.stdout))
+        output = await sandbox.read("out")
+        return float(output is not None and is_done(self.operation, self.content, output.decode("utf-8", "replace")))
 
     async def solve(self, sandbox: Any) -> None:
         await sandbox.exec(self.operation.solution, timeout_s=30)

@@ -86,7 +86,7 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None) -> Start | No
         SandboxError: the sandbox was lost.
     """
     note = Path(sandbox.directory, NOTE)
-    note.unlink(missing_ok=True)
+    write_json(note, None)
     seen = await sandbox.exec(_LOOK, cwd=workdir, timeout_s=LOOK_S)
     words = seen.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
     if seen.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
@@ -94,6 +94,20 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None) -> Start | No
     start = Start(words[0], words[1], words[2], words[3], words[4:])
     write_json(note, asdict(start))
     return start
+
+
+async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
+    """Notes the checkout that a step began with making; one that was there before it stays what is compared with.
+
+    Raises:
+        SandboxError: the sandbox was lost.
+    """
+    try:
+        if _noted(sandbox) is not None:
+            return
+    except FileNotFoundError:
+        pass
+    await remember(sandbox, workdir)
 
 
 def read_note(sandbox: ApptainerSandbox) -> bytes:
@@ -111,13 +125,16 @@ def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
     """Returns what was changed since :func:`remember`, committed or not, new files included, as one patch for git.
 
-    ``None`` where there was no checkout. The checkout itself is left as it is. Call when the agent's processes have
-    ended; end what is started by its programs afterwards.
+    ``None`` where there was no checkout; nothing is run then. The checkout itself is left as it is. Call when the
+    agent's processes have ended; end what is started by its programs afterwards.
 
     Raises:
         SandboxError: the sandbox was lost.
     """
-    start = _noted(sandbox) or await remember(sandbox, workdir)
+    try:
+        start = _noted(sandbox)
+    except FileNotFoundError:
+        start = await remember(sandbox, workdir)
     if start is None:
         return None
     patch = await _read(sandbox, start)
@@ -152,10 +169,9 @@ def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
 
 
 def _noted(sandbox: ApptainerSandbox) -> Start | None:
-    try:
-        return Start(**json.loads(Path(sandbox.directory, NOTE).read_bytes()))
-    except FileNotFoundError:
-        return None
+    """What :func:`remember` found; :class:`FileNotFoundError` if it was not called."""
+    found = json.loads(Path(sandbox.directory, NOTE).read_bytes())
+    return Start(**found) if found else None
 
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:

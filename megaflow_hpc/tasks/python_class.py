@@ -13,16 +13,16 @@
             await sandbox.exec("touch a b c")
 
         async def score(self, sandbox):               # after the agent: a number, or numbers by name
-            result = await sandbox.exec("cat answer")
-            return float(result.stdout.strip() == "3")
+            answer = await sandbox.read("answer")     # None if there is no such file
+            return float(answer == b"3\\n")
 
         async def solve(self, sandbox):               # optional; what the oracle agent does
             await sandbox.exec("echo 3 > answer")
 
 ``setup``, ``score`` and ``solve`` may be plain functions too: they then run in a thread, and their sandbox's ``exec``,
-``upload`` and ``download`` wait for the result. One class is one task, named after it (or by ``id``); with a class
-method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score`` of a
-rollout are called on the same instance.
+``upload``, ``download`` and ``read`` wait for the result. One class is one task, named after it (or by ``id``); with a
+class method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score``
+of a rollout are called on the same instance.
 
 The code runs in the worker, imported from the campaign file's directory or wherever the interpreter finds it. What it
 raises is the user's failure, named by file and line; a sandbox that is lost stays an infrastructure failure.
@@ -46,7 +46,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.rootfs import upperdir
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
+from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat, VerificationContext
@@ -204,14 +206,21 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
     return ExecResult(0)
 
 
-async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
+async def verify(task: Task, sandbox: ApptainerSandbox, *, fresh: bool = False) -> Verdict:
     """Runs ``score`` after every process of the agent has been killed.
+
+    Args:
+        fresh: of the agent's changes only those below the work directory are left.
 
     Raises:
         UserCodeError: ``score`` raised, or gave something that is no reward.
         SandboxError: the sandbox was lost.
     """
-    await sandbox.kill_processes()
+
+    def keep_workdir(paths: LayerPaths) -> None:
+        upperdir.keep_only(paths.upper, paths.upper.with_name("agent"), [task.workdir or "/"])
+
+    await sandbox.end_processes(keep_workdir if fresh else None)
     instance = _instance(task, sandbox)
     try:
         found = await _call(task, instance.score, sandbox, task.verifier_timeout_s)
@@ -331,7 +340,7 @@ class PythonClassFormat(OneStep):
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
     ) -> Verdict:
-        return await verify(step, sandbox)
+        return await verify(step, sandbox, fresh=context.fresh)
 
 
 FORMAT: TaskFormat = PythonClassFormat()
@@ -355,3 +364,7 @@ class WaitingSandbox:
     def download(self, source: str, target: str) -> None:
         """Copies a file or directory of the sandbox to the host."""
         asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
+        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file."""
+        return asyncio.run_coroutine_threadsafe(self._sandbox.read(path, limit), self._loop).result()

@@ -65,9 +65,11 @@ async def run_steps(
             await sandbox.restart(replace(sandbox.spec, user=step.user))
         if not under_way:
             await found.begin_step(step, sandbox)
+            if found.step_name(step):
+                await checkout.remember_new(sandbox, step.workdir)
         under_way = False
         await run_agent(number, step)
-        await sandbox.kill_processes()
+        await sandbox.end_processes()
         with verifying():
             verdict = await verify(step, sandbox, context, stay=number < len(steps) - 1)
         verdicts.append(StepVerdict(found.step_name(step), verdict))

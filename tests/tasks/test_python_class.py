@@ -16,6 +16,7 @@ import pytest
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, UserCodeError
+from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.python_class import solve
 from megaflow_hpc.tasks.steps import prepare, verify
@@ -93,6 +94,11 @@ class Leaving(Base):
 class LeavingThread(Base):
     def score(self, sandbox):
         raise SystemExit(3)
+
+class Told(Base):
+    def score(self, sandbox):
+        read = sandbox.read("answer")
+        return {"read": read == b"3\\n", "told": sandbox.exec("cat answer").stdout == "3\\n"}
 """
 
 
@@ -104,14 +110,17 @@ def module(tmp_path: Path) -> str:
     return name
 
 
-def run(scratch: Path, rootfs: str, task: Task, agent: Callable[[Task, ApptainerSandbox], Awaitable[Any]]) -> Verdict:
+Acts = Callable[[Task, ApptainerSandbox], Awaitable[Any]]
+
+
+def run(scratch: Path, rootfs: str, task: Task, agent: Acts, fresh: bool = False) -> Verdict:
     async def main() -> Verdict:
         async with ApptainerProvider(scratch) as provider:
             spec = SandboxSpec(rootfs, workdir=task.workdir, env=task.env)
             async with await provider.start(spec) as sandbox:
                 await prepare(task, sandbox)
                 await agent(task, sandbox)
-                return await verify(task, sandbox)
+                return await verify(task, sandbox, VerificationContext(fresh=fresh))
 
     return asyncio.run(main())
 
@@ -139,6 +148,26 @@ def test_methods_with_and_without_await_prepare_solve_and_score(
     assert run(scratch, rootfs, task, idle).reward == 0.0
     if name == "Plain":
         assert solved.rewards == {"reward": 1.0, "asked": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("does", "fresh", "expected"),
+    [
+        ("echo 3 > answer", True, {"read": 1, "told": 1}),
+        ("true", True, {"read": 0, "told": 0}),
+        ("printf '#!/bin/sh\necho 3\n' > /usr/bin/cat", False, {"read": 0, "told": 1}),
+        ("printf '#!/bin/sh\necho 3\n' > /usr/bin/cat", True, {"read": 0, "told": 0}),
+    ],
+)
+def test_verification_fresh_leaves_a_score_nothing_of_the_agents_but_its_work_directory(
+    tmp_path: Path, module: str, does: str, fresh: bool, expected: dict[str, float], scratch: Path, rootfs: str
+) -> None:
+    (task,) = load_tasks([f"{module}:Told"], tmp_path)
+
+    async def agent(task: Task, sandbox: ApptainerSandbox) -> None:
+        assert (await sandbox.exec(does)).exit_code == 0
+
+    assert run(scratch, rootfs, task, agent, fresh).rewards == expected
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
 
 ``kill_processes``, ``restart`` and ``reset`` replace the container (some 50 ms): nothing is left that could watch, and
-the runner itself is new. The first two keep the layer, ``reset`` empties it. The files are bundle.py's.
+the runner itself is new. The first two keep the layer, ``reset`` empties it. ``end_processes`` leaves the start to the
+next command, which may never come. The files are bundle.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,6 +36,9 @@ from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
 """Bytes kept of each stream of a command, half of them its head."""
+
+READ_LIMIT = 1 << 20
+"""Bytes that :meth:`ApptainerSandbox.read` returns at most."""
 
 LIKE_A_LOST_IMAGE = (124, 126, 127, 128 + signal.SIGBUS, 128 + signal.SIGKILL)
 """Exit codes of commands whose program, directory or pages went away; of others too, so the image is looked at then."""
@@ -66,6 +71,8 @@ class ApptainerSandbox:
         self._on_stop = on_stop
         self._uploads = 0
         self._stopped = False
+        self._at_rest = False
+        """Whether there is no container, and the next command starts one."""
         self._changing = asyncio.Lock()
         self.breaches: list[Breach] = []
         """Limits passed since the start, in order."""
@@ -140,6 +147,15 @@ class ApptainerSandbox:
         """Ends every process and starts a fresh container on the same writable layer; ``/dev/shm`` starts empty."""
         await self.restart()
 
+    async def end_processes(self, change: Callable[[LayerPaths], None] | None = None) -> None:
+        """Ends every process; the next command starts a fresh container on the same writable layer.
+
+        Args:
+            change: as for :meth:`restart`.
+        """
+        async with self._changing:
+            await self._end(change)
+
     async def restart(
         self, spec: SandboxSpec | None = None, change: Callable[[LayerPaths], None] | None = None
     ) -> None:
@@ -151,15 +167,25 @@ class ApptainerSandbox:
                 Only then may the host touch the layer.
         """
         async with self._changing:
-            await self._running().check()
-            await self._bundle.drop(self._watch)
-            if change is not None:
-                await self._bundle.layer.change(change)
+            await self._end(change)
             if spec is not None:
                 self.spec = replace(spec, image=self.spec.image)
                 self.workdir = self.spec.workdir or "/"
             self._renew()
-            await self._bundle.start_again(self.spec, self._watch)
+            await self._start_again()
+
+    async def _end(self, change: Callable[[LayerPaths], None] | None) -> None:
+        if (container := self._container()) is not None:
+            await container.check()
+        await self._bundle.drop(self._watch)
+        if change is not None:
+            await self._bundle.layer.change(change)
+        self._renew()
+        self._at_rest = True
+
+    async def _start_again(self) -> Container:
+        self._at_rest = False
+        return await self._bundle.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
         """Takes the sandbox back to the image and the spec as they were: every process gone, the writable layer
@@ -168,7 +194,8 @@ class ApptainerSandbox:
         With mode ``persistent`` a container that stands by takes over, and the old one goes in the background.
         """
         async with self._changing:
-            self._running()
+            self._container()
+            self._at_rest = False
             self.spec, self.workdir = self._first_spec, self._first_spec.workdir or "/"
             if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
                 self._become(spare)
@@ -201,7 +228,8 @@ class ApptainerSandbox:
     async def settled(self) -> None:
         """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
         try:
-            await asyncio.wait_for(self._running().commands.workers.settled.wait(), self._bundle.start_timeout_s)
+            container = await self._alive()
+            await asyncio.wait_for(container.commands.workers.settled.wait(), self._bundle.start_timeout_s)
         except TimeoutError:
             raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
 
@@ -232,8 +260,7 @@ class ApptainerSandbox:
         Where there is no overlay these are the image's as well (:meth:`.WritableLayer.take`).
         """
         async with self._changing:
-            await self._running().check()
-            await self._bundle.drop(self._watch)
+            await self._end(None)
             await asyncio.to_thread(self._bundle.layer.take, Path(target))
         await self.stop()
 
@@ -254,15 +281,17 @@ class ApptainerSandbox:
         if container is not None:
             await container.check()
         async with self._changing:  # another command may have found the same, and be at it
-            if not self._running().alive:
-                await self._bundle.drop(self._watch)
-                await self._bundle.start_again(self.spec, self._watch)
-            return self._running()
+            container = self._container()
+            if container is not None and container.alive:
+                return container
+            await self._bundle.drop(self._watch)
+            return await self._start_again()
 
-    def _running(self) -> Container:
+    def _container(self) -> Container | None:
+        """The container; ``None`` while the sandbox is at rest."""
         if self._stopped:
             raise SandboxError("the sandbox is stopped")
-        if self._bundle.container is None:
+        if self._bundle.container is None and not self._at_rest:
             raise SandboxError("the sandbox has no container: its last start failed")
         return self._bundle.container
 
@@ -325,6 +354,32 @@ class ApptainerSandbox:
             raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
         return await listen_inside(self.pid, port)
 
+    async def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
+        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file.
+
+        Of a sandbox at rest (:meth:`end_processes`) the host reads what the sandbox has written by itself, without a
+        container and without any program of the sandbox's; else the sandbox's own ``head`` does.
+
+        Args:
+            path: relative to the sandbox's workdir.
+
+        Raises:
+            SandboxError: the sandbox is lost.
+        """
+        place = os.path.join(self.workdir, path)
+        if self._at_rest and not self._covered(place):
+            known, content = await asyncio.to_thread(self._bundle.layer.read, place, limit)
+            if known:
+                return content
+        script = f"if [ -f {shlex.quote(place)} ]; then exec head -c {limit} <{shlex.quote(place)}; else exit 1; fi"
+        done = await self.exec(script, cwd="/", output_limit=2 * limit)
+        return done.stdout_bytes if done.exit_code == 0 else None
+
+    def _covered(self, path: str) -> bool:
+        """Whether a bind of the spec lies over ``path``."""
+        places = (bind.split(":")[1] if ":" in bind else bind for bind in self.spec.binds)
+        return any(f"{os.path.normpath(path)}/".startswith(f"{os.path.normpath(place)}/") for place in places)
+
     async def upload(self, source: str, target: str) -> None:
         """Copies a file or a directory's contents of the host to ``target``, whose parents are made.
 
@@ -380,7 +435,8 @@ class ApptainerSandbox:
             SandboxError: there is something at ``target``, or the copy failed.
         """
         async with self._changing:
-            init = self._running().init
+            container = self._container()
+            init = container.init if container else None
             stopped = await asyncio.to_thread(stop_all, init.pid) if init and init.alive() else []
             try:
                 return await self._bundle.layer.snapshot(Path(target), self.spec.image)

@@ -16,6 +16,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult
+from tests.support.sandboxes import runs
 from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]
@@ -297,6 +298,53 @@ def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(in_any_sa
     after_kill, after_reset = in_any_sandbox(use)
     assert after_kill.split() == ["/kept", "note", "0"]
     assert after_reset.split() == ["0", "/opt"]
+
+
+def told_at_rest(sandbox: ApptainerSandbox) -> bool:
+    return sandbox.pid is None and sandbox.host_pid is None
+
+
+AT_REST = {"file": b"written", "deep/file": b"x" * 100, "none": None, "deep": None, "pipe": None, "/w/../w/deep": None}
+WOKEN = {"link": b"written", "gone": None, "/etc/passwd": b"root:"}
+
+
+def reading_at_rest(image_run: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        made = await sandbox.exec(
+            "mkdir -p deep && printf written > file && printf %0100d 0 | tr 0 x > deep/file && ln -s file link && "
+            "mkfifo pipe && ln -s /proc/self/environ out && (setsid sleep 500 &)"
+        )
+        assert made.exit_code == 0, made.stderr
+        for path, content in (AT_REST | WOKEN).items():
+            assert await sandbox.read(path, 5 if path == "/etc/passwd" else 1000) == content, path
+        await sandbox.end_processes()
+        for path, content in list(AT_REST.items())[:5]:
+            assert await sandbox.read(path) == content, path
+        assert await sandbox.read("deep/file", 7) == b"x" * 7
+        assert told_at_rest(sandbox), "reading what the sandbox wrote starts no container"
+        for path, content in WOKEN.items():
+            await sandbox.end_processes()
+            assert await sandbox.read(path, 5 if path == "/etc/passwd" else 1000) == content, path
+        left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'slee[p] 500'")
+        assert left.stdout == "0\n"
+        await sandbox.end_processes()
+        await sandbox.end_processes()
+        await sandbox.restart()
+        assert (await sandbox.exec("cat file")).stdout == "written"
+        await sandbox.end_processes()
+        await sandbox.reset()
+        assert await sandbox.read("file") is None
+
+    image_run(use, workdir="/w")
+
+
+def test_a_sandbox_at_rest_is_read_by_the_host_and_wakes_for_a_command(in_any_sandbox: InSandbox) -> None:
+    reading_at_rest(in_any_sandbox)
+
+
+def test_a_copy_at_rest_is_read_alike(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    reading_at_rest(runs(busybox_rootfs, scratch))
 
 
 def test_an_image_with_little_more_than_a_shell_is_enough(small_rootfs: str, scratch: Path) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection
+import stat
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
 
 _MADE_BY_US = ("dev", "proc", "sys", "tmp", "etc", CONTROL_DIR.lstrip("/"))
+
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,40 @@ class WritableLayer:
         """Moves the sandbox's files to ``target``, after the last container: what it changed; the whole tree where the
         image was copied."""
         os.rename(os.path.join(self.path, "root" if self._access.copies else "upper"), target)
+
+    def read(self, path: str, limit: int) -> tuple[bool, bytes | None]:
+        """Reads a file as a container would see it, while nothing runs.
+
+        Returns:
+            Whether it can be told without one, and then the file's first ``limit`` bytes, or ``None`` if there is no
+            regular file. It cannot where a link is in the way, or where the image has something at ``path``.
+        """
+        parts = [part for part in path.split("/") if part not in ("", ".")]
+        top = os.path.join(self.path, "root" if self._access.copies else "upper")
+        if not parts or ".." in parts or not os.path.isdir(top):
+            return False, None
+        place = os.open(top, _DIRECTORY)
+        try:
+            for part in parts[:-1]:
+                below = os.open(part, _DIRECTORY, dir_fd=place)
+                os.close(place)
+                place = below
+            file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+        except FileNotFoundError:
+            images = os.path.isdir(self._access.rootfs) and not self._access.copies
+            known = self._access.copies or (images and not _leads(self._access.rootfs, parts))
+            return known, None
+        except OSError:  # a link, or what its maker may read and we may not
+            return False, None
+        finally:
+            os.close(place)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return True, None
+            with open(file, "rb", closefd=False) as content:
+                return True, content.read(limit)
+        finally:
+            os.close(file)
 
     async def empty(self) -> None:
         """Empties the layer: it is as new."""
@@ -132,3 +170,15 @@ class WritableLayer:
                 "on scratch as its image here (megaflow-hpc doctor)"
             )
         return said.decode().strip()
+
+
+def _leads(rootfs: str, parts: Sequence[str]) -> bool:
+    """Whether a path leads, or a link in it may lead, to something in an image."""
+    place = rootfs
+    for part in parts:
+        place = os.path.join(place, part)
+        if not os.path.lexists(place):
+            return False
+        if os.path.islink(place):
+            return True
+    return True
