@@ -93,8 +93,8 @@ def _check_option(where: str, option: str, value: Any, loss: str) -> None:
     if not any(isinstance(value, int | float) and value == good for good in allowed):
         remedy = f"leave it out, or write {allowed[0]}" if allowed else "leave it out"
         raise ValueError(
-            f"{where} {value!r}: a trained policy is sampled from its own distribution, else the ratios of loss {loss} "
-            f"are wrong; {remedy}"
+            f"{where} {value!r}: a trained policy is sampled from its own distribution, else loss {loss} has "
+            f"probabilities that it was not sampled with; {remedy}"
         )
 
 
@@ -103,8 +103,8 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if str(name).replace("_", "-") == option and value != good:
             raise ValueError(
-                f"{where}.args.{name} {value!r}: takes temperature and top-p from a model's files, which makes the "
-                f"ratios of a loss wrong; leave it out, or write {good}"
+                f"{where}.args.{name} {value!r}: takes temperature and top-p from a model's files, and a loss the "
+                f"probabilities without them; leave it out, or write {good}"
             )
 
 

@@ -2,7 +2,8 @@
 
 A *loss* is what the trainer differentiates: a function of new and proximal log-probabilities and advantages, and how it
 is averaged. An *advantage* is a number for each rollout, made of rewards before any model is asked. So GRPO is the loss
-``grpo`` with the advantage ``grpo``, Dr.GRPO both of its own, and RLOO no loss but an advantage, with the loss ``ppo``.
+``grpo`` with the advantage ``grpo``, and Dr.GRPO and RLOO, too, are both of their own; the other losses go with any
+advantage, and the advantage ``median`` with any loss.
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Liu et al. 2025 (Dr.GRPO,
 2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Yu et al. 2025 (DAPO, 2503.14476); MiniMax 2025 (CISPO, 2506.13585);
 Zheng et al. 2025 (M2PO, 2510.01161); Ahmadian et al. 2024 (RLOO, 2402.14740).
@@ -43,6 +44,7 @@ CLIPS: dict[str, tuple[float, float]] = {
         4.0,
     ),  # no lower bound, as in the paper; ratios up to 5, as TRL's guide takes from ScaleRL 2510.13786
     "m2po": (math.inf, math.inf),  # the second moment bounds it
+    "rloo": (math.inf, math.inf),  # takes no ratio
 }
 """By loss: how far below and above 1 a ratio counts in full, where ``clip`` is not given."""
 
@@ -67,10 +69,11 @@ class Minibatch(Section):
 class LossConfig(Section):
     """What the trainer minimises, and how often it goes through a step's data."""
 
-    kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po"] = "dapo"
+    kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] = "dapo"
     """``ppo``, ``dapo``: clipped ratios of tokens, averaged over all tokens; ``grpo``: averaged in each rollout, then
     over rollouts; ``dr_grpo``: summed, divided by rollouts times the longest; ``gspo``: one ratio for each rollout;
-    ``cispo``: the ratio is a clipped weight without gradient; ``m2po``: the second moment of ratios is bounded."""
+    ``cispo``: the ratio is a clipped weight without gradient; ``m2po``: the second moment of ratios is bounded;
+    ``rloo``: log-probabilities without a ratio, divided by rollouts. Default: ``dapo``."""
     clip: tuple[float, float] | None = None
     """How far below and above 1 ratios count: ``[below, above]``, or one number for both. Default: the paper's of each
     kind; 0.2 and 0.28 for ``dapo``."""
@@ -86,8 +89,8 @@ class LossConfig(Section):
     @field_validator("kind", mode="before")
     @classmethod
     def _not_an_advantage(cls, value: Any) -> Any:
-        if value in ("rloo", "median"):
-            raise ValueError(f"{value} is an advantage; write advantage: {{kind: {value}}} and loss: {{kind: ppo}}")
+        if value == "median":
+            raise ValueError("median is an advantage; write advantage: {kind: median} and a loss that it goes with")
         return value
 
     @field_validator("clip", mode="before")
@@ -99,8 +102,9 @@ class LossConfig(Section):
     def _bounds(self) -> LossConfig:
         if self.clip and not all(side > 0 for side in self.clip):
             raise ValueError(f"clip {list(self.clip)}: how far below and above 1, both positive, such as [0.2, 0.28]")
-        if self.kind == "m2po" and self.clip:
-            raise ValueError("clip: m2po bounds ratios by second_moment; leave clip out")
+        if self.kind in ("m2po", "rloo") and self.clip:
+            why = "bounds ratios by second_moment" if self.kind == "m2po" else "takes no ratio"
+            raise ValueError(f"clip: {self.kind} {why}; leave clip out")
         return self
 
     @property
@@ -126,7 +130,7 @@ class AdvantageConfig(Section):
     @field_validator("kind", mode="before")
     @classmethod
     def _not_a_loss(cls, value: Any) -> Any:
-        if value in CLIPS and value not in ("grpo", "dr_grpo"):
+        if value in CLIPS and value not in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(f"{value} is a loss; write loss: {{kind: {value}}} and the advantage that it goes with")
         return value
 

@@ -102,7 +102,7 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
     [
         ("policies: {}", "names no policy; write policies: {default: {}}"),
         ("policies: {other: }", "'other' is no policy with a model; this campaign has: default"),
-        ("policies: {default: {loss: {kind: rloo}}}", "rloo is an advantage; write advantage: {kind: rloo}"),
+        ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
         ("policies: {default: {loss: {minibatch: {tasks: 4, tokens: 9}}}}", "say the unit of a minibatch once"),
         ("policies: {default: {loss: {minibatch: {}}}}", "say the unit of a minibatch once"),
@@ -110,6 +110,7 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
         ("policies: {default: {loss: {minibatch: {tasks: 64}}}}", "64 tasks are more than the 16 of batch.tasks"),
         ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),
         ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds ratios by second_moment"),
+        ("policies: {default: {loss: {kind: rloo, clip: 0.2}}}", "rloo takes no ratio; leave clip out"),
         ("policies: {default: {advantage: {rewards: {a: 0}}}}", "every weight is 0"),
         ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "weights are finite numbers"),
         ("policies: {default: }\nbatch: {samples: 1}", "a group of one sample has nothing to compare with"),

@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.config.data_algorithms import (
-    OverlongConfig,
-    PassRateFilter,
-    PenaltyConfig,
-    ReplayConfig,
-    StalenessConfig,
-)
+from megaflow_hpc.config.data_algorithms import PassRateFilter, ReplayConfig, StalenessConfig, ZeroVariance
 from megaflow_hpc.config.training import AdvantageConfig, TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.order import ordered
@@ -60,7 +54,8 @@ def choose(
         groups: complete ones, in any order, each once.
         version: ordinal of the policy's newest weights, from which staleness counts.
         want: groups that are settled, at most.
-        replayed: groups that were taken before, the latest last; the last ``size`` of ``replay`` are enough.
+        replayed: groups that were taken before, the latest last, as they were handed in or as they were taken; the last
+            ``size`` of ``replay`` are enough.
         state: what the last call returned; nothing at first.
         random: for ``replay`` with ``select: random``.
         advantage: the policy's; says which rewards have to be there and have to differ.
@@ -73,25 +68,23 @@ def choose(
     staleness = settings.get("staleness")
     queue = ordered(groups, staleness.order if isinstance(staleness, StalenessConfig) else "edf")
     drops: filters.Drops = {}
-    taken = filters.survivors(queue[:want], compared, drops)
+    taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
     for step in config.data:
         match step.settings:
-            case PenaltyConfig() as penalty:
-                taken = rewards.punish_unfinished(taken, penalty)
-            case OverlongConfig() as overlong:
-                taken = rewards.punish_long(taken, overlong)
             case PassRateFilter() as bounds:
                 taken = filters.within_pass_rates(taken, bounds, drops)
             case StalenessConfig() as bound:
                 taken = filters.fresh(taken, bound, version, drops)
-            case _ if step.name == "mask_unfinished":
-                taken = rewards.mask_unfinished(taken)
-            case _ if step.name == "zero_variance":
+            case ZeroVariance():
                 taken = filters.varied(taken, compared, drops)
+            case _:
+                taken = rewards.shaped(taken, step)
     again: list[Group] = []
     times = dict((state or {}).get("times", {}))
     if isinstance(repeat := settings.get("replay"), ReplayConfig):
-        candidates = replayable(replayed, repeat, times)
+        candidates = filters.survivors(rewards.plain(replayable(replayed, repeat, times)), compared, {})
+        for step in config.data:
+            candidates = rewards.shaped(candidates, step)
         if isinstance(staleness, StalenessConfig):
             candidates = filters.fresh(candidates, staleness, version, {})
         again = replay(candidates, len(taken), repeat, random or np.random.default_rng(0))

@@ -15,9 +15,8 @@ A group that is not taken is dropped by its own id, each sample that has left on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-
-import numpy as np
 
 from megaflow_hpc.config.data_algorithms import PassRateFilter, Range, StalenessConfig
 from megaflow_hpc.config.training import AdvantageConfig
@@ -55,10 +54,10 @@ def _lack(sample: Sample, advantage: AdvantageConfig) -> str:
         return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
     if sample.status == "cancelled":
         return "cancelled"
-    if np.isnan(reward(sample)):
+    if math.isnan(reward(sample)):
         return NO_REWARD
     for name in advantage.rewards:
-        if np.isnan(reward(sample, name)):
+        if math.isnan(reward(sample, name)):
             return f"{NO_REWARD} {name!r}"
     return "" if sample.tokens else NOTHING_SAMPLED
 

@@ -69,7 +69,7 @@ class Prompts:
 
         Args:
             tasks: all ids, in any order.
-            count: how many to choose; a task comes more than once only where too few may come at all.
+            count: how many to choose; a task comes more than once where too few others may come, or are passed over.
             state: what the last call returned, with what :meth:`learn` has returned since; empty at first.
             random: from which every choice is drawn.
 
@@ -101,17 +101,19 @@ class Prompts:
     ) -> tuple[list[str], dict[str, Any]]:
         """Goes through all tasks in an order of its own each time, passing over those that may not come."""
         chosen: list[str] = []
-        seed, position, of = state.get("turn", (0, 0, 0))
+        seed, position, of, late = state.get("turn", (0, 0, 0, []))
         while len(chosen) < count:
-            if of != len(tasks) or position >= of:
-                seed, position, of = int(random.integers(2**32)), 0, len(tasks)
-            order = np.random.default_rng(seed).permutation(of)
+            if of != len(tasks) or position >= of:  # those of this very batch come last
+                seed, position, of, late = int(random.integers(2**32)), 0, len(tasks), sorted(set(chosen))
+            order = [tasks[i] for i in np.random.default_rng(seed).permutation(of)]
+            last = set(late)
+            order = [*(task for task in order if task not in last), *(task for task in order if task in last)]
             while position < of and len(chosen) < count:
-                task = tasks[order[position]]
+                task = order[position]
                 position += 1
                 if task in eligible and self._wanted(known.get(task), state, random):
                     chosen.append(task)
-        return chosen, {**state, "turn": [seed, position, of]}
+        return chosen, {**state, "turn": [seed, position, of, late]}
 
     def _drawn(
         self,

@@ -20,36 +20,45 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig
+from megaflow_hpc.config.data_algorithms import DataStep, MaskUnfinished, OverlongConfig, PenaltyConfig
+from megaflow_hpc.config.sections import Section
 from megaflow_hpc.config.training import AdvantageConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.samples import Group, Sample
 
 
-def punish_unfinished(groups: Iterable[Group], config: PenaltyConfig) -> list[Group]:
-    """Adds the penalty to every sample that a limit has cut off."""
-    return [_each(group, lambda sample: config.unfinished if sample.status == "truncated" else 0.0) for group in groups]
+def plain(groups: Iterable[Group]) -> list[Group]:
+    """Returns groups as they were before any step of ``data``."""
+    return [_each(group, _plain) for group in groups]
 
 
-def punish_long(groups: Iterable[Group], config: OverlongConfig) -> list[Group]:
-    """Adds the share of the penalty that a sample's length has earned."""
-    free = config.longest - config.buffer
-    return [
-        _each(group, lambda sample: config.penalty * min(max((sample.tokens - free) / config.buffer, 0.0), 1.0))
-        for group in groups
-    ]
+def shaped(groups: Iterable[Group], step: DataStep) -> list[Group]:
+    """Returns groups with what a step of ``data`` adds to rewards, or takes of weights."""
+    settings = step.settings
+    if not isinstance(settings, PenaltyConfig | OverlongConfig | MaskUnfinished):
+        return list(groups)
+    return [_each(group, lambda sample: _shaped(sample, settings)) for group in groups]
 
 
-def mask_unfinished(groups: Iterable[Group]) -> list[Group]:
-    """Takes the weight of every sample that a limit has cut off."""
-    return [
-        replace(group, samples=tuple(replace(s, weight=0.0) if s.status == "truncated" else s for s in group.samples))
-        for group in groups
-    ]
+def _plain(sample: Sample) -> Sample:
+    return sample if sample.penalty == 0 and sample.weight == 1 else replace(sample, penalty=0.0, weight=1.0)
 
 
-def _each(group: Group, added: Callable[[Sample], float]) -> Group:
-    return replace(group, samples=tuple(replace(s, penalty=s.penalty + added(s)) for s in group.samples))
+def _shaped(sample: Sample, settings: Section) -> Sample:
+    unfinished = sample.status == "truncated"
+    match settings:
+        case PenaltyConfig(unfinished=amount) if unfinished:
+            return replace(sample, penalty=sample.penalty + amount)
+        case OverlongConfig(longest=longest, buffer=buffer, penalty=amount):
+            if over := max(sample.tokens - (longest - buffer), 0):
+                return replace(sample, penalty=sample.penalty + amount * min(over / buffer, 1.0))
+        case MaskUnfinished() if unfinished:
+            return replace(sample, weight=0.0)
+    return sample
+
+
+def _each(group: Group, change: Callable[[Sample], Sample]) -> Group:
+    return Group(group.id, group.task, tuple(map(change, group.samples)))
 
 
 def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -175,6 +175,15 @@ def test_the_latest_groups_are_replayed_once_as_a_share_of_the_step() -> None:
     assert [g.task for g in quarter.replayed] == ["old4"]
 
 
+def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() -> None:
+    steps = [{"penalty": {"unfinished": -0.5}}, "mask_unfinished", {"replay": {"ratio": 0.5, "size": 9}}]
+    raw = [Group("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
+    taken = chosen(steps, raw).taken
+    for before in (raw, taken):
+        again = chosen(steps, [group([0, 1], "new/p")], replayed=before).replayed
+        assert [(s.penalty, s.weight) for s in again[0].samples] == [(0.0, 1.0), (-0.5, 0.0)]
+
+
 def test_what_is_too_old_is_not_replayed() -> None:
     before = [group([0, 1], "old/p", oldest=0), group([0, 1], "young/p", oldest=3)]
     steps = [{"staleness": {"max": 2}}, {"replay": {"ratio": 0.5, "size": 9}}]

@@ -33,6 +33,7 @@ def test_uniform_asks_for_each_task_once_before_any_comes_again() -> None:
     drawn = []
     for _ in range(5):
         chosen, state = way.choose(TASKS, 4, state, random)
+        assert len(set(chosen)) == 4  # where one turn ends within a batch and the next begins, too
         drawn += chosen
     assert Counter(drawn) == dict.fromkeys(TASKS, 2)
     assert set(drawn[:10]) == set(TASKS)
