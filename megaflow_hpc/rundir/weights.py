@@ -86,6 +86,23 @@ def current(run: RunDir, policy: str) -> Version:
         return Version(policy=policy)
 
 
+def newest(run: RunDir, policy: str) -> Version:
+    """Returns the highest version of a policy: what the pointer names but for instants, and for publishers that died.
+
+    It lists ``RUN/weights`` and reads a small file of each version above it.
+
+    Raises:
+        OSError: the run directory cannot be read now.
+    """
+    numbers = _numbers(run)
+    for number in reversed(numbers):
+        about = _about(run.weights / str(number))
+        if about is not None and about["policy"] == policy and not about.get("removed"):
+            known = numbers if "ordinal" not in about else [number]
+            return next(version for version in _history(run, known) if version.version == number)
+    return Version(policy=policy)
+
+
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
     """Returns every version whose files are there, of one policy or of all, oldest first."""
     return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
@@ -151,10 +168,10 @@ def publish(
 def point(run: RunDir, policy: str) -> Version:
     """Moves the pointer to the policy's highest version; repeats until no higher one was published meanwhile."""
     written = None
-    while written != (newest := _newest(run, policy)):
-        write_json(_pointer(run, policy), asdict(newest))
-        written = newest
-    return newest
+    while written != (found := newest(run, policy)):
+        write_json(_pointer(run, policy), asdict(found))
+        written = found
+    return found
 
 
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
@@ -205,16 +222,6 @@ def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | N
             said = (str(about.get(name, "")) for name in ("token", "digest"))
             found.append(Version(number, path, policy, float(about.get("published_at", 0)), last[policy], *said))
     return found
-
-
-def _newest(run: RunDir, policy: str) -> Version:
-    numbers = _numbers(run)
-    for number in reversed(numbers):
-        about = _about(run.weights / str(number))
-        if about is not None and about["policy"] == policy and not about.get("removed"):
-            known = numbers if "ordinal" not in about else [number]
-            return next(version for version in _history(run, known) if version.version == number)
-    return Version(policy=policy)
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:

@@ -74,7 +74,7 @@ class WeightUpdater:
             ModelServiceError: The run directory does not tell it now.
         """
         try:
-            wanted = weights.current(self._run, self._what.policy)
+            wanted = weights.newest(self._run, self._what.policy)
             older = weights.versions(self._run, self._what.policy) if wanted.version in self.refused else []
         except OSError as error:
             raise ModelServiceError(f"{self._run.weights}: cannot be read ({error.strerror})") from error
@@ -93,11 +93,14 @@ class WeightUpdater:
 
     def next(self) -> Version | None:
         """Returns the version to load now; ``None`` if it is served already, or other servers are to load it first."""
+        known = (self._proxy.serving.weights.version, *self.refused)
         try:
             wanted = weights.current(self._run, self._what.policy)
+            if wanted.version not in known:  # two publishers, one of whom died, may have left the pointer behind
+                wanted = weights.newest(self._run, self._what.policy)
         except OSError:  # the run directory is away, which is no reason to serve other weights
             return None
-        if wanted.version in (self._proxy.serving.weights.version, *self.refused):
+        if wanted.version in known:
             return None
         if self._rolling and not self._my_turn(wanted.version):
             return None

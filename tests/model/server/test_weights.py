@@ -132,12 +132,33 @@ def test_servers_look_for_weights_as_often_as_the_model_section_says(
 def test_a_run_directory_that_does_not_answer_is_no_reason_for_other_weights(run: RunDir, tmp_path: Path) -> None:
     weights.publish(run, trained(tmp_path / "step"), "a")
     updater = WeightUpdater(run, Assignment(0, "a", {}), Proxy())
-    assert updater.choose().version == 1
+    assert updater.next() == updater.choose()
     pointer = run.weights / "current.a.json"
     pointer.unlink()
     pointer.mkdir()  # to be read is an error, though not of a file that is missing
-    with pytest.raises(ModelServiceError, match="cannot be read"):
-        updater.choose()
+    assert updater.next() is None
+    run.weights.chmod(0o000)
+    try:
+        with pytest.raises(ModelServiceError, match="cannot be read"):
+            updater.choose()
+    finally:
+        run.weights.chmod(0o700)
+
+
+def test_a_pointer_that_was_left_behind_leads_to_the_newest_version(run: RunDir, tmp_path: Path) -> None:
+    """As after two publishers, of whom one was killed between its last look and the other's."""
+    proxy = Proxy()
+    updater = WeightUpdater(run, Assignment(0, "a", {}), proxy)
+    weights.publish(run, trained(tmp_path / "step1"), "a")
+    pointer = run.weights / "current.a.json"
+    behind = pointer.read_bytes()
+    second = weights.publish(run, trained(tmp_path / "step2"), "a", keep=1)
+    pointer.write_bytes(behind)
+    assert updater.choose().version == 2
+    found = updater.next()
+    assert found is not None
+    assert found.version == 2
+    proxy.serving = Serving(second)
     assert updater.next() is None
 
 
