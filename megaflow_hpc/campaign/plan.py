@@ -23,9 +23,10 @@ from megaflow_hpc.campaign import provenance
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
@@ -276,6 +277,8 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     run.create(plan.config.share)
     ledger = Ledger(run)
     ledger.create()
+    if plan.config.training:
+        prepare_training(plan.config.training, run)
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
@@ -311,6 +314,22 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     )
 
 
+def prepare_training(training: TrainingConfig, run: RunDir) -> None:
+    """Makes what a trainer finds: a directory for each policy, and this package alone for its interpreter."""
+    make_directory(run.training)
+    for policy in training.policies:
+        make_directory(run.training / policy)
+    make_directory(run.training / ".package")
+    (run.training / ".package" / "megaflow_hpc").symlink_to(Path(__file__).parents[1])
+
+
+def trainer_python() -> str:
+    """Returns the interpreter that has torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's environment."""
+    chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON") or os.environ.get("MEGAFLOW_ENGINE_VENV") or sys.executable
+    path = Path(chosen).expanduser().absolute()
+    return str(path / "bin" / "python" if path.is_dir() else path)
+
+
 def environment_script(config: CampaignConfig, mpi: str) -> str:
     """``env.sh``: the same environment in every job, however it was submitted."""
     # Servers and workers hold keys in memory; who debugs one raises the soft limit in `setup`.
@@ -326,6 +345,11 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
         "export PYTHONUNBUFFERED=1",
     ]
+    if config.training:
+        lines += [
+            f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}",
+            f'export MEGAFLOW_TRAINER_REQUEUES="${{MEGAFLOW_TRAINER_REQUEUES:-{config.slurm.trainer.requeues}}}"',
+        ]
     if config.share == "group":
         lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask
     counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]

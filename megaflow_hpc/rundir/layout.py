@@ -10,6 +10,7 @@
       ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: what was queued
       endpoints/          <server>.json: engines that answer now
       weights/            <version>/
+      training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
       journal/            <pod>.<start>.journal: acknowledged trajectories
       shards/             <pod>.<start>.h5
       partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
@@ -49,6 +50,7 @@ class RunDir:
         self.raised_limits = self.ledger / "limits.json"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"
+        self.training = self.path / "training"
         self.journal = self.path / "journal"
         self.shards = self.path / "shards"
         self.partial = self.path / "partial"

@@ -108,7 +108,7 @@ class Marks:
             with contextlib.suppress(OSError, ValueError):
                 first, _, end = path.read_text(errors="replace").partition("\n")
                 node, status, log = first.split(" ", 2)
-                found.append(Unstarted(path.name, node, int(status), log, _cause(end.splitlines())))
+                found.append(Unstarted(path.name, node, int(status), log, cause(end.splitlines())))
         return found
 
     def forget_unstarted(self) -> None:
@@ -117,7 +117,8 @@ class Marks:
             path.unlink(missing_ok=True)
 
 
-def _cause(lines: Sequence[str]) -> str:
+def cause(lines: Sequence[str]) -> str:
+    """Returns the line of a log's end that says most about why it ended."""
     said = [line.strip() for line in lines if line.strip()]
     for mark in CAUSES:
         if found := [line for line in said if mark in line]:

@@ -2,7 +2,7 @@
 
 ``--dry-run`` prints exactly what is submitted, and the scripts under ``sbatch/`` are this function's output for no
 campaign at all, so that the by-hand way and the automatic one run the same lines. The bodies are ``pods.sh``,
-``servers.sh`` and ``gather.sh`` beside this module.
+``servers.sh``, ``trainer.sh`` and ``gather.sh`` beside this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.config import CampaignConfig, PodPoolConfig
 from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.rundir.layout import RunDir
 
-Role = Literal["pods", "servers", "gather"]
+Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
 """Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
@@ -45,6 +45,8 @@ class Job:
     """Options of the engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
     """Another Slurm cluster than the one where this is submitted."""
+    policy: str = ""
+    """Whom a trainer trains; without a run it is taken from the command line."""
 
     @property
     def indices(self) -> str:
@@ -69,6 +71,7 @@ def script(job: Job) -> str:
     body = body.replace("@CLUSTER@", other)
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
+    body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
     if job.engines:  # the step has a part for each component of the job
         body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL").replace(
@@ -102,7 +105,8 @@ def command(job: Job, path: str) -> str:
     """The sbatch line that submits ``path`` by hand with this job's options."""
     options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
     given = [option(name, value) for name, value in options.items() if value is not None and value is not False]
-    return " ".join(["sbatch", *given, path, shlex.quote(job.run or "$RUN")])
+    policy = [shlex.quote(job.policy)] if job.policy else []
+    return " ".join(["sbatch", *given, path, shlex.quote(job.run or "$RUN"), *policy])
 
 
 def _walltime(value: str | int | None) -> str | None:
@@ -223,6 +227,32 @@ def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_
     return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
 
 
+def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: int | None = None) -> Job:
+    """Returns the job of a policy's trainer: one task on each node, with all that the job has there.
+
+    Args:
+        cpus_per_gpu: As for :func:`server_job`.
+    """
+    trainer, servers = config.slurm.trainer, config.slurm.servers
+    each = trainer.cpus_per_gpu or servers.cpus_per_gpu or cpus_per_gpu
+    options = {
+        **_common(config, run, "trainer"),
+        "output": str(run.logs / "trainer-%j.log"),
+        "partition": trainer.partition or servers.partition,
+        "nodes": trainer.nodes,
+        "ntasks-per-node": 1,
+        "gres": f"gpu:{trainer.gpus}" if trainer.gpus else None,
+        "cpus-per-task": each and each * max(1, trainer.gpus),
+        "mem": _megabytes(trainer.mem_gb),
+        "time": _walltime(trainer.time),
+        "signal": f"B:USR2@{WARN_S}",
+        "requeue": True,
+        **config.slurm.extra,
+        **trainer.extra,
+    }
+    return Job("trainer", options, run=str(run), policy=policy)
+
+
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
     """Returns the follow-up job, which writes trajectories.h5 and ends the engine arrays ``servers``."""
     gather, pods = config.slurm.gather, config.slurm.pods
@@ -255,6 +285,15 @@ def by_hand(role: Role) -> str:
             '  sbatch --array=0-7 sbatch/sandbox_pods.sbatch "$RUN"',
         ]
         shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks_per_node, "cpus-per-task": CPUS_PER_RANK}
+    elif role == "trainer":
+        header = [
+            "The trainer of one policy (default, unless another is named): one process for each GPU of each node. It",
+            "goes on from its last commit in every start, and ends when the training has ended.",
+            "",
+            "  RUN=$(megaflow-hpc plan campaign.yaml)",
+            '  sbatch --gres=gpu:4 --cpus-per-task=32 sbatch/trainer.sbatch "$RUN" default',
+        ]
+        shape = {"nodes": 1, "ntasks-per-node": 1}
     else:
         header = [
             "An engine array: each element starts one model server, registers it under RUN/endpoints and serves until",

@@ -4,20 +4,20 @@
 
     batches/000003.json     :class:`Batch`: tasks that were asked for together
     steps/000012.json       :class:`Plan`: what step 12 trains on, and what it drops; never changed
-    commits/000012.json     :class:`Commit`: step 12 is done: its checkpoint, its weights, its metrics
-    trainers/000002.json    :class:`Trainer`: the second start of the trainer; earlier ones commit no more
+    commits/000012.json     step 12 is done: its checkpoint, its weights, its metrics
+    trainers/000002.json    the second start of the trainer; earlier ones commit no more
     checkpoints/12/         the trainer's own files
 
 A plan is claimed before anything of it is used: its file is linked to the step's number, which succeeds once, and who
 comes second takes what is there. So a step is always made of the same rollouts, whoever dies and however often it is
 begun; a trainer that was thought dead and lives on can at most do the same step again, and does not commit it.
+Others look at commits and starts too: their records are in :mod:`megaflow_hpc.rundir.training`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +26,9 @@ import msgspec
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import NUMBERED, Commit, Trainer
 
 FORMAT_VERSION = 1
-_NUMBERED = re.compile(r"(\d{6,})\.json")
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -116,37 +116,11 @@ class Batch(msgspec.Struct, kw_only=True):
     """Of the choice of tasks, after this one."""
 
 
-class Commit(msgspec.Struct, kw_only=True):
-    """A step that is done."""
-
-    step: int
-    plan: str = ""
-    """Digest of the plan."""
-    checkpoint: str | None = None
-    """Directory of the trainer's state after the step, relative to RUN where it lies there; ``None``: none was kept."""
-    weights: int = 0
-    """Number of the newest weight version that the policy had then; 0: the campaign's own model."""
-    trainer: int = 0
-    metrics: dict[str, float] = {}
-    at: float = 0.0
-    """Seconds UTC."""
-
-
-class Trainer(msgspec.Struct, kw_only=True):
-    """One start of a policy's trainer."""
-
-    consumer: str = ""
-    node: str = ""
-    pid: int = 0
-    job_id: str = ""
-    at: float = 0.0
-
-
 class TrainingFiles:
     """The files of one policy. Building one touches nothing."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
-        self.run, self.path = run, run.path / "training" / policy
+        self.run, self.path = run, run.training / policy
         self.checkpoints, self.metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
 
     def create(self) -> None:
@@ -163,7 +137,7 @@ class TrainingFiles:
             names = os.listdir(self._folder(kind))
         except FileNotFoundError:
             return []
-        return sorted(int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name)))
+        return sorted(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
 
     def read(self, kind: type[R], number: int) -> R | None:
         """Returns a record; ``None`` if there is none.

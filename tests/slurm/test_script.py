@@ -20,12 +20,14 @@ CAMPAIGN = {
 }
 
 
-@pytest.mark.parametrize(("role", "name"), [("pods", "sandbox_pods"), ("servers", "model_servers")])
+@pytest.mark.parametrize(
+    ("role", "name"), [("pods", "sandbox_pods"), ("servers", "model_servers"), ("trainer", "trainer")]
+)
 def test_the_scripts_under_sbatch_are_what_the_builder_makes(role: script.Role, name: str) -> None:
     assert (ROOT / "sbatch" / f"{name}.sbatch").read_text() == script.by_hand(role)
 
 
-@pytest.mark.parametrize("role", ["pods", "servers", "gather"])
+@pytest.mark.parametrize("role", ["pods", "servers", "trainer", "gather"])
 def test_every_script_is_valid_shell(role: script.Role) -> None:
     text = script.script(script.Job(role, {}, run="/a dir/run"))
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -156,3 +158,21 @@ def test_limits_of_this_cluster_do_not_hold_for_pods_at_another() -> None:
     assert [job.elements for job in arrays.pod_jobs(campaign, run, few)] == [1, 2, 2]
     elsewhere = list(arrays.pod_jobs_elsewhere(campaign, run, {"other": 3}.__getitem__))
     assert [(job.elements, job.cluster, job.throttle) for job in elsewhere] == [(2, "other", None), (2, "other", None)]
+
+
+def test_a_trainer_has_a_section_of_its_own_and_names_its_policy() -> None:
+    def options(**trainer: object) -> dict[str, object]:
+        slurm = {"servers": {"partition": "gpu", "cpus_per_gpu": 6}, "extra": {"qos": "long"}, "trainer": trainer}
+        job = script.trainer_job(config.parse({**CAMPAIGN, "slurm": slurm}), RunDir("/runs/r1"), "default")
+        return {name: value for name, value in job.options.items() if value is not None}
+
+    unsaid = options()
+    assert (unsaid["partition"], unsaid["gres"], unsaid["cpus-per-task"]) == ("gpu", "gpu:1", 6)
+    assert (unsaid["nodes"], unsaid["ntasks-per-node"], unsaid["output"]) == (1, 1, "/runs/r1/logs/trainer-%j.log")
+    said = options(partition="big", nodes=2, gpus=4, cpus_per_gpu=8, mem_gb=64, time="1-00:00:00", extra={"qos": "own"})
+    assert (said["partition"], said["gres"], said["cpus-per-task"], said["nodes"]) == ("big", "gpu:4", 32, 2)
+    assert (said["mem"], said["time"], said["qos"]) == ("64000M", "1-00:00:00", "own")
+    assert "gres" not in options(gpus=0)
+    job = script.Job("trainer", {}, run="/a dir/run", policy="of two")
+    assert "\npolicy='of two'\n" in script.script(job)
+    assert script.command(job, "sbatch/trainer.sbatch") == "sbatch sbatch/trainer.sbatch '/a dir/run' 'of two'"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
-from megaflow_hpc.training.plan import Commit, Place, Plan, PlannedRollout, Settled, Trainer, TrainingFiles
+from megaflow_hpc.rundir.training import Commit, Trainer
+from megaflow_hpc.training.plan import Place, Plan, PlannedRollout, Settled, TrainingFiles
 from tests.support.samples import run_dir
 
 

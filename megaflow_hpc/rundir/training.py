@@ -1,0 +1,116 @@
+"""What a trainer leaves for others to see: which step is done, who trains, and the last word on its last start.
+
+::
+
+    RUN/training/<policy>/
+      commits/000012.json     :class:`Commit`: step 12 is done
+      trainers/000002.json    :class:`Trainer`: the second start of the trainer; earlier ones commit no more
+      last                    what became of the last start that has ended, and the end of its log; its batch shell's
+
+The rest there is the trainer's own (:mod:`megaflow_hpc.training`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import cause
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+NUMBERED = re.compile(r"(\d{6,})\.json")
+"""Name of a record's file: the number of what it is about."""
+FOR_GOOD = ("failed", "lost")
+"""Last words of a trainer that nobody starts again: a mistake, or too many starts that committed nothing."""
+
+
+class Commit(msgspec.Struct, kw_only=True):
+    """A step that is done."""
+
+    step: int
+    plan: str = ""
+    """Digest of the plan."""
+    checkpoint: str | None = None
+    """Directory of the trainer's state after the step, relative to RUN where it lies there; ``None``: none was kept."""
+    weights: int = 0
+    """Number of the newest weight version that the policy had then; 0: the campaign's own model."""
+    trainer: int = 0
+    metrics: dict[str, float] = {}
+    at: float = 0.0
+    """Seconds UTC."""
+
+
+class Trainer(msgspec.Struct, kw_only=True):
+    """One start of a policy's trainer."""
+
+    consumer: str = ""
+    node: str = ""
+    pid: int = 0
+    job_id: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """What became of a start of the trainer."""
+
+    word: str
+    """``done``; ``requeued``; ``left``: Slurm, or who runs the job, decides; or one of :data:`FOR_GOOD`."""
+    node: str
+    exit_status: int
+    log: str
+    cause: str
+    """The line of the log that says why, as far as that can be told."""
+
+
+class TrainingView:
+    """What is to be seen of one policy's training; what was read once is not read again."""
+
+    def __init__(self, run: RunDir, policy: str) -> None:
+        self.policy, self._path = policy, run.training / policy
+        self._commits: dict[int, Commit] = {}
+
+    def commits(self, count: int) -> list[Commit]:
+        """Returns the last ``count`` commits, oldest first; those that cannot be read are left out."""
+        known = self._commits
+        numbers = self._numbers("commits")[-count:]
+        # The last one may yet be written again, with a checkpoint.
+        self._commits = {
+            number: commit
+            for number in numbers
+            if (commit := (number != numbers[-1] and known.get(number)) or self._read(Commit, "commits", number))
+        }
+        return list(self._commits.values())
+
+    def trainers(self) -> list[Trainer]:
+        """Returns every start of the trainer, oldest first."""
+        starts = (self._read(Trainer, "trainers", number) for number in self._numbers("trainers"))
+        return [start for start in starts if start]
+
+    def last_word(self) -> LastWord | None:
+        """Returns the last word on the last start that has ended; ``None`` where none has, or it cannot be read."""
+        try:
+            first, _, end = (self._path / "last").read_text(errors="replace").partition("\n")
+            word, node, status, log = first.split(" ", 3)
+            return LastWord(word, node, int(status), log, cause(end.splitlines()))
+        except (OSError, ValueError):
+            return None
+
+    def _numbers(self, kind: str) -> list[int]:
+        try:
+            names = os.listdir(self._path / kind)
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
+
+    def _read(self, kind: type[R], folder: str, number: int) -> R | None:
+        try:
+            return msgspec.json.decode((self._path / folder / f"{number:06d}.json").read_bytes(), type=kind)
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,116 @@
+# The trainer of one policy. Each start goes on from the last commit; it ends when the training does.
+RUN=@RUN@
+policy=@POLICY@
+. "$RUN/env.sh"
+set -u
+
+ours="$RUN/training/$policy" # what is the policy's
+if [ ! -d "$ours" ]; then
+    echo "$RUN: its campaign does not train the policy $policy, but: $(ls "$RUN/training" 2>/dev/null)" >&2
+    exit 2
+fi
+job=$SLURM_JOB_ID
+# Slurm sets the count in a start that is not the first; else it is that of a job from inside which this one was queued.
+[ -z "${SLURM_RESTART_COUNT:-}" ] || counted=$(scontrol -o show job "$job" 2>/dev/null | grep -o ' Restarts=[0-9]*')
+[ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
+start="${SLURM_RESTART_COUNT:-0}"
+echo "$start" >"$RUN/logs/trainer-$job.start"
+newest() { find "$ours/$1" -name '[0-9]*.json' 2>/dev/null | sort | tail -n 1; }
+commit=$(newest commits) entered=$(newest trainers)
+log=$(readlink /proc/$$/fd/1)
+written=$(stat -Lc %s /proc/$$/fd/1 2>/dev/null || echo 0) # by earlier starts
+
+born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
+private=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$$-$born.XXXXXXXX") || exit 1
+trap 'rm -rf -- "$private"' EXIT
+
+# USR2: the walltime is near. The step is done again from its plan unless it ends in time. TERM: preempted or cancelled,
+# and Slurm itself decides about a requeue. A job that runs this script among other things is its user's, who decides.
+case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
+trap 'kill -TERM "$step" 2>/dev/null; (sleep 40; kill -KILL "$step" 2>/dev/null) &' USR2
+trap 'requeues=no; kill -TERM "$step" 2>/dev/null' TERM
+
+# Its interpreter may be an engine's, which has torch and not this package.
+if [ "$("$MEGAFLOW_TRAINER_PYTHON" -c 'import sys; print(sys.version_info >= (3, 11))' 2>&1)" != True ]; then
+    echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: no Python of at least 3.11" >&2
+    exit 2
+fi
+export PYTHONPATH="$RUN/training/.package${PYTHONPATH:+:$PYTHONPATH}"
+
+# One process for each GPU; one alone opens no port. On one node they meet through files and the loopback; on several by
+# torch's store, at a random port of the first one, which asks nobody who they are (docs/security.md).
+nodes=${SLURM_JOB_NUM_NODES:-1}
+processes=${MEGAFLOW_TRAINER_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
+[ "$processes" -ge 1 ] || processes=1
+command=("$MEGAFLOW_TRAINER_PYTHON")
+if [ "$((nodes * processes))" -gt 1 ]; then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(((${SLURM_CPUS_PER_TASK:-1} + processes - 1) / processes))}"
+    command+=(-m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" --max-restarts=0)
+    if [ "$nodes" -gt 1 ]; then
+        first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        command+=(--rdzv-backend=static --master-addr="$first" --master-port="$((20000 + RANDOM % 12000))")
+    else
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 MEGAFLOW_TRAINER_STORE="file://$private/store"
+        export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+        command+=(--rdzv-backend=c10d --rdzv-conf=store_type=file --rdzv-endpoint="$private/rendezvous")
+        command+=(--rdzv-id="$job" --local-addr=127.0.0.1)
+    fi
+fi
+command+=(-m megaflow_hpc.training.trainer "$RUN" --policy "$policy")
+
+# What a job or step around the one that queued this left behind would decide about memory and binding of the step.
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
+unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
+
+# One task on each node, which learns its number from Slurm. --export: whatever the job was queued with.
+# shellcheck disable=SC2016
+srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c 'export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"' trainer \
+    "${command[@]}" &
+step=$!
+while :; do
+    wait "$step"
+    status=$?
+    kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
+done
+
+# The last word on this start, for those who look: what becomes of it, and how its log ends.
+last() {
+    echo "trainer of $policy, start $start: $1 (srun exit status $status)"
+    { echo "$1 $(uname -n) $status $log" && tail -c "+$((written + 1))" "$log" | tail -c 4000; } >"$private/last" 2>/dev/null
+    cp "$private/last" "$ours/.last.$job" && mv "$ours/.last.$job" "$ours/last"
+}
+if [ -e "$RUN/ledger/cancelled" ]; then exit 0; fi
+if [ "$status" -eq 0 ] && [ ! -e "$RUN/ledger/open/$policy" ]; then
+    last "done"
+    exit 0
+fi
+# Slurm took this node for lost and has started the job anew elsewhere, or another job trains the policy now.
+[ "$(cat "$RUN/logs/trainer-$job.start")" = "$start" ] || exit 1
+later=$(newest trainers)
+if [ "$later" != "$entered" ] && ! grep -qE "\"job_id\":\"($job)?\"" "$later"; then
+    echo "trainer of $policy: another job has taken over"
+    exit 1
+fi
+# 2 is a mistake in the campaign or the installation: another node would say the same.
+if [ "$status" -eq 2 ]; then
+    last failed
+    exit 2
+fi
+if [ "$requeues" = no ]; then
+    last left
+    exit 1
+fi
+# Starts that committed no step are counted, whatever ended them.
+count="$RUN/logs/trainer-$job.requeues"
+if [ "$(newest commits)" != "$commit" ]; then rm -f "$count"; else printf . >>"$count"; fi
+vain=$(wc -c 2>/dev/null <"$count" || echo 0)
+if [ "$vain" -gt "$MEGAFLOW_TRAINER_REQUEUES" ]; then
+    last lost
+    exit 1
+fi
+last requeued
+echo "requeueing the trainer ($vain of $MEGAFLOW_TRAINER_REQUEUES in a row that committed nothing)"
+scontrol requeue "$job"
+sleep 30 # until Slurm ends this shell
+exit 1
