@@ -10,8 +10,9 @@ import yaml
 
 from megaflow_hpc import config
 from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig, StalenessConfig
-from megaflow_hpc.config.training import CLIPS, LossConfig, OptimizerConfig
+from megaflow_hpc.config.training import CLIPS, LossConfig, OptimizerConfig, PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
+from tests.support.places import ROOT
 
 CAMPAIGN = "name: learn\ntasks: tasks/*\nagent: mini-swe-agent\nsamples: 16\nmodel: {path: m}\n"
 WHOLE = """
@@ -182,6 +183,33 @@ def test_a_trained_policys_engine_takes_no_sampling_from_the_models_files(tmp_pa
     assert found["b"].args == {}
     assert found["c"]
     assert found["c"].args == {"sampling-defaults": "openai"}
+
+
+def test_the_docs_show_the_defaults(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "training.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    policies = yaml.safe_load(text)["training"]["policies"]["default"]
+    assert policies.keys() == PolicyTraining.model_fields.keys()
+    assert policies["loss"].keys() == LossConfig.model_fields.keys()
+    assert policies["optimizer"].keys() == OptimizerConfig.model_fields.keys()
+    assert yaml.safe_load(text)["training"].keys() == TrainingConfig.model_fields.keys()
+    shown, plain = load(tmp_path, CAMPAIGN + text), load(tmp_path, section("policies: {default: }"))
+    assert shown.slurm == plain.slurm
+    assert shown.training
+    assert plain.training
+    loss = shown.training.policies["default"].loss
+    assert loss.band == plain.training.policies["default"].loss.band
+    unclipped = shown.training.policies["default"].model_copy(update={"loss": loss.model_copy(update={"clip": None})})
+    assert shown.training.model_copy(update={"policies": {"default": unclipped}}) == plain.training.model_copy(
+        update={"mode": shown.training.mode}
+    )
+    assert shown.training.mode.bound == plain.training.mode.bound
+
+
+def test_the_papers_recipe_is_a_campaign_file() -> None:
+    campaign = config.load(ROOT / "launchers" / "learning" / "paper.yaml")
+    assert campaign.training
+    assert (campaign.training.mode.bound, campaign.samples * campaign.training.batch.tasks) == (0, 1024)
+    assert campaign.training.policies["default"].loss.band == (2e-4, 4e-4)
 
 
 def test_every_loss_has_a_band_of_its_paper() -> None:
