@@ -57,3 +57,16 @@ def test_versions_are_listed_with_the_current_one_marked(served: Run, tmp_path: 
     ]
     assert main(["weights", "list", str(served.path)]) == 0
     assert "1 *" in capsys.readouterr().out
+
+
+def test_a_token_that_comes_again_gives_the_version_that_is_there(served: Run, tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "script.yaml").write_text('default: ["43"]\n')
+    step = publish(served, str(folder), "--policy", "b", "--token", "step-1", "--digest")
+    assert [main([*step, "x"]), main([*step, "x"])] == [0, 0]
+    assert capsys.readouterr().out == "1\n1\n"
+    assert main([*step, "y"]) == 2
+    assert "published as version 1 with digest x, not y" in capsys.readouterr().err
+    assert main(["weights", "list", str(served.path)]) == 0
+    assert "ordinal" in capsys.readouterr().out
