@@ -70,8 +70,8 @@ class LossConfig(Section):
     """What the trainer minimises, and how often it goes through a step's data."""
 
     kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] = "dapo"
-    """``ppo``, ``dapo``: clipped ratios of tokens, averaged over all tokens; ``grpo``: averaged in each rollout, then
-    over rollouts; ``dr_grpo``: summed, divided by rollouts times the longest; ``gspo``: one ratio for each rollout;
+    """``ppo``, ``dapo``: clipped ratios of tokens, averaged over all tokens; ``grpo``: averaged in each sequence,
+    then over sequences; ``dr_grpo``: summed, divided by rollouts times the longest; ``gspo``: one ratio a sequence;
     ``cispo``: the ratio is a clipped weight without gradient; ``m2po``: the second moment of ratios is bounded;
     ``rloo``: log-probabilities without a ratio, divided by rollouts. Default: ``dapo``."""
     clip: tuple[float, float] | None = None
@@ -149,7 +149,7 @@ class ImportanceConfig(Section):
     Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training)."""
 
     level: Literal["none", "token", "sequence"] = "token"
-    """``token``: a weight for each token; ``sequence``: the product over a rollout; ``none``. Default: ``token``."""
+    """``token``: a weight for each token; ``sequence``: the product over one; ``none``. Default: ``token``."""
     truncate: float = Field(2.0, ge=1)
     """Largest weight. Default: 2."""
 

@@ -152,9 +152,11 @@ def policy_loss(
     value = _value(loss, ratio, low, high, slope, advantages * importance * weights, held)
     by_token = -(value + slope * (new - held))
     share = (by_token * _per_token(loss, counted, batch.offsets, totals)).sum()
-    bonus = entropies.sum() / max(totals.tokens, 1)
     statistics = _statistics(mask, held, proximal, engine, entropies.detach(), importance, truncated, low, high)
-    return share - loss.entropy * bonus, statistics | {"loss": share.detach().double()}
+    statistics["loss"] = share.detach().double()
+    if loss.entropy:  # else its gradient, which is as large as that of log p, is not computed
+        share = share - loss.entropy * entropies.sum() / max(totals.tokens, 1)
+    return share, statistics
 
 
 def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:

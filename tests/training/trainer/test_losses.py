@@ -82,7 +82,7 @@ def run(loss, columns, parts=((0, None),), dtype=DTYPE, limit=float("inf")):
     return {
         "loss": value,
         "gradient": new.grad.tolist(),
-        "entropy_gradient": entropies.grad.tolist(),
+        "entropy_gradient": None if entropies.grad is None else entropies.grad.tolist(),
         "report": report(statistics),
     }
 
@@ -357,6 +357,11 @@ def test_truncated_weights_of_proximal_over_engine(sample, results, level):
     assert found["loss"] == pytest.approx(-expected / tokens, abs=1e-12)
     assert found["report"]["importance"] == pytest.approx(np.concatenate(weights).mean())
     assert found["report"]["truncated"] == pytest.approx((np.concatenate(weights) == 1.1).mean())
+
+
+def test_entropy_costs_nothing_where_there_is_no_bonus(results):
+    assert results["kinds"]["dapo"]["entropy_gradient"] is None
+    assert results["parts"]["dapo"][0]["entropy_gradient"] is not None
 
 
 def test_metrics_are_those_of_their_definitions(sample, results):
