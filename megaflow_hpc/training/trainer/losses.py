@@ -129,7 +129,7 @@ def policy_loss(
     log_ratio = held - proximal
     counted = _sums(mask.to(new.dtype), batch.offsets)
     with torch.no_grad():
-        importance, truncated = _importance(loss, proximal - engine, batch.offsets)
+        importance, truncated = importance_weights(loss, proximal - engine, batch.offsets)
         if loss.kind == "gspo":
             log_ratio = _spread(_sums(log_ratio, batch.offsets) / counted.clamp(min=1), batch.offsets)
         ratio = log_ratio.exp()
@@ -157,6 +157,25 @@ def policy_loss(
     if loss.entropy:  # else its gradient, which is as large as that of log p, is not computed
         share = share - loss.entropy * entropies.sum() / max(totals.tokens, 1)
     return share, statistics
+
+
+def importance_weights(loss: Loss, log_weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the truncated weights of proximal over engine, float (T), and bool (T): where the cap bounds them.
+
+    Truncated importance sampling is Ionides 2008; between engine and trainer Yao et al. 2025, Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training.
+
+    Args:
+        loss: its ``importance`` and ``truncate``.
+        log_weights: float (T), log proximal − log engine, 0 where nothing counts.
+        offsets: int64 (S+1), where each sequence begins.
+    """
+    if loss.importance == "none":
+        return torch.ones_like(log_weights), torch.zeros_like(log_weights, dtype=torch.bool)
+    if loss.importance == "sequence":
+        log_weights = _spread(_sums(log_weights, offsets), offsets)
+    weights = log_weights.exp()
+    return weights.clamp(max=loss.truncate), weights > loss.truncate
 
 
 def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
@@ -220,17 +239,6 @@ def _sums(values: Tensor, offsets: Tensor) -> Tensor:
 def _spread(values: Tensor, offsets: Tensor) -> Tensor:
     """(S) → (T)."""
     return values.repeat_interleave(offsets.diff())
-
-
-def _importance(loss: Loss, log_weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Truncated weights (T), and where the cap bounds them (Ionides 2008; Yao et al. 2025, Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training)."""
-    if loss.importance == "none":
-        return torch.ones_like(log_weight), torch.zeros_like(log_weight, dtype=torch.bool)
-    if loss.importance == "sequence":
-        log_weight = _spread(_sums(log_weight, offsets), offsets)
-    weight = log_weight.exp()
-    return weight.clamp(max=loss.truncate), weight > loss.truncate
 
 
 def _value(
