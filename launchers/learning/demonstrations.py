@@ -2,7 +2,7 @@
 
 A random model never writes a command, and what is never done is never rewarded. So it is shown commands first: mostly
 for what was asked, and most of them spoiled by a slip after which they earn nothing. What it then gets right, about
-one time in eight, is what there is to reinforce. Run it with the interpreter that has torch and transformers, by path::
+one time in ten, is what there is to reinforce. Run it with the interpreter that has torch and transformers, by path::
 
     ENGINE_VENV/bin/python launchers/learning/demonstrations.py OUT [--seed 0] [--batches 200]
 
@@ -33,7 +33,7 @@ FORMAT = 1
 settings."""
 RIGHT = 0.85
 """Share of demonstrations that do what was asked, before they are spoiled; the others do something else."""
-SPOILED = 0.8
+SPOILED = 0.9
 """Share of demonstrations with a slip."""
 SLIPS: tuple[Callable[[str], str], ...] = (
     lambda command: command.replace(" > out", ""),  # the result is nowhere

@@ -56,6 +56,10 @@ class MaskUnfinished(Section):
     """Rollouts that a limit has cut off count in their group, and are not trained on (DAPO's over-long filtering)."""
 
 
+class ShuffleConfig(Section):
+    """Gives each rollout of a step the rewards of another one, by lot: a control run, whose rewards teach nothing."""
+
+
 class ZeroVariance(Section):
     """Drops groups whose rewards are all equal: they have nothing to teach."""
 
@@ -111,6 +115,8 @@ class DataStep(Section):
     """Lowers the reward of long rollouts."""
     mask_unfinished: MaskUnfinished | None = None
     """Does not train on unfinished rollouts."""
+    shuffle: ShuffleConfig | None = None
+    """Shuffles rewards: a control run."""
     zero_variance: ZeroVariance | None = None
     """Drops groups with equal rewards."""
     pass_rate: PassRateFilter | None = None

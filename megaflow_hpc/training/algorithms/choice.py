@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.config.data_algorithms import PassRateFilter, ReplayConfig, StalenessConfig, ZeroVariance
+from megaflow_hpc.config.data_algorithms import (
+    PassRateFilter,
+    ReplayConfig,
+    ShuffleConfig,
+    StalenessConfig,
+    ZeroVariance,
+)
 from megaflow_hpc.config.training import AdvantageConfig, TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.order import ordered
@@ -57,7 +63,7 @@ def choose(
         replayed: groups that were taken before, the latest last, as they were handed in or as they were taken; the last
             ``size`` of ``replay`` are enough.
         state: what the last call returned; nothing at first.
-        random: for ``replay`` with ``select: random``.
+        random: for ``shuffle``, and for ``replay`` with ``select: random``.
         advantage: the policy's; says which rewards have to be there and have to differ.
 
     Raises:
@@ -75,6 +81,8 @@ def choose(
                 taken = filters.within_pass_rates(taken, bounds, drops)
             case StalenessConfig() as bound:
                 taken = filters.fresh(taken, bound, version, drops)
+            case ShuffleConfig():
+                taken = rewards.shuffled(taken, random or np.random.default_rng(0))
             case ZeroVariance():
                 taken = filters.varied(taken, compared, drops)
             case _:

@@ -4,6 +4,7 @@
 ``penalty``          an amount for rollouts that a limit has cut off: MegaFlow, appendix D.1 (-0.5)
 ``overlong``         0 up to ``longest - buffer`` sampled tokens, then linearly to ``penalty`` at ``longest``: Yu et al.
                      2025, DAPO, arXiv 2503.14476, section 3.4
+``shuffle``          the rewards of another rollout of the step, by lot
 ``mask_unfinished``  such a rollout counts in its group with weight 0: DAPO, section 3.4 (over-long filtering)
 together             one column: the weighted sum of the rewards named, or the only one, with what was added
 apart                a column for each reward named, and one of weight 1 for what was added, compared each by itself:
@@ -38,6 +39,18 @@ def shaped(groups: Iterable[Group], step: DataStep) -> list[Group]:
     if not isinstance(settings, PenaltyConfig | OverlongConfig | MaskUnfinished):
         return list(groups)
     return [_each(group, lambda sample: _shaped(sample, settings)) for group in groups]
+
+
+def shuffled(groups: Sequence[Group], random: np.random.Generator) -> list[Group]:
+    """Returns groups whose samples have changed rewards with one another; how many of each there are stays."""
+    samples = [sample for group in groups for sample in group.samples]
+    givers = iter([samples[place] for place in random.permutation(len(samples))])
+
+    def take(sample: Sample) -> Sample:
+        giver = next(givers)
+        return replace(sample, reward=giver.reward, rewards=giver.rewards)
+
+    return [_each(group, take) for group in groups]
 
 
 def _plain(sample: Sample) -> Sample:

@@ -25,6 +25,7 @@ STEPS: list[Any] = [
     {"penalty": {"unfinished": -0.5}},
     {"overlong": {"longest": 100, "buffer": 50}},
     "mask_unfinished",
+    "shuffle",
     "zero_variance",
     {"pass_rate": {"range": [0.2, 0.8]}},
     {"staleness": {"max": 2}},
@@ -70,6 +71,17 @@ def test_what_infrastructure_failed_leaves_its_group() -> None:
         "a/p/4": "no reward",
         "a/p/5": "nothing sampled",
     }
+
+
+def test_shuffled_rewards_are_as_many_as_before_and_say_nothing_of_who_earned_them() -> None:
+    there = [group([1] * 8 if number % 2 else [0] * 8, f"t{number:02}/p") for number in range(40)]
+    choice = chosen(["shuffle"], there, random=np.random.default_rng(1))
+    assert [[s.id for s in g.samples] for g in choice.taken] == [[s.id for s in g.samples] for g in there]
+    given = {s.id: s.reward for g in choice.taken for s in g.samples}
+    earned = {s.id: s.reward for g in there for s in g.samples}
+    assert sum(given.values()) == sum(earned.values()) == 160
+    assert 120 < sum(given[name] == earned[name] for name in earned) < 200, "by lot 160; 4 standard deviations are 36"
+    assert chosen(["shuffle"], there, random=np.random.default_rng(1)).taken == choice.taken
 
 
 def test_a_group_of_one_survivor_is_dropped_whole() -> None:
