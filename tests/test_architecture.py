@@ -74,7 +74,7 @@ DOORS: dict[str, str] = {
     "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories",
     # Only what follows may speak to Slurm.
     "slurm": "config rundir",
-    "monitor": "ledger rundir",
+    "monitor": "config ledger rundir",
     "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
     "environments/sandbox model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "campaign slurm bench config rundir agents tasks tasks/harbor tasks/releases tasks/swebench "

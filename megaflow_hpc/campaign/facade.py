@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megaflow_hpc import config as config_module
-from megaflow_hpc.campaign import jobs
+from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.run import Launcher, Run, resolve_launcher
 from megaflow_hpc.rundir.layout import RunDir, new_run_name
@@ -68,7 +68,7 @@ class Campaign:
             site.check_site(self.config, self.where)
         made = plan_module.make(self.config, self.base, self.where, self._text, only)
         if slurm:
-            jobs.check_resources(self.config, made.server_groups, self.where)
+            demand.check_resources(self.config, made.server_groups, self.where)
         run = self._run_dir(run_dir)
         plan_module.write(made, run, site.mpi_plugin() if slurm else "pmi2")
         return Run(run)
@@ -85,6 +85,6 @@ class Campaign:
         """The jobs that :meth:`submit` would queue; touches nothing."""
         site.check_site(self.config, self.where)
         made = plan_module.make(self.config, self.base, self.where, self._text, only, build=False)
-        jobs.check_resources(self.config, made.server_groups, self.where)
+        demand.check_resources(self.config, made.server_groups, self.where)
         run = self._run_dir(run_dir)
-        return jobs.preview(self.config, run, made.server_groups)
+        return demand.preview(self.config, run, made.server_groups)

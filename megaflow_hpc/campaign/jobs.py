@@ -1,4 +1,4 @@
-"""The jobs of one run on Slurm: engine arrays, pod arrays and the gather job, as one campaign.
+"""The jobs of one run on Slurm: engine arrays, trainers, pod arrays and the gather job, as one campaign.
 
 Slurm is asked with one batched ``squeue`` for all of them, at most twice a minute, and may be away: what runs needs
 neither slurmctld nor this process.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from megaflow_hpc.campaign.demand import beside, pod_options, together
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -20,10 +20,11 @@ from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.record import RunRecord, ServerGroup
-from megaflow_hpc.slurm import accounting, limits, resources, script, site
+from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.rundir.training import TrainingView
+from megaflow_hpc.slurm import accounting, limits, script, site
 from megaflow_hpc.slurm.accounting import JobState
-from megaflow_hpc.slurm.arrays import Arrays, cpus_per_gpu, pod_jobs, pod_jobs_elsewhere, server_jobs
+from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 
 ASK_SLURM_S = 30.0
@@ -57,14 +58,17 @@ class Jobs:
     # --- start ---
 
     def start(self) -> None:
-        """Queues engine arrays, pod arrays and the gather job, as many as limits leave room for."""
-        allowed = limits.allowance(_options(self._config))
-        engines = sum(group.count for group in self._groups)
+        """Queues engine arrays, trainers, pod arrays and the gather job, as many as limits leave room for."""
+        allowed = limits.allowance(pod_options(self._config))
+        trainers = list(trainer_jobs(self._config, self._run))
+        engines = sum(group.count for group in self._groups) + len(trainers)
         pods = self._config.slurm.pods
         count = 0 if self._config.is_pool else self._fitting(allowed, pods.here, engines + 1, pods.total)
         try:
             if self._config.slurm.together:
-                self.arrays.queue(_together(self._config, self._run, self._groups))
+                for job in trainers:
+                    self.arrays.queue(job)
+                self.arrays.queue(together(self._config, self._run, self._groups))
                 self._queue_gather([])
                 self.invalidate()
                 return
@@ -77,10 +81,13 @@ class Jobs:
             if self._config.is_pool:  # its servers are all there is of it, until it is cancelled
                 self.invalidate()
                 return
-            # Pods wait in the queue, not on a node, until an engine starts.
+            # Pods wait in the queue, not on a node, until an engine starts; or the trainers, who ask for rollouts.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
-            beside = _beside(self._config, self._run, self._groups, allowed)
-            for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines, beside):
+            if trainers:
+                first = [job for trainer in trainers for job in self.arrays.queue(trainer)]
+                dependency = "after:" + ":".join([*first, *started[:1]])
+            others = beside(self._config, self._run, self._groups, allowed)
+            for job in pod_jobs(self._config, self._run, allowed, count, dependency, engines, others):
                 self.arrays.queue(job)
             for job in pod_jobs_elsewhere(self._config, self._run):
                 self.arrays.queue(job)
@@ -109,8 +116,11 @@ class Jobs:
         return fitting
 
     def _queue_gather(self, servers: Sequence[str]) -> None:
-        pods = ":".join(self._here())
-        self.arrays.queue(script.gather_job(self._config, self._run, f"afterany:{pods}", servers))
+        self.arrays.queue(script.gather_job(self._config, self._run, self._all_over(), servers))
+
+    def _all_over(self) -> str:
+        """What the gather job waits for: the end of all pods at this cluster, and of the trainers."""
+        return "afterany:" + ":".join([*self._here(), *self.arrays.ids("trainer")])
 
     @property
     def _clusters(self) -> list[str]:
@@ -133,6 +143,8 @@ class Jobs:
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
+        if role in (None, "trainer"):
+            ids |= {job for jobs in self.trainers().values() for job in jobs}
         return sorted(ids)
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
@@ -169,7 +181,39 @@ class Jobs:
         pods = set(self.ids("pods"))
         return [state for element, state in live.items() if array_of(element) in pods]
 
+    def trainers(self) -> dict[str, list[str]]:
+        """Returns the jobs of each policy's trainer, in the order in which they came, those by hand included."""
+        training = self._config.training
+        found: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
+        for record in self.arrays.records():
+            if record.role == "trainer" and record.policy in found:
+                found[record.policy].append(record.id)
+        for policy, jobs in found.items():
+            entered = (start.job_id for start in TrainingView(self._run, policy).trainers())
+            jobs += [job for job in dict.fromkeys(entered) if job and job not in jobs]
+        return found
+
+    def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
+        """Returns the trainers that are queued or running, by policy; ``None`` if Slurm cannot tell now."""
+        live = self.live(max_age_s)
+        if live is None:
+            return None
+        return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
+
     # --- act ---
+
+    def restart_trainers(self) -> None:
+        """Queues a trainer for each policy that Slurm has none of, beside the pods that there are."""
+        states = self.trainer_states(0)
+        if states is None:
+            return
+        missing = {policy for policy in self.trainers() if policy not in states}
+        added = [job for one in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(one)]
+        live = self.live(0) or {}
+        for gather in self.arrays.ids("gather") if added else ():
+            if live.get(gather, JobState(gather, "")).state == "PENDING":
+                site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._all_over()}")
+        self.invalidate()
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running; idempotent.
@@ -203,7 +247,7 @@ class Jobs:
             return {"added": [], "leaving": self._remove(here, len(here) - pods)}
 
     def _add(self, count: int, total: int) -> list[str]:
-        allowed = limits.allowance(_options(self._config))
+        allowed = limits.allowance(pod_options(self._config))
         live = self.live(0) or {}
         gathers = [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).state == "PENDING"]
         added: list[str] = []
@@ -211,8 +255,7 @@ class Jobs:
         for job in pod_jobs(self._config, self._run, allowed, fitting):
             added += self.arrays.queue(job)
         if gathers:  # it shall wait for the new pods too
-            pods = ":".join(self._here())
-            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency=afterany:{pods}")
+            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._all_over()}")
         else:
             self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
         self.invalidate()
@@ -323,71 +366,6 @@ class Jobs:
             if time.monotonic() > end:
                 raise SiteError(f"jobs {' '.join(sorted(live))} were cancelled and are still there; try again later")
             time.sleep(1.0)
-
-
-def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would queue on an idle site; the gather job comes last."""
-    allowed = limits.allowance(_options(config))
-    engines = sum(group.count for group in groups)
-    if config.slurm.together:
-        return [_together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
-    if config.is_pool:
-        return list(server_jobs(config, run, groups, allowed))
-    pods = pod_jobs(config, run, allowed, engines=engines, beside=_beside(config, run, groups, allowed))
-    gather = script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY")
-    return [*server_jobs(config, run, groups, allowed), *pods, *pod_jobs_elsewhere(config, run), gather]
-
-
-def _beside(
-    config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
-) -> list[resources.Amounts]:
-    """What each engine server asks for of that which pods may have."""
-    found = []
-    for job in server_jobs(config, run, groups, allowed) if allowed.caps else ():
-        both = set(allowed.caps) & set(limits.resource_caps(_named(job.options)))
-        found += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
-    return found
-
-
-def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
-    """Checks that limits let a pod and an engine server start at all.
-
-    Raises:
-        SiteError: One would stay in the queue for ever; names the limit.
-    """
-    run, pods = RunDir("/RUN"), config.slurm.pods
-    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
-    jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
-    jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
-    jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
-    for key, job in jobs:
-        if job.cluster:
-            continue  # its limits are not ours to read
-        options = _named(job.options)
-        names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
-        known[names] = known[names] if names in known else limits.resource_caps(options)
-        wanted = resources.asked(options)
-        if cap := resources.impossible(known[names], wanted):
-            what = "engine server" if job.role == "servers" else "pod"
-            raise SiteError(
-                f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
-                "start; ask for less, or name another account or QOS"
-            )
-
-
-def _together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
-    cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
-    return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus)
-
-
-def _options(config: CampaignConfig) -> dict[str, Any]:
-    """The sbatch options of pods that decide which limits hold."""
-    slurm = config.slurm
-    return _named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
-
-
-def _named(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {script.option_name(name): value for name, value in options.items()}
 
 
 def _age(job_id: str) -> tuple[int, ...]:

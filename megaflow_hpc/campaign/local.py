@@ -1,4 +1,5 @@
-"""A campaign without Slurm: engine servers as child processes, one pod through ``mpiexec`` or in one process."""
+"""A campaign without Slurm: engine servers and trainers as child processes, one pod through ``mpiexec`` or in one
+process."""
 
 from __future__ import annotations
 
@@ -7,20 +8,24 @@ import signal
 import subprocess
 import sys
 
+from megaflow_hpc.campaign.trainers import LocalTrainer
+from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
 from megaflow_hpc.host.mpi import find_mpiexec
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
+from megaflow_hpc.rundir.training import FOR_GOOD
 
 STOP_S = 60.0
 
 
 class LocalPod:
-    """One pod and its engines on this machine. They end with :meth:`stop`; the pod ends by itself when all is done."""
+    """One pod, its engines and its trainers on this machine. They end with :meth:`stop`; the pod ends by itself when
+    all is done."""
 
-    def __init__(self, run: RunDir, ranks: int, servers: int) -> None:
+    def __init__(self, run: RunDir, ranks: int, servers: int, config: CampaignConfig | None = None) -> None:
         command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
         if ranks > 1:
             command = [find_mpiexec(), "-n", str(ranks), *command]
@@ -35,19 +40,36 @@ class LocalPod:
             for i in range(servers)
         ]
         self.pod = self._start(command, "pod")
+        learning = config.training.policies if config and config.training else ()
+        requeues = config.slurm.trainer.requeues if config else 0
+        self._trainers = [LocalTrainer(run, policy, requeues, self._start) for policy in learning]
 
-    def _start(self, command: list[str], role: str) -> subprocess.Popen[bytes]:
+    def _start(self, command: list[str], role: str, own: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with open(self._run.logs / f"{role}-local.log", "ab") as log:
             os.fchmod(log.fileno(), file_mode(self._run.logs))
             # A session of their own: the terminal's Ctrl-C reaches the caller, who drains.
+            environment = {**self._environment, **(own or {})}
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
     @property
     def running(self) -> bool:
         """Whether the pod's process has yet to end."""
         return self.pod.poll() is None
+
+    @property
+    def training(self) -> list[str]:
+        """The policies whose trainer runs."""
+        return [trainer.policy for trainer in self._trainers if trainer.process.poll() is None]
+
+    def look(self) -> bool:
+        """Starts trainers again that ended too early, and lets the pod go when one is lost; returns ``running``."""
+        for trainer in self._trainers:
+            trainer.look()
+            if trainer.word in FOR_GOOD and self.running:
+                self.drain()
+        return self.running
 
     def drain(self) -> None:
         """Asks the pod to finish what runs, within its grace, and to leave."""
@@ -56,6 +78,8 @@ class LocalPod:
     def stop(self) -> None:
         """Drains, waits, ends the engines, leaves nothing behind; at once if it is interrupted."""
         try:
+            for trainer in self._trainers:
+                trainer.stop()
             if self.running:
                 self.drain()
                 self.pod.wait(STOP_S)
@@ -71,7 +95,7 @@ class LocalPod:
 
     def kill(self) -> None:
         """Ends what still runs; sandboxes end with their runner, whose socket closes."""
-        for process in [self.pod, *self.servers]:
+        for process in [self.pod, *self.servers, *(trainer.process for trainer in self._trainers)]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for
                 process.wait()

@@ -18,6 +18,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
@@ -82,7 +83,7 @@ class Run:
             return
         from megaflow_hpc.campaign.local import LocalPod
 
-        self.local = LocalPod(self.dir, ranks, len(self.record.servers))
+        self.local = LocalPod(self.dir, ranks, len(self.record.servers), self.config)
 
     # --- look ---
 
@@ -97,9 +98,25 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        status = self.monitor.status(self.live_jobs(self._slurm_age_s), self.slurm_jobs.asked_at)
+        live = self.live_jobs(self._slurm_age_s)
+        status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         return status
+
+    def _trainers(self) -> dict[str, TrainerJob] | None:
+        """Trainers that run or wait; ``None`` if nobody can tell now."""
+        if self.local is not None:
+            here = os.uname().nodename
+            return {policy: TrainerJob("running", node=here) for policy in self.local.training}
+        states = self.slurm_jobs.trainer_states(self._slurm_age_s) if self.config.training else {}
+        if states is None:
+            return None
+        return {
+            policy: TrainerJob("queued", state.id, reason=state.reason)
+            if state.state == "PENDING"
+            else TrainerJob("running", state.id, state.node)
+            for policy, state in states.items()
+        }
 
     @property
     def _slurm_age_s(self) -> float:
@@ -124,7 +141,7 @@ class Run:
         return found
 
     def usage(self) -> dict[str, float]:
-        """Core-seconds and GPU-seconds that pods and engines held, and how many of them while no rollout ran.
+        """Core-seconds and GPU-seconds that pods, engines and trainers held, and how many of them while no rollout ran.
 
         Raises:
             SiteError: the site keeps no accounting, or it does not answer.
@@ -132,7 +149,7 @@ class Run:
         from megaflow_hpc.monitor.usage import Held, totals
         from megaflow_hpc.trajectories import open_trajectories
 
-        jobs, now = [*self.job_ids("pods"), *self.job_ids("servers")], time.time()
+        jobs, now = [job for role in ("pods", "servers", "trainer") for job in self.job_ids(role)], time.time()
         held = [Held((use.started_at, use.ended_at or now), use.cores, use.gpus) for use in accounting.uses(jobs)]
         with open_trajectories(self.dir.path) as store:
             return totals(held, [(t.started_at, t.finished_at) for t in store])
@@ -140,7 +157,7 @@ class Run:
     def pods_live(self) -> bool | None:
         """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
         if self.local is not None:
-            return self.local.running
+            return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
         return None if live is None else bool(live)
 
@@ -187,7 +204,7 @@ class Run:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self.monitor.status(self.live_jobs(0), self.slurm_jobs.asked_at)
+        status = self.monitor.status(self.live_jobs(0), self.slurm_jobs.asked_at, self._trainers())
         if progress:
             progress(status)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
@@ -296,6 +313,8 @@ class Run:
         if self.ledger.finished:
             return False
         if self.pods_live():
+            if chosen == "slurm" and self.config.training:
+                self.slurm_jobs.restart_trainers()
             return True  # pods are queued or running; they take what was added
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start; ours get new ones

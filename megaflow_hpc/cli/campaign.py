@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megaflow_hpc.cli.output import FINAL, Progress, add_json, note, print_json, say, summary, unstarted_lines
+from megaflow_hpc.cli.output import (
+    FINAL,
+    Progress,
+    add_json,
+    note,
+    print_json,
+    say,
+    summary,
+    training_lines,
+    unstarted_lines,
+)
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 
 Parsers = Any
@@ -120,14 +130,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _by_hand(run: Any, campaign: str) -> list[str]:
     """The commands that submit a planned run without this one."""
-    from megaflow_hpc.campaign.jobs import preview
+    from megaflow_hpc.campaign.demand import preview
     from megaflow_hpc.slurm import script
 
-    paths = {"servers": "sbatch/model_servers.sbatch", "pods": "sbatch/sandbox_pods.sbatch"}
+    paths = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
     jobs = preview(run.config, run.dir, run.record.server_groups)
     if any(job.engines for job in jobs):
         return [f"megaflow-hpc submit {campaign} --dry-run  # prints the script: save it, and sbatch it"]
-    return [script.command(job, paths[job.role]) for job in jobs if job.role in paths]
+    return [script.command(job, f"sbatch/{paths[job.role]}.sbatch") for job in jobs if job.role in paths]
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -178,7 +188,7 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
         for server in result["servers"]:
             if server["state"] == "failed":
                 say(f"server {server['server']}: {server.get('cause', 'failed')}")
-        for line in unstarted_lines(result):
+        for line in [*training_lines(result), *unstarted_lines(result)]:
             say(line)
         if missing:
             say(

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +16,10 @@ from typing import Any, Literal
 
 from megaflow_hpc.cli.output import add_json, print_json, say
 from megaflow_hpc.errors import MegaflowError, SiteError
+
+ASK_S = 60.0
+TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspec", "pydantic", "yaml")
+"""Modules of a trainer's interpreter; of this package it needs no installed copy."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def register(subparsers: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    checks: list[Callable[[], Iterator[Finding]]] = [_python, _slurm, _mpi, _apptainer, _scratch, _engines]
+    checks: list[Callable[[], Iterator[Finding]]] = [_python, _slurm, _mpi, _apptainer, _scratch, _engines, _trainer]
     if arguments.job:
         checks.append(_mpi_probe)
     findings = [finding for check in checks for finding in _guarded(check)]
@@ -245,3 +250,22 @@ def _engines() -> Iterator[Finding]:
         )
     else:
         yield Finding("engine", "ok", venv)
+
+
+def _trainer() -> Iterator[Finding]:
+    from megaflow_hpc.campaign.plan import trainer_python
+
+    python = trainer_python()
+    if shutil.which(python) is None:
+        remedy = "point MEGAFLOW_TRAINER_PYTHON at an environment with torch and transformers"
+        yield Finding("trainer", "warn", f"{python}: no interpreter there", remedy)
+        return
+    needed = [*TRAINED_WITH]
+    code = f"import importlib.util as u; print(*(n for n in {needed!r} if u.find_spec(n) is None))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ASK_S, check=False)
+    missing = done.stdout.split() if done.returncode == 0 else [done.stderr.strip()[-200:]]
+    if missing:
+        remedy = "set MEGAFLOW_TRAINER_PYTHON, or pip install 'megaflow-hpc[train]' there, if you train"
+        yield Finding("trainer", "warn", f"{python} lacks {' '.join(missing)}", remedy)
+    else:
+        yield Finding("trainer", "ok", python)

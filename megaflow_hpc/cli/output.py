@@ -174,3 +174,41 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
         line = f"{who} ended on {first['node']} before any rollout: {cause} (log: {first['log']})"
         lines.append(in_one_line(line))
     return lines
+
+
+FIGURES = (
+    ("reward", "reward"),
+    ("passed", "passed"),
+    ("staleness", "staleness"),
+    ("entropy", "entropy"),
+    ("clipped", "clipped"),
+    ("mismatch", "mismatch"),
+    ("tokens_per_s", "tokens/s"),
+    ("wait_share", "waiting"),
+)
+"""Means over the last steps, and the words before them."""
+
+
+def training_lines(status: Mapping[str, Any]) -> list[str]:
+    """Says of each policy that learns how far it is and how it goes, and what its trainer does."""
+    lines = []
+    for policy, found in status.get("training", {}).items():
+        said = [f"{policy}: step {found['step']} of {found['steps']}, weights {found['weights']}"]
+        said += [f"{words} {_figure(name, found[name])}" for name, words in FIGURES if found[name] is not None]
+        lines.append(", ".join(said))
+        trainer = found["trainer"]
+        where = f" on {trainer['node']}" if trainer["state"] == "running" and trainer["node"] else ""
+        job = f" (job {trainer['job_id']})" if trainer["job_id"] else ""
+        line = f"trainer of {policy}: {trainer['state']}{where}{job}"
+        line += f": {trainer['cause']}" if trainer.get("cause") else ""
+        word = trainer.get("last_word", {"word": "done"})
+        if word["word"] != "done":
+            line += f"; its last start that has ended: {word['word']}, {word['cause']} (log: {word['log']})"
+        lines.append(in_one_line(line))
+    return lines
+
+
+def _figure(name: str, value: float) -> str:
+    if name in ("passed", "clipped", "wait_share"):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.3g}"

@@ -10,7 +10,16 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.cli.output import FINAL, add_json, print_json, say, seconds, table, unstarted_lines
+from megaflow_hpc.cli.output import (
+    FINAL,
+    add_json,
+    print_json,
+    say,
+    seconds,
+    table,
+    training_lines,
+    unstarted_lines,
+)
 from megaflow_hpc.texts import printable
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -75,17 +84,22 @@ def _watch(arguments: argparse.Namespace) -> int:
         page = shown(run.config.name, status)
         over = run.over(status)
         if arguments.json:
-            if over or status["rollouts"] != said:
+            if over or told(status) != said:
                 print_json(status, indent=None)
         elif sys.stdout.isatty():
             print(CLEAR + printable(page))
-        elif over or status["rollouts"] != said:
+        elif over or told(status) != said:
             say(page + "\n")
-        said = status["rollouts"]
+        said = told(status)
         sys.stdout.flush()
         if over:
             return 0
         time.sleep(max(0.1, arguments.every))
+
+
+def told(status: Mapping[str, Any]) -> Any:
+    """What of a status is worth another page."""
+    return status["rollouts"], {policy: found["step"] for policy, found in status.get("training", {}).items()}
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
@@ -98,6 +112,7 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):
         if status[key]:
             lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))
+    lines += training_lines(status)
     lines += unstarted_lines(status)
     silent = [pod for pod in status["pods"] if pod["state"] == "silent"]
     lines += [f"pod {pod['pod']} on {pod['node']} is silent for {pod['silent_s']} s" for pod in silent]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
 from megaflow_hpc.monitor.evaluation import evaluate
+from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.events import (
     AnyEvent,
@@ -73,6 +74,8 @@ class Monitor:
         self._tasks = frozenset(planned.tasks)
         self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
         self._marks = Marks(run)
+        training = planned.config.training if planned.campaign.get("training") else None
+        self._trainings = Trainings(run, training) if training else None
         self._events = EventReader(run.events)
         self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
@@ -174,12 +177,18 @@ class Monitor:
             found.append({**shown, "state": "failed"})
         return sorted(found, key=lambda shown: str(shown["server"]))
 
-    def status(self, live_jobs: set[str] | None = None, asked_at: float = math.inf) -> dict[str, Any]:
+    def status(
+        self,
+        live_jobs: set[str] | None = None,
+        asked_at: float = math.inf,
+        trainers: Mapping[str, TrainerJob] | None = None,
+    ) -> dict[str, Any]:
         """The contract of ``status --json``.
 
         Args:
             live_jobs: elements that Slurm still has, where the caller asked; tells a silent pod from a dead one.
             asked_at: when it did (monotonic); a pod that was seen to write since then lives, whatever Slurm said.
+            trainers: those that run or wait, by policy; ``None`` where the caller cannot tell.
         """
         self.refresh()
         counts = Counter(event.status for event in self._rollouts.values())
@@ -203,6 +212,7 @@ class Monitor:
             "pods": pods,
             "servers": self.servers(),
             "unstarted": unstarted,
+            **({"training": self._trainings.status(trainers)} if self._trainings else {}),
             "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
             "retries": dict(self._retries),
             "rate_per_s": round(rate, 3),

@@ -68,13 +68,15 @@ class JobRecord(msgspec.Struct):
     """One submission to Slurm, as ``RUN/ledger/jobs/<array>.json`` holds it."""
 
     role: str
-    """``pods``, ``servers`` or ``gather``."""
+    """``pods``, ``servers``, ``trainer`` or ``gather``."""
     id: str
     """Job or array id; ``123@name`` at another cluster."""
     elements: int | None = None
     """Array elements; ``None`` for a job that is no array, or whose size is not known."""
     base: int = 0
     """Added to an element's index to give its server's."""
+    policy: str = ""
+    """Whom a trainer trains."""
 
 
 class RunRecord(msgspec.Struct, kw_only=True, dict=True):

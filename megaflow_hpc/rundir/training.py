@@ -15,12 +15,17 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
+
+TOLD = 4000
+"""Bytes of a log's end that are kept beside the last word."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -69,12 +74,30 @@ class LastWord:
     """The line of the log that says why, as far as that can be told."""
 
 
+def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
+    """Leaves the last word on a start of the trainer, as ``trainer.sh`` does.
+
+    Args:
+        written: bytes of the log that earlier starts wrote.
+    """
+    with open(log, "rb") as file:
+        file.seek(max(written, file.seek(0, os.SEEK_END) - TOLD))
+        end = file.read()
+    said = f"{word} {os.uname().nodename} {exit_status} {log}\n".encode()
+    write_atomic(run.training / policy / "last", said + end)
+
+
 class TrainingView:
     """What is to be seen of one policy's training; what was read once is not read again."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
-        self.policy, self._path = policy, run.training / policy
+        self.policy, self._path, self._lease = policy, run.training / policy, run.ledger / "open" / policy
         self._commits: dict[int, Commit] = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether the trainer may yet ask for rollouts: it has not come to its end."""
+        return self._lease.exists()
 
     def commits(self, count: int) -> list[Commit]:
         """Returns the last ``count`` commits, oldest first; those that cannot be read are left out."""

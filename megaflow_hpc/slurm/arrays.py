@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,7 +29,7 @@ from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
 from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
-from megaflow_hpc.slurm.script import Job, option_name, pod_job, server_job
+from megaflow_hpc.slurm.script import Job, option_name, pod_job, server_job, trainer_job
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob
@@ -53,16 +53,36 @@ _OF_CPUS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores
 def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
     """Returns the CPUs for each GPU that servers get unasked; ``None``: Slurm's default."""
     servers = config.slurm.servers
-    said = {option_name(name) for name in {**config.slurm.extra, **servers.extra}}
-    if servers.cpus_per_gpu or not group.gpus or said & _OF_CPUS or not site.has_slurm():
+    said = {**config.slurm.extra, **servers.extra}
+    if servers.cpus_per_gpu or not group.gpus:
         return None
+    return _share(said, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n))
+
+
+def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
+    """Yields the trainers of a campaign, one for each policy that learns, or of those named."""
+    trainer = config.slurm.trainer
+    cpus = None
+    if config.training and trainer.gpus and not (trainer.cpus_per_gpu or config.slurm.servers.cpus_per_gpu):
+        said = {**config.slurm.extra, **trainer.extra}
+        cpus = _share(said, lambda n: trainer_job(config, run, "any", n))
+    for policy in config.training.policies if config.training else ():
+        if policies is None or policy in policies:
+            yield trainer_job(config, run, policy, cpus)
+
+
+def _share(said: Collection[str], job: Callable[[int | None], Job]) -> int | None:
+    """CPUs for each GPU where neither the campaign nor Slurm says how many, as far as limits allow them."""
+    if {option_name(name) for name in said} & _OF_CPUS or not site.has_slurm():
+        return None
+    partition = job(None).options.get("partition")
     try:
-        cpus = site.engine_cpus(servers.partition)
+        cpus = site.engine_cpus(partition)
     except SiteError:
         return None
     if cpus is None:
         return None
-    wanted = server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=cpus).options
+    wanted = job(cpus).options
     refused = impossible(resource_caps({option_name(name): value for name, value in wanted.items()}), asked(wanted))
     return None if refused else cpus
 
@@ -137,12 +157,13 @@ class Arrays:
 
         handles = submit(self.run, job)
         self.handles += handles
-        self._record(array_of(handles[0].job_id), job.role, job.elements, job.base)
+        self._record(array_of(handles[0].job_id), job.role, job.elements, job.base, job.policy)
         return [handle.job_id for handle in handles]
 
-    def _record(self, array: str, role: str, elements: int | None, base: int = 0) -> None:
+    def _record(self, array: str, role: str, elements: int | None, base: int = 0, policy: str = "") -> None:
         make_directory(self.run.jobs)
-        write_json(self.run.jobs / f"{array}.json", msgspec.to_builtins(JobRecord(role, array, elements, base)))
+        record = JobRecord(role, array, elements, base, policy)
+        write_json(self.run.jobs / f"{array}.json", msgspec.to_builtins(record))
 
     def records(self) -> list[JobRecord]:
         """Returns every submission that was written down, in order of their ids."""
@@ -189,7 +210,7 @@ class Arrays:
 def _role(run: RunDir, array: str) -> str:
     """What a job is for, by the log that its script names."""
     log = site.ask("scontrol", *on(cluster_of(array)), "-o", "show", "job", number(array))
-    for role, prefix in (("servers", "server-"), ("gather", "gather-")):
+    for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role
     return "pods"

@@ -21,6 +21,8 @@ Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
 """Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
+TRAINER_WARN_S = 300
+"""The same of a trainer, which ends the step at hand and writes a checkpoint; ``trainer.sh`` gives it all but 30."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         "cpus-per-task": each and each * max(1, trainer.gpus),
         "mem": _megabytes(trainer.mem_gb),
         "time": _walltime(trainer.time),
-        "signal": f"B:USR2@{WARN_S}",
+        "signal": f"B:USR2@{TRAINER_WARN_S}",
         "requeue": True,
         **config.slurm.extra,
         **trainer.extra,
@@ -294,6 +296,7 @@ def by_hand(role: Role) -> str:
             '  sbatch --gres=gpu:4 --cpus-per-task=32 sbatch/trainer.sbatch "$RUN" default',
         ]
         shape = {"nodes": 1, "ntasks-per-node": 1}
+        common["signal"] = f"B:USR2@{TRAINER_WARN_S}"
     else:
         header = [
             "An engine array: each element starts one model server, registers it under RUN/endpoints and serves until",

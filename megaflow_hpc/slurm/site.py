@@ -193,6 +193,8 @@ def check_site(config: CampaignConfig, where: Any) -> None:
     wanted = [("slurm.pods.partition", pods.partition)]
     if any(policy.model for policy in config.policies().values()):
         wanted.append(("slurm.servers.partition", config.slurm.servers.partition))
+    if config.training:
+        wanted.append(("slurm.trainer.partition", config.slurm.trainer.partition))
     for key, names in wanted:
         _check_partition(key, names, known, "here", where)
 

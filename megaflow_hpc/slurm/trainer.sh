@@ -24,10 +24,11 @@ born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
 private=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$$-$born.XXXXXXXX") || exit 1
 trap 'rm -rf -- "$private"' EXIT
 
-# USR2: the walltime is near. The step is done again from its plan unless it ends in time. TERM: preempted or cancelled,
-# and Slurm itself decides about a requeue. A job that runs this script among other things is its user's, who decides.
+# USR2: the walltime is near. The trainer ends its step; one that takes too long is done again, from its plan. TERM:
+# preempted or cancelled, and Slurm itself decides about a requeue. A job that runs this script among other things is its
+# user's, who decides.
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
-trap 'kill -TERM "$step" 2>/dev/null; (sleep 40; kill -KILL "$step" 2>/dev/null) &' USR2
+trap 'kill -TERM "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
 trap 'requeues=no; kill -TERM "$step" 2>/dev/null' TERM
 
 # Its interpreter may be an engine's, which has torch and not this package.

@@ -176,3 +176,19 @@ def test_a_trainer_has_a_section_of_its_own_and_names_its_policy() -> None:
     job = script.Job("trainer", {}, run="/a dir/run", policy="of two")
     assert "\npolicy='of two'\n" in script.script(job)
     assert script.command(job, "sbatch/trainer.sbatch") == "sbatch sbatch/trainer.sbatch '/a dir/run' 'of two'"
+
+
+def test_each_policy_that_learns_has_a_trainer_of_its_own() -> None:
+    model = {"engine": "vllm", "path": "m"}
+    training = {"policies": {"coder": {}, "judge": {}}}
+    fields = {
+        **CAMPAIGN,
+        "models": {"coder": model, "judge": model, "fixed": model},
+        "training": training,
+        "samples": 4,
+    }
+    campaign = config.parse({**fields, "agent": "mini-swe"})
+    jobs = list(arrays.trainer_jobs(campaign, RunDir("/r")))
+    assert [(job.role, job.policy, job.elements) for job in jobs] == [("trainer", n, None) for n in ("coder", "judge")]
+    assert [job.policy for job in arrays.trainer_jobs(campaign, RunDir("/r"), {"judge"})] == ["judge"]
+    assert list(arrays.trainer_jobs(config.parse(CAMPAIGN), RunDir("/r"))) == []

@@ -1,0 +1,82 @@
+"""What a campaign asks Slurm for, before anything is asked: its jobs, and whether limits let them start at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import ServerGroup
+from megaflow_hpc.slurm import limits, resources, script
+from megaflow_hpc.slurm.arrays import cpus_per_gpu, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
+
+
+def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
+    """Returns the jobs that :meth:`Jobs.start` would queue on an idle site; the gather job comes last."""
+    allowed = limits.allowance(pod_options(config))
+    engines = sum(group.count for group in groups) + len(config.training.policies if config.training else ())
+    if config.slurm.together:
+        trainers = list(trainer_jobs(config, run))
+        return [*trainers, together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
+    if config.is_pool:
+        return list(server_jobs(config, run, groups, allowed))
+    pods = pod_jobs(config, run, allowed, engines=engines, beside=beside(config, run, groups, allowed))
+    trainers = list(trainer_jobs(config, run))
+    gather = script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY" + ":ID_OF_THE_TRAINER" * len(trainers))
+    return [*server_jobs(config, run, groups, allowed), *trainers, *pods, *pod_jobs_elsewhere(config, run), gather]
+
+
+def beside(
+    config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
+) -> list[resources.Amounts]:
+    """What each engine server and trainer asks for of that which pods may have."""
+    found = []
+    others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
+    for job in others:
+        both = set(allowed.caps) & set(limits.resource_caps(_named(job.options)))
+        found += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+    return found
+
+
+def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
+    """Checks that limits let a pod, an engine server and a trainer start at all.
+
+    Raises:
+        SiteError: One would stay in the queue for ever; names the limit.
+    """
+    run, pods = RunDir("/RUN"), config.slurm.pods
+    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
+    jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
+    jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
+    jobs += [("slurm.trainer", job) for job in trainer_jobs(config, run)]
+    for key, job in jobs:
+        if job.cluster:
+            continue  # its limits are not ours to read
+        options = _named(job.options)
+        names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
+        known[names] = known[names] if names in known else limits.resource_caps(options)
+        wanted = resources.asked(options)
+        if cap := resources.impossible(known[names], wanted):
+            what = {"servers": "engine server", "trainer": "trainer"}.get(job.role, "pod")
+            raise SiteError(
+                f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
+                "start; ask for less, or name another account or QOS"
+            )
+
+
+def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
+    cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
+    return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus)
+
+
+def pod_options(config: CampaignConfig) -> dict[str, Any]:
+    """The sbatch options of pods that decide which limits hold."""
+    slurm = config.slurm
+    return _named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {script.option_name(name): value for name, value in options.items()}

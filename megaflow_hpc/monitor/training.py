@@ -1,0 +1,112 @@
+"""How far training is: the section ``training`` of ``status --json``, and what ``status`` and ``watch`` show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.training import Commit, TrainingView
+
+STEPS = 5
+"""The last steps that are shown; their means stand for how it goes now."""
+SHOWN = {
+    "reward": "reward",
+    "pass_rate": "passed",
+    "staleness": "staleness",
+    "entropy": "entropy",
+    "clipped": "clipped",
+    "mismatch": "mismatch",
+    "tokens_per_s": "tokens_per_s",
+    "seconds": "seconds",
+    "seconds/wait": "wait_s",
+}
+"""Metrics of a commit that status tells, and what they are called there."""
+
+
+@dataclass(frozen=True)
+class TrainerJob:
+    """Where a trainer runs or waits, as who started it knows."""
+
+    state: str
+    """``running`` or ``queued``."""
+    job_id: str = ""
+    node: str = ""
+    reason: str = ""
+    """Slurm's, while it is queued."""
+
+
+class Trainings:
+    """Follows the policies of one run that learn."""
+
+    def __init__(self, run: RunDir, config: TrainingConfig) -> None:
+        self._config, self._marks = config, Marks(run)
+        self._views = {policy: TrainingView(run, policy) for policy in config.policies}
+
+    def status(self, jobs: Mapping[str, TrainerJob] | None) -> dict[str, dict[str, Any]]:
+        """Returns what is to be said of each policy.
+
+        Args:
+            jobs: Trainers that run or wait, by policy; ``None`` where nobody can tell.
+        """
+        return {policy: self._policy(view, jobs) for policy, view in self._views.items()}
+
+    def _policy(self, view: TrainingView, jobs: Mapping[str, TrainerJob] | None) -> dict[str, Any]:
+        commits = view.commits(STEPS)
+        newest = commits[-1] if commits else Commit(step=0)
+        last = [{"step": commit.step, "at": round(commit.at, 3), **_told(commit)} for commit in commits]
+        return {
+            "step": newest.step,
+            "steps": self._config.steps,
+            "weights": newest.weights,
+            "last": last,
+            **_means(last),
+            "trainer": self._trainer(view, newest, jobs),
+        }
+
+    def _trainer(self, view: TrainingView, newest: Commit, jobs: Mapping[str, TrainerJob] | None) -> dict[str, Any]:
+        starts, word = view.trainers(), view.last_word()
+        now = starts[-1] if starts else None
+        found: dict[str, Any] = {
+            "starts": len(starts),
+            "node": now.node if now else "",
+            "job_id": now.job_id if now else "",
+        }
+        job = (jobs or {}).get(view.policy)
+        if job is not None:
+            found |= {"state": job.state, "job_id": job.job_id, "node": job.node}
+            found |= {"cause": job.reason} if job.reason else {}
+        elif not view.open and (newest.step or self._marks.finished):
+            found["state"] = "done"
+        elif jobs is None:
+            found["state"] = "unknown"
+        else:
+            found["state"] = "ended" if now or word else "not started"
+        if word is not None:
+            found["last_word"] = {
+                "word": word.word,
+                "node": word.node,
+                "exit_status": word.exit_status,
+                "log": word.log,
+            }
+            if word.word != "done":
+                found["last_word"]["cause"] = word.cause
+        return found
+
+
+def _told(commit: Commit) -> dict[str, float]:
+    return {name: commit.metrics[metric] for metric, name in SHOWN.items() if metric in commit.metrics}
+
+
+def _means(steps: list[dict[str, float]]) -> dict[str, float | None]:
+    """Means over steps, of each metric over those that have it; ``wait_share`` is of the time of all."""
+    found: dict[str, float | None] = {}
+    for name in SHOWN.values():
+        values = [step[name] for step in steps if name in step]
+        found[name] = sum(values) / len(values) if values else None
+    seconds = sum(step.get("seconds", 0.0) for step in steps)
+    found["wait_share"] = sum(step.get("wait_s", 0.0) for step in steps) / seconds if seconds else None
+    return found

@@ -1,0 +1,75 @@
+"""A trainer on this machine: started again while its starts commit steps, and never after a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.campaign.trainers import LocalTrainer
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import TrainingView
+from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.training import training_run
+
+COMMIT = 'n=$(ls "$home/commits" | wc -l); echo "{\\"step\\": $((n + 1))}" >"$home/commits/00000$((n + 1)).json"\n'
+"""What a trainer leaves of a step, by a shell."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = training_run(tmp_path / "run", {"steps": 20})
+    TrainingFiles(made, "default").create()
+    (made.ledger / "open").mkdir(exist_ok=True)
+    (made.ledger / "open" / "default").touch()
+    return made
+
+
+def trained(run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str, requeues: int = 2) -> LocalTrainer:
+    """Runs a shell program in a trainer's place until it is not started again; its log tells of each start."""
+    python = run.path / "python"
+    python.write_text(f'#!/bin/bash\nrun=$3; home="$run/training/$5"\necho start\n{program}\n')
+    python.chmod(0o700)
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(python))
+
+    def start(command: list[str], role: str, own: dict[str, str]) -> subprocess.Popen[bytes]:
+        with open(run.logs / f"{role}-local.log", "ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **own}, start_new_session=True)
+
+    trainer = LocalTrainer(run, "default", requeues, start)
+    while not trainer.word:
+        trainer.process.wait(30)
+        trainer.look()
+    return trainer
+
+
+def starts(run: RunDir) -> int:
+    return (run.logs / "trainer-default-local.log").read_text().count("start\n")
+
+
+def test_one_that_is_killed_goes_on_until_it_closes_its_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = '[ -e "$home/commits/000005.json" ] || kill -KILL $$\nrm "$run/ledger/open/default"'
+    trainer = trained(run, monkeypatch, COMMIT + end)
+    assert (trainer.word, starts(run)) == ("done", 5)
+    word = TrainingView(run, "default").last_word()
+    assert word is not None
+    assert (word.word, word.exit_status) == ("done", 0)
+
+
+def test_starts_that_commit_nothing_are_bounded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = f'if [ ! -e "$home/commits/000002.json" ]; then {COMMIT} fi\necho "OutOfMemoryError: 80 GB"; exit 1'
+    trainer = trained(run, monkeypatch, stuck, requeues=2)
+    assert (trainer.word, starts(run)) == ("lost", 2 + 3)
+    word = TrainingView(run, "default").last_word()
+    assert word is not None
+    assert word.cause == "OutOfMemoryError: 80 GB"
+
+
+@pytest.mark.parametrize(("program", "word"), [("exit 2", "failed"), ("exit 0", "lost")])
+def test_a_mistake_is_not_tried_again_and_an_end_that_leaves_the_campaign_open_is_none(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str, word: str
+) -> None:
+    assert trained(run, monkeypatch, program, requeues=1).word == word
+    assert starts(run) == (1 if word == "failed" else 2)

@@ -1,0 +1,67 @@
+"""What status says of training: how far it is, how the last steps went, and where the trainer is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.training import TrainerJob
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Commit, Trainer, say_last
+from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.training import training_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = training_run(tmp_path / "run", {"steps": 20})
+    (made.ledger / "open").mkdir(exist_ok=True)
+    (made.ledger / "open" / "default").touch()
+    return made
+
+
+def test_the_last_steps_are_told_with_their_means_and_the_share_of_waiting(run: RunDir) -> None:
+    monitor = Monitor(run)
+    before = monitor.status()["training"]["default"]
+    assert (before["step"], before["steps"], before["last"], before["reward"]) == (0, 20, [], None)
+    files = TrainingFiles(run, "default")
+    files.create()
+    for step in range(1, 8):
+        metrics = {"reward": step / 10, "seconds": 10.0, "seconds/wait": float(step), "entropy": 0.5, "own": 1.0}
+        files.commit(Commit(step=step, weights=step, metrics=metrics if step < 7 else {**metrics, "clipped": 0.25}))
+    found = monitor.status()["training"]["default"]
+    assert (found["step"], found["weights"]) == (7, 7)
+    assert [row["step"] for row in found["last"]] == [3, 4, 5, 6, 7]
+    assert found["last"][-1]["clipped"] == found["clipped"] == 0.25
+    assert "own" not in found["last"][-1]
+    assert found["reward"] == pytest.approx(0.5)
+    assert found["wait_share"] == pytest.approx(0.5)
+
+
+def test_a_trainer_is_where_its_job_is_and_its_last_word_stays(run: RunDir) -> None:
+    monitor, files = Monitor(run), TrainingFiles(run, "default")
+
+    def trainer(jobs: dict[str, TrainerJob] | None) -> dict[str, object]:
+        return monitor.status(trainers=jobs)["training"]["default"]["trainer"]
+
+    assert trainer(None)["state"] == "unknown"
+    assert trainer({})["state"] == "not started"
+    queued = trainer({"default": TrainerJob("queued", "7", reason="Priority")})
+    assert (queued["state"], queued["job_id"], queued["cause"]) == ("queued", "7", "Priority")
+    files.create()
+    number = files.enter(Trainer(node="n1", job_id="7"))
+    assert trainer({"default": TrainerJob("running", "7", "n1")})["state"] == "running"
+    log = run.logs / "trainer-7.log"
+    log.write_text("of an earlier start: Error: no\nloading\nConfigError: the tokenizer does not match\n")
+    say_last(run, "default", "failed", 2, log, len("of an earlier start: Error: no\n"))
+    ended = trainer({})
+    assert (ended["state"], ended["node"], ended["job_id"], ended["starts"]) == ("ended", "n1", "7", 1)
+    assert ended["last_word"]["word"] == "failed"
+    assert ended["last_word"]["cause"] == "ConfigError: the tokenizer does not match"
+    files.commit(Commit(step=20, trainer=number))
+    (run.ledger / "open" / "default").unlink()
+    say_last(run, "default", "done", 0, log)
+    done = trainer({})
+    assert (done["state"], "cause" in done["last_word"]) == ("done", False)
