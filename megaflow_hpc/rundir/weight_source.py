@@ -15,6 +15,8 @@ from megaflow_hpc.rundir.record import read_run
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
 """A directory with this file is a LoRA adapter, as PEFT writes it."""
+DELTA = "delta.json"
+"""A directory with this file holds what differs from another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
 LORA_RANK = 16
 """vLLM's default of ``max-lora-rank``."""
 SMALL = 64 * 2**20
@@ -51,7 +53,7 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
     if model.get("engine") == "scripted":
         if "script.yaml" not in names:
             raise ConfigError(f"{source}: has no script.yaml, which is what a scripted engine's weights are")
-    elif not any(name.endswith(TENSORS) for name in names):
+    elif DELTA not in names and not any(name.endswith(TENSORS) for name in names):
         raise ConfigError(
             f"{source}: has no weights ({', '.join('*' + t for t in TENSORS)}); is it the right directory?"
         )
@@ -72,6 +74,16 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
         raise ConfigError(f"{source / ADAPTER}: tells no rank 'r': {error}") from None
     if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
         raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
+
+
+def base_of(folder: Path) -> int | None:
+    """Returns the number of the version that a version is the difference to; ``None`` for a whole one."""
+    try:
+        return int(json.loads((folder / DELTA).read_text())["base"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / DELTA}: cannot be read ({error}); publish the version again, whole") from None
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@
       current.<policy>.json   {"version": 3, "ordinal": 2, "policy": …}: what shall be served now
       3/                      a whole model directory, as the engine reads it, and megaflow-weights.json
       4/                      or a LoRA adapter (adapter_config.json) on the campaign's own model
+      5/                      or what differs from an earlier version (delta.json); see weight_delta
       1/megaflow-weights.json all that is left of a version that was removed; its number is never given again
 
 A version is complete before it can be seen: its files are written and fsynced beside it, one rename makes it number
@@ -39,7 +40,7 @@ from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.weight_source import ADAPTER, check, complete, policy_of
+from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
 
 ABOUT = "megaflow-weights.json"
 LEFTOVER_S = 86_400.0
@@ -175,9 +176,14 @@ def point(run: RunDir, policy: str) -> Version:
 
 
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
-    """Removes all but the ``keep`` newest versions of a policy, and never the current one; returns their numbers."""
-    now = current(run, policy).version
-    old = [v.version for v in versions(run, policy)[: -max(1, keep)] if v.version != now]
+    """Removes all but the ``keep`` newest versions of a policy; returns their numbers.
+
+    The current one stays, and so do those from which kept ones that are deltas are put together.
+    """
+    found = versions(run, policy)
+    kept = [current(run, policy), *found[-max(1, keep) :]]
+    needed = {v.version for v in kept} | {base_of(Path(v.path)) for v in kept if v.path}
+    old = [v.version for v in found if v.version not in needed]
     for number in old:
         (run.weights / f".removing.{number}").touch(mode=0o600)
     for mark in run.weights.glob(".removing.*"):  # also those of one who died meanwhile

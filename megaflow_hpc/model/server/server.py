@@ -120,7 +120,7 @@ class EngineServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
-        private = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
+        private = self.weights.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
         try:
             context = None
             if os.environ.get("MEGAFLOW_TLS", "1") != "0":
@@ -186,6 +186,7 @@ class EngineServer:
             ModelServiceError: The engine ended, or never answered.
             _OtherWeights: It cannot load the weights that are to be served.
         """
+        version = await asyncio.to_thread(self.weights.whole, version)
         launch = adapters.launch(self.weights.model(version), self.what.policy, private, [self.run_dir.weights])
         if self._tenants is not None:
             self._tenants.set_capacity(launch.slots)

@@ -13,21 +13,28 @@ instead of refusing them, so that each is sampled by one version:
 cannot load is *refused*: the server reports it in its endpoint file and serves the one before, and with ``rolling`` the
 servers after it do not try.
 
+A version may be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`): each server puts it together on
+its node's own disk, so that only what changed is read from the run directory.
+
 A LoRA adapter is applied to the campaign's own model. vLLM holds it under a name of its own beside the previous one;
 once it is loaded and nothing is being sampled, the proxy renames requests to the new one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.errors import ConfigError, ModelServiceError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.model.api import GENERATE
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
@@ -35,6 +42,7 @@ from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
 POLL_S = 5.0
@@ -66,6 +74,8 @@ class WeightUpdater:
         self.refused: dict[int, str] = {}
         """Versions that could not be loaded here → cause."""
         self._seen: dict[str, tuple[Any, float]] = {}
+        self.scratch = Path()
+        """Directory on the node's own disk, for what is put together of deltas."""
 
     def choose(self) -> Version:
         """Returns the version to start the engine with: the current one, or the latest not refused before it.
@@ -90,6 +100,29 @@ class WeightUpdater:
         if self._what.model.get("engine") == "scripted":
             return {**self._what.model, "script": f"{version.path}/script.yaml"}
         return {**self._what.model, "path": version.path}
+
+    def whole(self, version: Version) -> Version:
+        """Returns the version with whole files: of a delta they are put together on this node, and earlier ones go.
+
+        Raises:
+            ModelServiceError: The version it differs from is not there, or what comes out is not what was published.
+        """
+        if not version.path:
+            return version
+        try:
+            base = base_of(Path(version.path))
+            if base is None:
+                return version
+            from megaflow_hpc.rundir.weight_delta import put_together  # numpy, which few servers need
+
+            place = self.scratch / f"weights-{version.version}"
+            put_together(Path(version.path), self._run.weights / str(base), place)
+        except ConfigError as error:
+            raise ModelServiceError(str(error)) from error
+        for other in self.scratch.glob("weights-*"):
+            if other not in (place, Path(self._proxy.serving.weights.path)):
+                remove_tree(other, ignore_errors=True)
+        return replace(version, path=str(place))
 
     def next(self) -> Version | None:
         """Returns the version to load now; ``None`` if it is served already, or other servers are to load it first."""
@@ -134,6 +167,11 @@ class WeightUpdater:
             ModelServiceError: The engine cannot load it, or failed and must be restarted.
         """
         serving, proxy = self._proxy.serving, self._proxy
+        try:
+            version = await asyncio.to_thread(self.whole, version)
+        except ModelServiceError as error:
+            self.refused[version.version] = str(error)
+            return
         if version.adapter and (serving.adapter_name or not serving.weights.path):
             try:
                 await self._load_adapter(version)

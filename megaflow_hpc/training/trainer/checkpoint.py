@@ -14,10 +14,13 @@ hidden directory, which the next :func:`prune` removes. Read by as many ranks as
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,8 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: Ranks) -> Path:
         ranks.barrier()
         tensors = optimizer.tensors() | {f"random.{ranks.rank}.{n}": t for n, t in _random(ranks).items()}
         writer = dcp.HuggingFaceStorageWriter(str(staged), _files(tensors, ranks), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, no_dist=ranks.count == 1)
+        with _quiet():
+            dcp.save(tensors, storage_writer=writer, no_dist=ranks.count == 1)
         if ranks.first:
             shapes = {name: list(master.shape) for name, master in optimizer.masters.items()}
             about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
@@ -99,7 +103,8 @@ def restore(place: Path, optimizer: Optimizer, ranks: Ranks) -> int:
     if about["ranks"] == _kind(ranks):
         tensors |= {f"random.{ranks.rank}.{name}": state for name, state in random.items()}
     reader = dcp.HuggingFaceStorageReader(str(place))
-    dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
+    with _quiet():
+        dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
     optimizer.updates = int(about["updates"])
     optimizer.round()
     if about["ranks"] == _kind(ranks):
@@ -155,6 +160,14 @@ def export(folder: Path, policy: Policy, ranks: Ranks) -> Path:
             path.chmod(file_mode(folder.parent))
     ranks.barrier()
     return folder
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """That one rank is alone need not be said each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _kind(ranks: Ranks) -> list[Any]:

@@ -57,19 +57,20 @@ class Ranks:
         if self.count > 1:
             dist.barrier()
 
-    def total(self, *values: float) -> list[float]:
-        """Returns each number summed over the ranks, in float64."""
-        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.count > 1:
-            dist.all_reduce(summed)
-        return [float(value) for value in summed.tolist()]
-
     def tell(self, value: Any) -> Any:
         """Returns the first rank's value on every rank."""
         box = [value]
         if self.count > 1:
             dist.broadcast_object_list(box)
         return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, on every rank."""
+        found = [value]
+        if self.count > 1:
+            found = [None] * self.count
+            dist.all_gather_object(found, value)
+        return found
 
     def leave(self) -> None:
         """Waits for all ranks, and parts with them; one that just exits takes others down."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_run
+from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
 from tests.support.serving import Servers, conversation, in_loop
 from tests.support.waiting import until
@@ -160,6 +162,34 @@ def test_a_pointer_that_was_left_behind_leads_to_the_newest_version(run: RunDir,
     assert found.version == 2
     proxy.serving = Serving(second)
     assert updater.next() is None
+
+
+def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp_path: Path) -> None:
+    def version(number: int) -> bytes:
+        return struct.pack("<Q", 8) + b"{}      " + bytes(5000) + bytes([number]) * 8
+
+    updater = WeightUpdater(run, Assignment(0, "a", {}), Proxy())
+    updater.scratch = tmp_path / "scratch"
+    updater.scratch.mkdir()
+    base = weights.publish(run, trained(tmp_path / "step0", version(0)), "a")
+    assert updater.whole(base) is base
+    for step in (1, 2, 3):
+        folder = tmp_path / f"delta{step}"
+        found = write_delta(trained(tmp_path / f"step{step}", version(step)), Path(base.path), base.version, folder)
+        assert found is not None
+        assert found[0] >= 10 * found[1]
+        published = weights.publish(run, folder, "a", keep=1)
+        whole = Path(updater.whole(published).path)
+        assert (whole / "model.safetensors").read_bytes() == version(step)
+        assert (whole / "tokenizer.json").read_text() == "tokens"
+    assert [path.name for path in updater.scratch.iterdir()] == ["weights-4"]
+    assert [v.version for v in weights.versions(run, "a")] == [1, 4]
+    (Path(base.path) / "model.safetensors").write_bytes(version(9))
+    damaged = weights.publish(run, folder, "a")
+    with pytest.raises(ModelServiceError, match="SHA-256 differs"):
+        updater.whole(damaged)
+    asyncio.run(updater.load(damaged, Launch()))
+    assert "SHA-256 differs" in updater.refused[5]
 
 
 @in_loop

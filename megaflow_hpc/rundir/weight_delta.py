@@ -1,0 +1,168 @@
+"""A version of weights as what differs from an earlier whole one, and how it is put together again, bit for bit.
+
+::
+
+    RUN/weights/7/
+      delta.json                 {"base": 5, "files": {"model.safetensors": {"size": …, "word": 2, "sha256": …}}}
+      model.safetensors.delta    which words of that file differ from version 5's, and how
+      config.json, …             as in a whole version
+
+At small learning rates most weights in bfloat16 stay what they were: after one step of Adam at 1e-6 some 2 % change. So
+words (2 bytes of a bfloat16, 4 of a float32) are compared: the distances between those that differ, and their exclusive
+or with the base, are each deflated. What does not differ costs a fraction of a bit. A file is read and written in parts
+of :data:`WORDS` words; the whole is never in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.weight_source import DELTA
+
+try:
+    from isal.isal_zlib import compress as _compress
+except ImportError:  # no wheel for this processor: the same streams, slower
+    from zlib import compress as _compress
+
+WORDS = 2**23
+"""Words of a file compared at once: 16 MB in bfloat16."""
+SUFFIX = ".delta"
+WIDTHS = {"BF16": 2, "F16": 2}
+"""Bytes of a word by the dtype of a file's first tensor, as safetensors names it; else 4."""
+_HEADER = struct.Struct("<4I")
+"""Bytes of the gaps, of these deflated, words that differ, bytes of these deflated."""
+
+
+def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int, int] | None:
+    """Writes to the new directory ``folder`` how the model directory ``whole`` differs from ``base``.
+
+    Args:
+        whole: what is to be published, with safetensors.
+        base: an earlier whole version of it, ``number``.
+
+    Returns:
+        Bytes of the tensors, and of what was written for them; ``None``, and nothing written, where the two do not have
+        the same files of the same sizes.
+    """
+    names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
+    sizes = {name: (whole / name).stat().st_size for name in names}
+    if not names or any(not (base / n).is_file() or (base / n).stat().st_size != sizes[n] for n in names):
+        return None
+    make_directory(folder)
+    files: dict[str, Any] = {}
+    for name in names:
+        word = _width(whole / name)
+        digest = hashlib.sha256()
+        with (
+            open(whole / name, "rb") as new,
+            open(base / name, "rb") as old,
+            open(folder / (name + SUFFIX), "wb") as to,
+        ):
+            while part := new.read(WORDS * word):
+                digest.update(part)
+                to.write(_encode(part, old.read(WORDS * word), word))
+        files[name] = {"size": sizes[name], "word": word, "sha256": digest.hexdigest()}
+    for path in whole.iterdir():
+        if path.is_file() and path.name not in names:
+            shutil.copyfile(path, folder / path.name)
+    write_json(folder / DELTA, {"base": number, "files": files})
+    return sum(sizes.values()), sum((folder / (name + SUFFIX)).stat().st_size for name in names)
+
+
+def put_together(delta: Path, base: Path, whole: Path) -> Path:
+    """Makes the whole model directory ``whole`` of a version that is a delta; whole or not there.
+
+    Raises:
+        ConfigError: the base is not there, or what comes out is not what was published.
+    """
+    if whole.is_dir():
+        return whole
+    staged = whole.with_name(f".{whole.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        about = json.loads((delta / DELTA).read_text())["files"]
+        make_directory(staged)
+        for name, file in about.items():
+            digest = hashlib.sha256()
+            with (
+                open(delta / (name + SUFFIX), "rb") as parts,
+                open(base / name, "rb") as old,
+                open(staged / name, "wb") as to,
+            ):
+                for part in _decode(parts, old, int(file["word"])):
+                    digest.update(part)
+                    to.write(part)
+            if digest.hexdigest() != file["sha256"]:
+                raise ConfigError(
+                    f"{delta}: put together with {base}, {name} is not what was published (its SHA-256 differs)"
+                )
+        for path in delta.iterdir():
+            if path.is_file() and path.name != DELTA and path.suffix != SUFFIX:
+                shutil.copyfile(path, staged / path.name)
+        os.rename(staged, whole)
+    except (OSError, ValueError, LookupError, TypeError, struct.error, zlib.error) as error:
+        if not whole.is_dir():
+            raise ConfigError(f"{delta}: cannot be put together with {base}: {error}") from error
+    finally:
+        remove_tree(staged, ignore_errors=True)
+    return whole
+
+
+def _width(path: Path) -> int:
+    """The format: 8 bytes of the header's length, then JSON (github.com/huggingface/safetensors, README)."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = (tensor["dtype"] for name, tensor in header.items() if name != "__metadata__")
+    return WIDTHS.get(next(tensors, ""), 4)
+
+
+def _words(data: bytes, word: int) -> NDArray[Any]:
+    return np.frombuffer(data.ljust(-(-len(data) // word) * word, b"\0"), f"<u{word}")
+
+
+def _encode(new: bytes, old: bytes, word: int) -> bytes:
+    """A part as the gaps between words that differ, in bytes of which 255 means 255 more, and how these differ."""
+    change = _words(new, word) ^ _words(old, word)
+    at = np.flatnonzero(change)
+    gaps = np.diff(at, prepend=-1) - 1
+    full = gaps // 255
+    ends = np.cumsum(full + 1)
+    coded = np.full(int(ends[-1]) if len(ends) else 0, 255, np.uint8)
+    coded[ends - 1] = gaps % 255
+    planes = change[at].view(np.uint8).reshape(-1, word).T.tobytes()  # high bytes are mostly alike
+    packed = _compress(coded.tobytes(), 1), _compress(planes, 1)
+    return _HEADER.pack(len(coded), len(packed[0]), len(at), len(packed[1])) + packed[0] + packed[1]
+
+
+def _decode(parts: BinaryIO, base: BinaryIO, word: int) -> Iterator[bytes]:
+    while old := base.read(WORDS * word):
+        coded_size, gaps_size, count, values_size = _HEADER.unpack(parts.read(_HEADER.size))
+        coded = np.frombuffer(_inflate(parts.read(gaps_size), coded_size), np.uint8)
+        planes = np.frombuffer(_inflate(parts.read(values_size), count * word), np.uint8)
+        words = _words(old, word).copy()
+        last = coded != 255
+        at = np.cumsum(coded, dtype=np.int64)[last] + np.arange(count)
+        words[at] ^= planes.reshape(word, -1).T.copy().view(f"<u{word}")[:, 0]
+        yield words.tobytes()[: len(old)]
+
+
+def _inflate(packed: bytes, size: int) -> bytes:
+    stream = zlib.decompressobj()
+    data = stream.decompress(packed, size + 1)
+    if len(data) != size:
+        raise ValueError(f"a part holds {len(data)} bytes, expected {size}: it is damaged")
+    return data
