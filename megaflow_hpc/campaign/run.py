@@ -356,4 +356,3 @@ class Run:
         }
         if rollouts:
             write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total)
-            self.ledger.reopen()

@@ -1,7 +1,7 @@
 """Blocks: immutable lists of rollouts, the unit that pods claim.
 
 File-system operations grow with blocks, never with rollouts. A block is one JSON file ``RUN/tasks/<number>.json``;
-blocks are only ever added (``resume --failed`` and trainers append new ones).
+blocks are only ever added (``resume --failed`` appends some, and who trains on the campaign's rollouts).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 
 from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.host.atomic import make_directory
+from megaflow_hpc.ledger.adding import add
 from megaflow_hpc.ledger.calls import Link
 from megaflow_hpc.ledger.files import Files, passing
-from megaflow_hpc.ledger.names import FIRST_HANDED_OFF, task_path
+from megaflow_hpc.ledger.names import ADDED, FIRST_HANDED_OFF, task_path
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
@@ -116,6 +118,25 @@ def write_blocks(
         written.append(number)
         number += 1
     return written
+
+
+def add_blocks(
+    run: RunDir, rollouts: Sequence[Rollout], token: str, pods: int = 1, size: int | None = None
+) -> list[int]:
+    """Adds blocks to a campaign that may run, cut as :func:`split` does, and returns their numbers.
+
+    A repeated call with the same token adds nothing and returns the same, whoever called before and was killed
+    wherever. Pods take what was added where there are any; an open lease keeps them, ``resume`` brings them back.
+
+    Args:
+        token: names this batch, unique in the run.
+
+    Raises:
+        LedgerError: the token is no name of a file, or was used for other rollouts.
+        OSError: the run directory is full, or away; the call may be repeated.
+    """
+    make_directory(run.path / ADDED)
+    return Files(run).carry_out(add(split(rollouts, pods, size), token, f"add.{secrets.token_hex(8)}"))
 
 
 def read_block(run: RunDir, number: int) -> Block:

@@ -9,7 +9,9 @@
     ledger/leases/<pod>.<start>           who the pod is, and a counter it renews every 30 s for all its blocks
     ledger/gone/<pod>.<start>             Slurm (or this host's process table) says that this pod is no more
     ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s free slots and finds nothing to claim
-    ledger/finished                       every block is done
+    ledger/added/<token>.<n>              where the blocks go that somebody adds while the campaign runs
+    ledger/open/<consumer>                somebody may add blocks: the campaign is not finished
+    ledger/finished                       so many blocks are done, and those are all
 
 :mod:`megaflow_hpc.ledger.rules` says what they mean, docs/ledger.md in whole sentences.
 """
@@ -192,6 +194,16 @@ class Ledger:
         """After :meth:`claim`: some block that it saw is not done."""
         return self._mine.unfinished
 
+    @property
+    def opened(self) -> bool:
+        """After :meth:`claim` found nothing: a consumer may add blocks."""
+        return self._mine.opened
+
+    @property
+    def awaited(self) -> bool:
+        """After :meth:`claim` found nothing: one that may add blocks has renewed its lease not long ago."""
+        return self._mine.awaited
+
     # --- requests for work ---
 
     def request_work(self, slots: int) -> None:
@@ -231,10 +243,6 @@ class Ledger:
     def finished(self) -> bool:
         """Whether every block is done."""
         return self._marks.finished
-
-    def reopen(self) -> None:
-        """Withdraws the finished mark, because blocks were added."""
-        self._marks.reopen()
 
     def view(self) -> View:
         """Lists which blocks are claimed, and which are done but for what they handed off."""

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megaflow_hpc.ledger.calls import Clock, Do, Names, Publish, Read, Rewrite, Steps, There
+from megaflow_hpc.ledger.ending import OPEN_S
 from megaflow_hpc.ledger.names import GONE, LEASES, earlier
 
 
@@ -26,6 +27,8 @@ class Times:
     renew_s: float = 30.0
     commit_s: float = 90.0
     lease_s: float = 180.0
+    open_s: float = OPEN_S
+    """How long a pod waits for a consumer that does not renew its open lease."""
 
 
 TIMES = Times()

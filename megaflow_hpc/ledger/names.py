@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
-GONE, REQUESTS, TASKS = "ledger/gone", "ledger/hungry", "tasks"
+GONE, REQUESTS, TASKS, ADDED = "ledger/gone", "ledger/hungry", "tasks", "ledger/added"
 
 FIRST_HANDED_OFF = 1_000_000
 """Number of the first block that a pod hands off; planned ones lie below."""
@@ -66,6 +66,11 @@ def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
     """Tells whether the campaign is finished. ``blocks`` must have been listed after ``done``."""
     given = sum(block >= FIRST_HANDED_OFF for block in blocks)
     return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
+
+
+def added_path(token: str, turn: int) -> str:
+    """Path of what is said of blocks that are added: where those go that have no place yet."""
+    return f"{ADDED}/{token}.{turn}"
 
 
 def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:

@@ -12,7 +12,8 @@ lists the blocks handed off that it knows; one that appears later belongs to nob
 *The end.* Whoever finishes a block claims its next epoch and says that it is done: so a block is either done or taken
 over, whatever its holder and its successor know of each other. A mark ``done/<block>.<epoch>.<n>`` repeats this for
 those who list: that epoch ended the block, which handed off n others. The campaign is finished when all blocks that can
-be seen are done and as many handed-off ones can be seen as the marks speak of.
+be seen are done, as many handed-off ones can be seen as the marks speak of, and no consumer may add some
+(:mod:`megaflow_hpc.ledger.ending`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Remove, Steps, There, Touch
+from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Remove, Steps, Touch
+from megaflow_hpc.ledger.ending import Consumers, finish
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -42,7 +44,6 @@ from megaflow_hpc.ledger.names import (
     pairs,
     task_path,
 )
-from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.types import Rollout
 
 
@@ -68,6 +69,10 @@ class Survey:
     """Those of them that are free, were given back, or whose holder is gone."""
     requests: dict[str, int] = field(default_factory=dict)
     """Slots that pods without work ask others to fill, by request."""
+    opened: bool = False
+    """A consumer may add blocks."""
+    awaited: bool = False
+    """One of these has renewed its lease not long ago."""
 
 
 REFUSALS = 3
@@ -98,12 +103,17 @@ class Rules(Lease):
         """After :meth:`claim`: some block is held by another pod that may be alive."""
         self.unfinished = True
         """After :meth:`claim`: some block that it saw is not done."""
+        self.consumers = Consumers(times.open_s)
+        self.opened = self.awaited = False
+        """After :meth:`claim` found nothing: what is known of consumers, of which one may add blocks."""
         self.free: list[int] = []
         """After :meth:`claim`: the free blocks that it saw and left."""
         self.preferred: tuple[int, ...] = ()
         """Free blocks that are claimed before others, in this order."""
         self._done: dict[int, int] = {}
         self._blocks: list[int] = []
+        self._known: set[int] = set()
+        """Every block that any look has shown."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
         """Block and epoch → who claimed it and, if that ended the block, how many others it had handed off."""
         self._parents: dict[int, tuple[int, int, frozenset[str]]] = {}
@@ -129,15 +139,25 @@ class Rules(Lease):
     def _claim(self) -> Steps[Claim | None]:
         if self.free and (claim := (yield from self._first(self.free))):
             return claim
-        if (found := self.surveyed) and found.open and not found.claimable:
+        if (found := self.surveyed) and (found.open or found.opened) and not found.claimable:
             self.unsettled, self.others, self.unclaimed = False, found.open > len(self.held), 0
+            self.opened, self.awaited = found.opened, found.awaited
             return None
+        claim = yield from self._look()
+        if claim is None:
+            yield from self.consumers.look()
+            self.opened, self.awaited = self.consumers.opened, self.consumers.awaited
+            if not (self.unfinished or self.opened or (yield from self._finish())):
+                self.unsettled = True  # blocks were added before the last consumer left
+        return claim
+
+    def _look(self) -> Steps[Claim | None]:
         self._done = done_blocks((yield Names(DONE)))
         self._blocks = block_numbers((yield Names(TASKS)))  # after the marks: whoever is done has given before
         self.unsettled, self.others, self.unclaimed = False, False, 0
+        self._known.update(self._blocks)
         self.unfinished = not all_done(self._done, self._blocks)
         if not self.unfinished:
-            yield from self._finish()
             return None
         claimed = latest((yield Names(CLAIMS)))
         open_blocks = [block for block in self._blocks if block not in self._done]
@@ -329,9 +349,7 @@ class Rules(Lease):
             )
         self._drop(claim)
         if not self.held:
-            done = done_blocks((yield Names(DONE)))
-            if all_done(done, block_numbers((yield Names(TASKS)))):
-                yield from self._finish()
+            yield from self._finish()
 
     def _end(self, block: int, epoch: int, given: int) -> Steps[bool]:
         me = self.identity.name
@@ -341,9 +359,8 @@ class Rules(Lease):
         yield Touch(done_path(block, epoch, given))
         return True
 
-    def _finish(self) -> Steps[None]:
-        if not (yield There(FINISHED)):
-            yield Publish(FINISHED, {"by": self.identity.name})
+    def _finish(self) -> Steps[bool]:
+        return (yield from finish(self.identity.name, self._known))
 
     # --- requests for work ---
 

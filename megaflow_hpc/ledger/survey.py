@@ -1,4 +1,5 @@
-"""The rules of the pod that looks at everything for all: one look at blocks, requests and every pod's lease. Pure."""
+"""The rules of the pod that looks at everything for all: one look at blocks, requests, consumers and every pod's lease.
+Pure."""
 
 from __future__ import annotations
 
@@ -57,4 +58,6 @@ class SurveyingRules(Rules):
                 owner, given = "", 0
             claimable += given is not None or owner in gone
         requests = yield from self.requests_of_all()
-        return Survey(0 if all_done(done, blocks) else max(1, len(open_blocks)), claimable, requests)
+        yield from self.consumers.look()
+        still = 0 if all_done(done, blocks) else max(1, len(open_blocks))
+        return Survey(still, claimable, requests, self.consumers.opened, self.consumers.awaited)

@@ -2,8 +2,9 @@
 
 ::
 
-    RUN/ledger/finished         every block is done; the pod that finished the last one writes it
-    RUN/ledger/cancelled        the campaign was cancelled; ``resume`` removes it
+    RUN/ledger/finished         so many blocks are done, and that was all; the pod that finished the last one writes it
+    RUN/ledger/open/<consumer>  a consumer may add blocks: while it is there the campaign is not finished
+    RUN/ledger/cancelled        the campaign was cancelled, with these consumers; ``resume`` removes it
     RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
     RUN/ledger/unstarted/<pod>  its last start ended before rank 0 had its lease: node, exit status, log and its end
 
@@ -17,15 +18,22 @@ The batch shell of a pod and its rank 0 talk by two files in a directory of thei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaflow_hpc.host.atomic import make_directory
+from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 
 FINISHED = "ledger/finished"
 """Path of the finished mark in the run directory; the ledger's rules publish it."""
+OPEN = "ledger/open"
+"""Path of the directory of open leases in the run directory."""
+_PLANNED = re.compile(r"\d{6}\.json\Z")
 DRAIN = "drain"
 STATE = "state"
 PROGRESS = "progress"
@@ -57,18 +65,26 @@ class Marks:
 
     def __init__(self, run: RunDir) -> None:
         self._finished, self._cancelled = run.path / FINISHED, run.ledger / "cancelled"
+        self._open, self._tasks = run.path / OPEN, run.tasks
         self._leaving: Path = run.ledger / "leaving"
         self._unstarted: Path = run.ledger / "unstarted"
         self._leases: Path = run.ledger / "leases"
 
     @property
     def finished(self) -> bool:
-        """Whether every block is done."""
-        return self._finished.exists()
+        """Whether every block is done, and nobody may add some. A stat, and two listings where there is a mark."""
+        try:
+            said = json.loads(self._finished.read_bytes() or b"{}")
+        except FileNotFoundError:
+            return False
+        except ValueError:
+            said = {}
+        return not self.open and counts(said, planned(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
 
-    def reopen(self) -> None:
-        """Withdraws the finished mark, because blocks were added."""
-        self._finished.unlink(missing_ok=True)
+    @property
+    def open(self) -> list[str]:
+        """The consumers that may add blocks."""
+        return sorted(path.name for path in self._open.glob("[!.]*"))
 
     @property
     def cancelled(self) -> bool:
@@ -81,8 +97,19 @@ class Marks:
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
-        """Marks the campaign as cancelled."""
-        self._cancelled.touch()
+        """Marks the campaign as cancelled, and closes it to consumers; the mark remembers which there were."""
+        consumers = sorted({*self.closed, *self.open})
+        write_json(self._cancelled, {"consumers": consumers})
+        for consumer in consumers:
+            (self._open / consumer).unlink(missing_ok=True)
+
+    @property
+    def closed(self) -> list[str]:
+        """The consumers of a campaign that was cancelled."""
+        try:
+            return [str(consumer) for consumer in json.loads(self._cancelled.read_bytes())["consumers"]]
+        except (FileNotFoundError, ValueError, LookupError, TypeError):  # a mark of before is empty
+            return []
 
     def uncancel(self) -> None:
         """Removes the mark of a cancelled campaign, if there is one."""
@@ -117,6 +144,20 @@ class Marks:
             path.unlink(missing_ok=True)
 
 
+def planned(names: Iterable[str]) -> int:
+    """Returns how many of the names in ``tasks/`` are blocks that no pod handed off: those have a digit more."""
+    return sum(_PLANNED.match(name) is not None for name in names)
+
+
+def counts(said: Mapping[str, object] | None, blocks: int) -> bool:
+    """Tells whether a finished mark speaks of all blocks that there are; one of before marks had numbers does.
+
+    Args:
+        blocks: how many there are, those aside that pods handed off.
+    """
+    return said is not None and said.get("blocks", blocks) == blocks
+
+
 def cause(lines: Sequence[str]) -> str:
     """Returns the line of a log's end that says most about why it ended."""
     said = [line.strip() for line in lines if line.strip()]
@@ -124,3 +165,7 @@ def cause(lines: Sequence[str]) -> str:
         if found := [line for line in said if mark in line]:
             return found[0]
     return said[-1] if said else "nothing was written"
+
+
+if __name__ == "__main__":  # for batch scripts
+    raise SystemExit(0 if Marks(RunDir(sys.argv[1])).over else 1)

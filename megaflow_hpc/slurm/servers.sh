@@ -21,7 +21,7 @@ while :; do
 done
 
 echo "server ${SLURM_ARRAY_TASK_ID:-0}: exit status $status"
-if [ -e "$RUN/ledger/finished" ] || [ -e "$RUN/ledger/cancelled" ]; then exit 0; fi
+if "$MEGAFLOW_PYTHON" -m megaflow_hpc.rundir.marks "$RUN"; then exit 0; fi # finished or cancelled
 if [ "$status" -eq 75 ]; then # nobody asks: it waits in the queue, held, until somebody does
     scontrol requeuehold "$element"
     sleep 30 # until Slurm ends this shell

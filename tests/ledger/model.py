@@ -10,15 +10,18 @@ States that were met before, by whatever path, are not followed again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.ledger.adding import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
+from megaflow_hpc.ledger.ending import finish
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
+    FIRST_HANDED_OFF,
     GONE,
     LEASES,
     RELEASED,
@@ -29,7 +32,8 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
-from megaflow_hpc.rundir.marks import FINISHED
+from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
+from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.records import Entry, counts
 from megaflow_hpc.trajectories.journal.winners import decide
 from megaflow_hpc.types import Rollout
@@ -37,6 +41,7 @@ from megaflow_hpc.types import Rollout
 TIMES = Times(renew_s=1, commit_s=2, lease_s=4)
 
 Program = Generator[Any, Any, str]
+Adding = Callable[[Sequence[Sequence[Rollout]], str, str], Generator[Any, Any, list[int]]]
 Files = frozenset[tuple[str, str]]
 """Path and content."""
 
@@ -120,7 +125,7 @@ def pod(
             return "fenced"
         claim = yield from mine.claim()
         if claim is None:
-            if not mine.unfinished:
+            if not (mine.unfinished or mine.opened or mine.unsettled):
                 return "done"
             yield Wait()
             continue
@@ -150,6 +155,24 @@ def pod(
             yield from mine.mark_done(claim)
         except LedgerError:
             return "taken over"
+
+
+def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", how: Adding = add) -> Program:
+    """Adds blocks of one rollout each with a token, and lets the campaign end if it is the one that keeps it open.
+
+    Args:
+        number: names the task of their rollouts.
+    """
+    blocks = [(Rollout(f"t{number}", "p", n, "nop"),) for n in range(size)]
+    placed = yield from how(blocks, token, name)
+    for place, block in zip(placed, blocks, strict=True):
+        content = yield Block(place)
+        if [Rollout(**each) for each in content["rollouts"]] != list(block):
+            raise Broken(f"{name} was told that its rollouts are in block {place}, where there is {content}")
+    if closes:
+        yield Remove(f"{OPEN}/{closes}")
+        yield from finish(closes)
+    return "added"
 
 
 def reader() -> Program:
@@ -206,6 +229,8 @@ class Model:
         gone: pods that are marked as gone from the beginning, and live.
         deceived: who is taken for gone may live and renew its lease. What it acknowledges then may be void; it is run
             again, and counts once when all is done.
+        opened: consumers whose open lease is there from the beginning; one of them may close it.
+        adds: blocks are added by somebody who need not keep the campaign open: pods may leave before.
     """
 
     programs: Mapping[str, Callable[[], Program]]
@@ -221,6 +246,8 @@ class Model:
     eager: bool = True
     gone: tuple[str, ...] = ()
     deceived: bool = False
+    opened: tuple[str, ...] = ()
+    adds: bool = False
 
     states: int = 0
     ends: set[str] = field(default_factory=set)
@@ -247,7 +274,7 @@ class Model:
             for number, count in self.blocks.items()
         }
         files |= {f"{GONE}/{name}": "{}" for name in self.gone}
-        self.rollouts = {Rollout(f"t{n}", "p", s, "nop").id for n, count in self.blocks.items() for s in range(count)}
+        files |= {f"{OPEN}/{name}": '{"counter": 1}' for name in self.opened}
         begun = tuple((name, 0) for name in self.programs if name not in self.later)
         start = frozenset(files.items())
         first = State(0, start, (start,) * self.stale, frozenset(), begun)
@@ -313,11 +340,11 @@ class Model:
     def _at_once(self, state: State, call: Any) -> bool:
         """Whether a call makes no difference to the others, nor they to it."""
         if isinstance(call, Names):
-            return call.room in self.fixed
+            return call.room in (self.fixed if self.opened else (*self.fixed, OPEN))
         if isinstance(call, Read):
             # What no cache can miss any more, and never changes.
             oldest = (*state.before, state.files)[0]
-            return call.path in self._dict(oldest) and not call.path.startswith(LEASES)
+            return call.path in self._dict(oldest) and not call.path.startswith((LEASES, FINISHED, OPEN))
         return isinstance(call, Here | Acknowledged | Block) or (self.eager and isinstance(call, Clock))
 
     def _acknowledge(self, state: State, name: str) -> State:
@@ -460,8 +487,18 @@ class Model:
             record = entry.journal.removesuffix(".journal"), entry.start
             if settled.get(rollout, record) != record and not self.deceived:
                 raise Broken(f"{rollout} was settled by {settled[rollout]} and is now {record}: {sorted(state.files)}")
-        if FINISHED in self._files(state) and set(best) != self.rollouts:
-            raise Broken(f"finished at {state.time} without {self.rollouts - set(best)}: {sorted(state.files)}")
+        if finished(self._files(state)) and (missing := self._rollouts(state) - set(best)):
+            raise Broken(f"finished at {state.time} without {missing}: {sorted(state.files)}")
+
+    def _rollouts(self, state: State) -> set[str]:
+        """The rollouts of all blocks; each must be in one that no pod handed off, and in no other."""
+        found: list[str] = []
+        for path, content in state.files:
+            if path.startswith(f"{TASKS}/") and int(path[6:-5]) < FIRST_HANDED_OFF:
+                found += [Rollout(**each).id for each in json.loads(content)["rollouts"]]
+        if len(found) > len(set(found)):
+            raise Broken(f"blocks hold a rollout twice: {sorted(state.files)}")
+        return set(found)
 
     def _settle(self, state: State) -> State:
         best = self._winners(state)
@@ -477,8 +514,16 @@ class Model:
     def _ended(self, state: State) -> None:
         said = {name: self._call(name, history) for name, history in state.processes if name not in state.gone}
         self.ends |= {how for how in said.values() if isinstance(how, str)}
-        if "done" in said.values() and FINISHED not in self._files(state):
+        files = self._files(state)
+        whole = self._rollouts(state) == set(self._winners(state)) and not _look(files, Names(OPEN))
+        if "done" in said.values() and (whole or not self.adds) and not finished(files):
             raise Broken(f"a pod ended as done and left no mark: {sorted(state.files)}")
+
+
+def finished(files: Mapping[str, str]) -> bool:
+    """Whether there is a finished mark that counts."""
+    said = json.loads(files[FINISHED]) if FINISHED in files else None
+    return counts_all(said, planned(_look(files, Names(TASKS)))) and not _look(files, Names(OPEN))
 
 
 def _look(files: Mapping[str, str], call: Names | Read | There) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.ledger.calls import Clock, Do, Length, Names, Publish, Rewrite, Steps, There, Touch
+from megaflow_hpc.ledger.adding import add
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Remove, Rewrite, Steps, There, Touch
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import (
     DONE,
@@ -17,15 +18,17 @@ from megaflow_hpc.ledger.names import (
     LEASES,
     RELEASED,
     TASKS,
+    all_done,
     block_numbers,
     claim_path,
     done_blocks,
     done_path,
     earlier,
+    task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
 from megaflow_hpc.rundir.marks import FINISHED
-from tests.ledger.model import TIMES, Broken, Model, pod, reader
+from tests.ledger.model import TIMES, Adding, Broken, Model, adder, pod, reader
 
 Make = Callable[..., Rules]
 
@@ -88,6 +91,31 @@ def read() -> Model:
     return Model(programs, {0: 1}, 0, ("a.0",), told=True, stale=0, fixed=(RELEASED, TASKS))
 
 
+def added(make: Make = Rules, how: Adding = add, units: int = 0) -> Model:
+    """Somebody adds two blocks while the last pod finishes, and keeps no lease: the pod may have left."""
+    programs = {"a.0": partial(pod, "a.0", make), "adder": partial(adder, "adder", "x", 7, 2, how=how)}
+    return Model(programs, {0: 1}, units, fixed=(GONE, RELEASED), stale=1, cached=TASKS, adds=True)
+
+
+def adding(how: Adding = add) -> Model:
+    """Who adds three blocks dies anywhere, and another with the same token follows; a third adds one of its own."""
+    adders = {name: partial(adder, name, "x", 7, 3, how=how) for name in ("x.0", "x.1")}
+    programs = {**adders, "y.0": partial(adder, "y.0", "y", 8)}
+    return Model(programs, {0: 1}, 0, ("x.0",), later={"x.1": "x.0"}, stale=0, fixed=())
+
+
+def together(how: Adding = add) -> Model:
+    """Two add the same at the same time: one was taken for dead. A third adds one of its own."""
+    adders = {name: partial(adder, name, "x", 7, 2, how=how) for name in ("x.0", "x.1")}
+    return Model({**adders, "y.0": partial(adder, "y.0", "y", 8)}, {0: 1}, 0, stale=0, fixed=())
+
+
+def consumed(make: Make = Rules) -> Model:
+    """A consumer keeps the campaign open, adds a block and closes it, while the last pod finishes and waits."""
+    programs = {"a.0": partial(pod, "a.0", make), "c": partial(adder, "c", "x", 7, closes="c")}
+    return Model(programs, {0: 1}, units=1, fixed=(GONE, RELEASED), stale=0, opened=("c",))
+
+
 SCENES = {
     "two pods": (partial(two, units=1), {"done"}, {0}),
     "one that pauses, holder or observer": (paused, {"done", "fenced", "taken over"}, {0, 1}),
@@ -103,6 +131,10 @@ SCENES = {
     "giving back": (giving, {"done"}, {0, 1}),
     "draining": (drained, {"done", "drained"}, {0, 1}),
     "a reader": (read, {"done", "read"}, {0, 1}),
+    "adding while the last pod finishes": (added, {"done", "added"}, {0}),
+    "an adder that crashes": (adding, {"added"}, set()),
+    "two adders with one token": (together, {"added"}, set()),
+    "a consumer": (consumed, {"done", "added"}, {0}),
 }
 
 
@@ -214,7 +246,45 @@ class CountsBlocksFirst(Rules):
         self._drop(claim)
         blocks = block_numbers((yield Names(TASKS)))
         if set(done_blocks((yield Names(DONE)))) >= set(blocks):
-            yield from self._finish()
+            yield Publish(FINISHED, {})
+
+
+class MarksForAllTime(Rules):
+    """Says that all is done, not of how much."""
+
+    def _finish(self) -> Steps[bool]:
+        done = done_blocks((yield Names(DONE)))
+        if not all_done(done, block_numbers((yield Names(TASKS)))):
+            return False
+        yield Publish(FINISHED, {})
+        return True
+
+
+class LeavesBeforeItLooks(Rules):
+    """Looks for blocks, then for consumers, and not again for blocks."""
+
+    def _finish(self) -> Steps[bool]:
+        yield from super()._finish()
+        return True
+
+
+def without_record(blocks: Any, token: str, private: str) -> Steps[list[int]]:
+    """Adds blocks at the first free numbers."""
+    placed: list[int] = []
+    number = 0
+    for n, block in enumerate(blocks):
+        content = {"rollouts": [vars(rollout) for rollout in block]}
+        while not (yield Link(task_path(number), content, f"{private}.{n}")):
+            number += 1
+        placed.append(number)
+    return placed
+
+
+def withdrawing(blocks: Any, token: str, private: str) -> Steps[list[int]]:
+    """Removes the mark, because it adds blocks: it may be of these."""
+    placed = yield from without_record(blocks, token, private)
+    yield Remove(FINISHED)
+    return placed
 
 
 SHORT = Times(renew_s=1, commit_s=2, lease_s=3)
@@ -235,6 +305,11 @@ MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
     "a done mark that excludes no successor of a mistaken mark": (partial(mistaken, MarksWithoutClaiming), "finished"),
     "given rollouts are taken over": (partial(giving, RunsGivenTwice), "settled"),
     "a block that nobody knows is run": (partial(giving, RunsWhatNobodyKnew, 5, SHORT), "settled"),
+    "a finished mark without a number": (partial(added, MarksForAllTime), "finished"),
+    "a finished mark is removed": (partial(added, Rules, withdrawing), "left no mark"),
+    "blocks are added without a record": (partial(adding, without_record), "twice"),
+    "blocks are added without a record, by two": (partial(together, without_record), "twice"),
+    "a pod leaves by an old look": (partial(consumed, LeavesBeforeItLooks), "left no mark"),
     "blocks are listed before marks": (partial(giving, CountsBlocksFirst, blocks=2), "finished|left no mark"),
 }
 
