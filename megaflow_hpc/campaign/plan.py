@@ -11,16 +11,17 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import yaml
 
 from megaflow_hpc.campaign import provenance
-from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.campaign.model_paths import Where, absolute, absolute_training
+from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.training import TrainingConfig
@@ -36,9 +37,6 @@ from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.durations import Durations
-
-Where = Callable[[str], str]
-"""Dotted key → ``file:line`` for messages."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def make(
 
     if config.is_pool:
         named = bool(config.models)
-        pools = {name: _absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
+        pools = {name: absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
         config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return Plan(config, pools, [], [], {}, list_servers(pools), source)
     environment = config.environment
@@ -110,8 +108,10 @@ def make(
             raise
         raise ConfigError(f"{where('tasks')}: {error}") from None
     policies = {
-        name: _absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
+        name: absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
     }
+    if config.training:
+        config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
     check_agents(policies, config.environment.network, where)
     check_supported(config, where)
     check_together(config, where)
@@ -235,36 +235,6 @@ def check_agents(policies: dict[str, Policy], network: str, where: Where) -> Non
                 raise ConfigError(f"agent {policy.agent.name!r} needs a model; add a model: section")
         except ConfigError as error:
             raise ConfigError(f"{where(f'models.{name}.agent' if policy.model else 'agent')}: {error}") from None
-
-
-def _absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
-    """Paths of a model resolved against the campaign file; a name that is no file stays a name."""
-    model = policy.model
-    if model is None:
-        return policy
-    changes: dict[str, Any] = {}
-    if model.pool:
-        pool = (base / os.path.expanduser(os.path.expandvars(model.pool))).absolute()
-        try:
-            EnginePool(pool).policy(name)
-        except ConfigError as error:
-            raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
-        changes["pool"] = str(pool)
-    for field in ("path", "script", "api_key_file", "python", "image"):
-        value = getattr(model, field)
-        if value is None:
-            continue
-        path = (base / os.path.expanduser(os.path.expandvars(value))).absolute()
-        looks_like_path = field != "path" or value.startswith((".", "/", "~", "$")) or "/" not in value
-        if path.exists():
-            changes[field] = str(path)
-        elif looks_like_path and field != "python":
-            key = f"models.{name}.{field}" if named else f"model.{field}"
-            raise ConfigError(
-                f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path"
-            )
-    changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
-    return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

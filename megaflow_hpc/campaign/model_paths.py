@@ -1,0 +1,75 @@
+"""Paths of models in a campaign file, made absolute: they are relative to the file, and may be names in their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.config import ModelConfig, Policy
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.engine_pool import EnginePool
+
+Where = Callable[[str], str]
+"""Dotted key → ``file:line`` for messages."""
+
+
+def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
+    """Resolves the paths of a policy's model against the campaign file; a name that is no file stays a name.
+
+    Args:
+        base: the campaign file's directory.
+        named: whether the model stands under its policy's name in ``models``.
+
+    Raises:
+        ConfigError: one does not exist; names file, line and key.
+    """
+    model = policy.model
+    if model is None:
+        return policy
+    changes: dict[str, Any] = {}
+    if model.pool:
+        pool = (base / os.path.expanduser(os.path.expandvars(model.pool))).absolute()
+        try:
+            EnginePool(pool).policy(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
+        changes["pool"] = str(pool)
+    for field in ("path", "script", "api_key_file", "python", "image"):
+        value = getattr(model, field)
+        if value is not None:
+            may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
+            key = f"models.{name}.{field}" if named else f"model.{field}"
+            changes[field] = _existing(value, base, where, key, may_be_name)
+    changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
+    return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})
+
+
+def absolute_training(training: TrainingConfig, base: Path, where: Where) -> TrainingConfig:
+    """Resolves the models that training starts from in the same way."""
+    policies = {
+        name: policy.model_copy(
+            update={
+                "base": policy.base
+                and _existing(policy.base, base, where, f"training.policies.{name}.base", _looks_like_name(policy.base))
+            }
+        )
+        for name, policy in training.policies.items()
+    }
+    return training.model_copy(update={"policies": policies})
+
+
+def _looks_like_name(value: str) -> bool:
+    """Whether a model may be one of Hugging Face's: ``owner/name``."""
+    return not value.startswith((".", "/", "~", "$")) and "/" in value
+
+
+def _existing(value: str, base: Path, where: Where, key: str, may_be_name: bool) -> str:
+    path = (base / os.path.expanduser(os.path.expandvars(value))).absolute()
+    if path.exists():
+        return str(path)
+    if may_be_name:
+        return value
+    raise ConfigError(f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path")
