@@ -63,7 +63,7 @@ DOORS: dict[str, str] = {
     "trajectories/reading": "trajectories/hdf5 trajectories/journal rundir ledger",
     "trajectories/maintenance": "trajectories/hdf5 trajectories/journal trajectories/reading rundir ledger",
     "trajectories/exports": "trajectories/hdf5 trajectories/journal trajectories/reading",
-    "training": "training/algorithms rundir ledger trajectories/journal trajectories/reading",
+    "training": "training/algorithms config rundir ledger trajectories/journal trajectories/reading",
     "training/algorithms": "config trajectories/reading",
     "training/trainer": "",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",

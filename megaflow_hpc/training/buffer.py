@@ -7,7 +7,8 @@ rollouts that wait. A group is *complete* when each of its rollouts has ended, b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,7 @@ from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.samples import Group, Sample
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.plan import Place, Settled
+from megaflow_hpc.training.plan import Place, Plan, Settled
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.follow import Follower
@@ -61,6 +62,8 @@ class Buffer:
     ) -> None:
         self._run, self._policy, self._owners, self._ordinal = run, policy, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
+        self._unread: deque[Entry] = deque()
+        """What the follower has returned and is not read yet; the cursor is behind it already."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
         """Of every rollout of a group that is not settled."""
@@ -81,10 +84,16 @@ class Buffer:
         Raises:
             OSError: the run directory cannot be read now; the next call goes on.
         """
-        entries = self._follower.entries()
-        if entries:
+        self._unread.extend(self._follower.entries())
+        if self._unread:
             self._look_for_blocks()
-        return sum(self._add(Place(entry.journal, entry.start, entry.epoch), entry) for entry in entries)
+        added = 0
+        while self._unread:
+            entry = self._unread[0]
+            if entry.id in self._group_of:  # else another policy's, or of a group that is settled
+                added += self._add(Place(entry.journal, entry.start, entry.epoch))
+            self._unread.popleft()
+        return added
 
     def complete(self) -> list[Group]:
         """Returns the groups of which every rollout has ended, in the order of their blocks."""
@@ -114,12 +123,30 @@ class Buffer:
             self._settled -= self._named.pop(self._first_block)
             self._first_block += 1
 
+    def read_groups(self, plan: Plan) -> list[tuple[Group, dict[str, Arrived]]]:
+        """Reads the groups again that an earlier plan took for the first time, as far as it trained on them."""
+        found: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
+        for rollout in plan.rollouts:
+            if not rollout.replayed:
+                read = read_sample(self._run, rollout.place, self._policy, self._ordinal)
+                found.setdefault(rollout.group, {})[rollout.id] = read
+        return [
+            (
+                Group(name, next(iter(own.values()))[0].task, tuple(sample for sample, _ in own.values())),
+                {rollout: arrived for rollout, (_, arrived) in own.items()},
+            )
+            for name, own in found.items()
+        ]
+
     @property
     def settled(self) -> Settled:
         """What a later buffer goes on from."""
         waiting = [self.arrived[rollout].place for group in self._groups.values() for rollout in group.samples]
+        cursor = self._follower.cursor
+        # A failure that is settled is over: should it succeed later, nothing asks for it any more.
+        cursor["failed"] = [rollout for rollout in cursor["failed"] if rollout in self._group_of]
         return Settled(
-            cursor=self._follower.cursor,
+            cursor=cursor,
             waiting=waiting,
             first_block=self._first_block,
             groups=sorted(self._settled),
@@ -141,17 +168,12 @@ class Buffer:
                 name for name in self._named[number] if name in self._groups and self._groups[name].block == number
             }
 
-    def _add(self, place: Place, entry: Entry | None = None) -> bool:
-        if entry is not None and entry.id not in self._group_of:
-            return False  # another policy's, or of a group that is settled
-        trajectory = _load(self._run, place)
-        if trajectory.id not in self._group_of:
+    def _add(self, place: Place) -> bool:
+        sample, arrived = read_sample(self._run, place, self._policy, self._ordinal)
+        if sample.id not in self._group_of:
             return False
-        sequences = _of_policy(trajectory, self._policy)
-        sampled = tuple(sum(sequence.loss_mask) for sequence in sequences)
-        name = self._group_of[trajectory.id]
-        self.arrived[trajectory.id] = Arrived(place, tuple(len(s.tokens) for s in sequences), sampled)
-        self._groups[name].samples[trajectory.id] = _sample(trajectory, sequences, sum(sampled), self._ordinal, name)
+        self.arrived[sample.id] = arrived
+        self._groups[self._group_of[sample.id]].samples[sample.id] = sample
         return True
 
 
@@ -172,27 +194,33 @@ def _of_policy(trajectory: Trajectory, policy: str) -> list[TokenSequence]:
     return [sequence for sequence in trajectory.sequences if sequence.policy == policy]
 
 
-def _sample(
-    trajectory: Trajectory, sequences: list[TokenSequence], tokens: int, ordinal: Ordinal, group: str
-) -> Sample:
+def read_sample(run: RunDir, place: Place, policy: str, ordinal: Ordinal) -> tuple[Sample, Arrived]:
+    """Reads what data algorithms and packing ask of a rollout.
+
+    Raises:
+        ConfigError: its record is no longer there.
+    """
+    trajectory = _load(run, place)
+    sequences = _of_policy(trajectory, policy)
+    sampled = tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
     versions: set[int] = set()
     for sequence in sequences:
         column = np.frombuffer(sequence.weight_versions, np.int32)
         versions.update(np.unique(column[column >= 0]).tolist())
     ordinals = [ordinal(version) for version in versions]
-    rewards: Mapping[str, float] = trajectory.rewards
-    return Sample(
+    sample = Sample(
         id=trajectory.id,
         task=trajectory.task_id,
-        group=group,
+        group=trajectory.group_id,
         index=trajectory.sample_index,
         status=trajectory.status,
         error_kind=trajectory.error_kind,
         reward=float("nan") if trajectory.reward is None else trajectory.reward,
-        rewards=dict(rewards),
+        rewards=dict(trajectory.rewards),
         oldest=min(ordinals, default=-1),
         newest=max(ordinals, default=-1),
-        tokens=tokens,
+        tokens=sum(sampled),
         longest=max((len(sequence.tokens) for sequence in sequences), default=0),
         time_ns=int(trajectory.finished_at * 1e9),
     )
+    return sample, Arrived(place, tuple(len(sequence.tokens) for sequence in sequences), sampled)

@@ -19,19 +19,22 @@ from megaflow_hpc.types import Rollout, Task, TokenSequence, Trajectory
 VOCABULARY = 259
 
 
-def training_run(path: Path, training: dict[str, Any], tasks: int = 4, samples: int = 4, model: str = "") -> RunDir:
+def training_run(
+    path: Path, training: dict[str, Any] | None, tasks: int = 4, samples: int = 4, model: str = ""
+) -> RunDir:
     """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet."""
     run = RunDir(path)
     run.create()
     Ledger(run).create()
-    fields = {
+    fields: dict[str, Any] = {
         "name": "sample",
         "tasks": "tasks",
         "agent": "nop",
         "samples": samples,
         "model": {"engine": "vllm", "path": model or "model"},
-        "training": {"policies": {"default": {}}, **training},
     }
+    if training is not None:
+        fields["training"] = {"policies": {"default": {}}, **training}
     campaign = parse(fields)
     model_fields = campaign.model.model_dump(mode="json") if campaign.model else {}
     names = [f"task-{number}" for number in range(tasks)]

@@ -1,0 +1,293 @@
+"""What a trainer drinks from: steps made of whole groups of a campaign's rollouts, each exactly once.
+
+    from megaflow_hpc.training.dataflow import Dataflow
+
+    flow = Dataflow("runs/fix-bugs", policy="default", consumer="mine")
+    state = flow.restore()                       # the last commit that has a checkpoint, or None
+    for step in flow.steps():                    # plans of an earlier start first, unchanged
+        for minibatch in step.minibatches():
+            for batch in minibatch.microbatches(tokens=32768):
+                loss(model, batch, minibatch).backward()
+            optimizer.step()
+        version = step.publish(folder)
+        step.commit(checkpoint, metrics={"entropy": 0.4})
+
+Nothing runs between trainer and campaign but the run directory: rollouts are read from the journals, tasks are asked
+for by adding blocks, weights are published by a rename. So a trainer, pods and engines can each die and come back
+alone. A step's plan is written down before it is used (:mod:`~megaflow_hpc.training.plan`): after a crash the same
+steps are made of the same rollouts again, from the last checkpoint on.
+
+In a distributed trainer every rank has a ``Dataflow`` of its own, with its ``rank``: the first one plans, asks,
+publishes and commits; the others follow its plans.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.process import node_name
+from megaflow_hpc.ledger import OpenLease
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.training import Commit, Trainer
+from megaflow_hpc.rundir.weights import current, ordinals
+from megaflow_hpc.training.buffer import Buffer, sequences_of
+from megaflow_hpc.training.pace import Pace
+from megaflow_hpc.training.plan import Place, Plan, Settled, TrainingFiles
+from megaflow_hpc.training.planner import Planner
+from megaflow_hpc.training.step import Step
+from megaflow_hpc.types import TokenSequence
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""Seconds between two looks at the journals while a step lacks rollouts."""
+SAID_S = 30.0
+"""Seconds between two lines about what is waited for."""
+
+
+class Dataflow:
+    """The steps of one policy of one run.
+
+    Args:
+        run: the run directory.
+        policy: which one is trained; may be left out where the campaign trains one.
+        consumer: name under which it holds the campaign open; the policy's by default.
+        rank, ranks: this process of a distributed trainer, and how many there are.
+        training: what the campaign file says under ``training``, for a campaign that does not: then its planned
+            rollouts are trained on as they come, and none are asked for.
+        say: gets a line about what is waited for, at most one in half a minute; the log by default.
+
+    Raises:
+        ConfigError: no such run or policy, the policy has no model that can be trained, or nothing says how.
+    """
+
+    def __init__(
+        self,
+        run: RunDir | str | os.PathLike[str],
+        policy: str | None = None,
+        consumer: str | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        training: TrainingConfig | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}")
+        self.run = run if isinstance(run, RunDir) else RunDir(run)
+        self.record = read_run(self.run)
+        planned = self.record.config.training if self.record.campaign else None
+        self.config = training or planned or _missing(self.run)
+        self.policy = _chosen(self.run, policy, self.config)
+        self.settings = self.config.policies[self.policy]
+        self.consumer = consumer or self.policy
+        self.rank, self.ranks = rank, ranks
+        self.files = TrainingFiles(self.run, self.policy)
+        self.trainer = 0
+        """The number of this start; 0 until something is written."""
+        self._asks = planned is not None and training is None
+        self._say, self._said_at = say or logger.info, 0.0
+        self._ordinals: dict[int, int] = {}
+        self._buffer: Buffer | None = None
+        self._planner: Planner | None = None
+        self._committed = 0
+        self._lease: OpenLease | None = None
+        self._marks = Marks(self.run)
+        mine = self.record.policies.get(self.policy)
+        self._owners = frozenset({self.policy}) if mine is None or mine.samples else None
+        samples = self.config.batch.samples or (mine.samples if mine else 1)
+        agent = str(mine.agent.get("name", "")) if mine else ""
+        pods = self.record.config.slurm.pods.total if self.record.campaign else 1
+        self._pace = Pace(self.files, self.policy, agent, self._tasks(), samples, self.config, pods)
+
+    def _tasks(self) -> list[str]:
+        include = self.record.policies[self.policy].include if self.policy in self.record.policies else []
+        return [task for task in self.record.tasks if not include or any(fnmatch.fnmatchcase(task, p) for p in include)]
+
+    # --- from the beginning, or from where it was left ---
+
+    def restore(self) -> Commit | None:
+        """Returns the last commit whose checkpoint is there, from which the trainer goes on; ``None`` without one.
+
+        Raises:
+            ConfigError: the files of an earlier start are damaged.
+        """
+        found = self.files.committed(with_checkpoint=True)
+        self._committed = found.step if found else 0
+        return found
+
+    def checkpoint(self, commit: Commit) -> Path:
+        """Returns the directory of a commit's checkpoint."""
+        assert commit.checkpoint is not None
+        return self.run.path / commit.checkpoint
+
+    def steps(self) -> Iterator[Step]:
+        """Yields the steps that are not trained yet, from the last checkpoint on, and ends with the training.
+
+        Raises:
+            ConfigError: a reward is infinite, or the run directory is damaged.
+            LedgerError: a later trainer goes on; this one must end.
+            OSError: the run directory has not answered for too long.
+        """
+        self.restore()
+        self._enter()
+        number = self._committed
+        while number < self.config.steps:
+            number += 1
+            began = time.monotonic()
+            plan = self.files.read(Plan, number)
+            waited = 0.0
+            if plan is None:
+                plan, waited = self._planned(number)
+                if plan is None:
+                    break
+            yield Step(self, plan, waited, max(0.0, time.monotonic() - began - waited))
+        self.close()
+
+    def close(self) -> None:
+        """Lets the campaign end: nothing more is asked for. A trainer that dies or is requeued leaves it open."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def leave(self) -> None:
+        """Ends this process's part, and leaves the campaign open for the trainer to come back."""
+        if self._lease is not None:
+            self._lease.leave()
+            self._lease = None
+
+    def _enter(self) -> None:
+        if self.rank or self.trainer:
+            return
+        self.files.create()
+        now = Trainer(
+            consumer=self.consumer,
+            node=node_name(),
+            pid=os.getpid(),
+            job_id=os.environ.get("SLURM_JOB_ID", ""),
+            at=time.time(),
+        )
+        self.trainer = self.files.enter(now)
+        if self._asks:
+            self._lease = OpenLease(self.run, self.consumer)
+            self._lease.keep()
+
+    def check(self) -> None:
+        """Checks that no later trainer of the policy was started.
+
+        Raises:
+            LedgerError: one was.
+        """
+        if self.trainer:
+            self.files.check(self.trainer)
+
+    def committed(self, commit: Commit) -> None:
+        """Notes that a step is committed, and asks for what is due then."""
+        self._committed = max(self._committed, commit.step)
+        self._ask()
+
+    # --- reading ---
+
+    def ordinal(self, version: int) -> int:
+        """Returns the policy's own count of a weight version's number; 0 for the campaign's own model."""
+        if version not in self._ordinals:
+            self._ordinals = ordinals(self.run, self.policy, self._ordinals)
+        return self._ordinals.get(version, 0)
+
+    def sequences(self, place: Place) -> list[TokenSequence]:
+        """Reads the policy's sequences of a rollout."""
+        return sequences_of(self.run, place, self.policy)
+
+    # --- planning ---
+
+    def _planned(self, number: int) -> tuple[Plan | None, float]:
+        """Returns the next plan, and the seconds in which there was nothing to do but wait."""
+        waited, began = 0.0, time.monotonic()
+        while True:
+            plan = self._try(number) if not self.rank else self.files.read(Plan, number)
+            if plan is not None:
+                return plan, waited
+            if why := self._over(number):
+                self._say(f"{self.run}: {why}; {number - 1} of {self.config.steps} steps are done")
+                return None, waited
+            self._speak(number, time.monotonic() - began)
+            time.sleep(POLL_S)
+            waited += POLL_S
+
+    def _try(self, number: int) -> Plan | None:
+        """Makes the plan of a step if there is enough for it; another trainer's, if that was faster."""
+        self.check()
+        if self._buffer is None or self._planner is None:
+            before = self.files.read(Plan, number - 1)
+            settled, learned = (before.settled, before.state) if before else (Settled(), {})
+            self._buffer = Buffer(self.run, self.policy, self._owners, self.ordinal, settled)
+            earlier = (self.files.read(Plan, step) for step in range(number - 1, 0, -1))
+            known = (plan for plan in earlier if plan is not None)
+            self._planner = Planner(self.config, self.settings, self._buffer, learned, known)
+        self._ask()
+        ended = self._marks.over
+        self._buffer.poll()
+        plan = self._planner.plan(number, self._version(), self._want(number), self.trainer, last=ended)
+        if plan is None:
+            return None
+        if (found := self.files.claim(number, plan)) is not plan:
+            self._buffer = self._planner = None  # what was settled is what that plan says
+        return found
+
+    def _ask(self) -> None:
+        if self._asks and not self.rank:
+            learned = self._planner.learned.get("prompts", {}) if self._planner else {}
+            self._pace.keep(self._committed, learned, self._say_seldom)
+
+    def _version(self) -> int:
+        return self.ordinal(current(self.run, self.policy).version)
+
+    def _want(self, step: int) -> int:
+        """Groups that a step settles: as many as its batch asked for, fewer where fewer tasks were left to ask for."""
+        batch = self._pace.batch(step - 1) if self._asks else None
+        return len(batch.tasks) if batch else self.config.batch.tasks
+
+    def _over(self, step: int) -> str:
+        """Why this step will not come any more; empty if it may."""
+        if self._marks.cancelled:
+            return "the campaign is cancelled"
+        if self._marks.finished and (self.rank or not (self._buffer and self._buffer.complete())):
+            return "the campaign is finished"
+        return "" if self._want(step) else "no task is left to ask for (training.prompts)"
+
+    def _speak(self, number: int, seconds: float) -> None:
+        if self._buffer is not None and seconds > SAID_S:
+            there, all_open = len(self._buffer.complete()), self._buffer.open_groups
+            self._say_seldom(
+                f"step {number} waits for rollouts: {there} of {self._want(number)} groups are there, "
+                f"{all_open - there} are under way"
+            )
+
+    def _say_seldom(self, text: str) -> None:
+        if time.monotonic() - self._said_at > SAID_S:
+            self._said_at = time.monotonic()
+            self._say(text)
+
+
+def _missing(run: RunDir) -> TrainingConfig:
+    raise ConfigError(
+        f"{run}: its campaign file has no section training; add one before planning, or give training=TrainingConfig(…)"
+    )
+
+
+def _chosen(run: RunDir, policy: str | None, config: TrainingConfig) -> str:
+    if policy is None and len(config.policies) == 1:
+        (policy,) = config.policies
+    if policy not in config.policies:
+        said = f"policy {policy!r} is not trained" if policy else "several policies are trained; name one"
+        raise ConfigError(f"{run}: {said}; training.policies has: {', '.join(config.policies)}")
+    return policy

@@ -1,0 +1,118 @@
+"""Makes the plan of a step out of what the buffer holds: which groups, with what advantages, and what is dropped."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from megaflow_hpc.config.data_algorithms import ReplayConfig
+from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.training.algorithms import Prompts, advantages, choose
+from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.buffer import Arrived, Buffer
+from megaflow_hpc.training.plan import Plan, PlannedRollout
+
+
+class Planner:
+    """The data algorithms of one policy over its buffer.
+
+    Args:
+        learned: state of the algorithms after the last plan.
+        earlier: plans that were made before, the latest first; read only as far as replay reaches back.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        settings: PolicyTraining,
+        buffer: Buffer,
+        learned: dict[str, Any],
+        earlier: Iterable[Plan] = (),
+    ) -> None:
+        self._config, self._settings, self._buffer = config, settings, buffer
+        self._prompts = Prompts(config.prompts)
+        self.learned = learned
+        steps = (step.settings for step in config.data)
+        self._replayable = next((step.size for step in steps if isinstance(step, ReplayConfig)), 0)
+        self._used: deque[tuple[Group, dict[str, Arrived]]] = deque(maxlen=self._replayable)
+        """Groups that may be trained on again, the latest last."""
+        for plan in earlier if self._replayable else ():
+            for group in reversed(buffer.read_groups(plan)):
+                self._used.appendleft(group)
+            if len(self._used) == self._replayable:
+                break
+
+    def plan(self, step: int, version: int, want: int, trainer: int, last: bool = False) -> Plan | None:
+        """Returns the plan of a step; ``None`` while there is too little for one.
+
+        Args:
+            version: ordinal of the newest weights.
+            want: groups that the step settles, be they trained on or dropped.
+            last: no more rollouts will come, so fewer groups are enough.
+        """
+        complete = self._buffer.complete()
+        if not complete or (len(complete) < want and not last):
+            return None
+        seed = [self._config.seed, 2, step]
+        choice = choose(
+            self._config,
+            complete,
+            version=version,
+            want=want,
+            replayed=[group for group, _ in self._used],
+            state=self.learned.get("data", {}),
+            random=np.random.default_rng(seed),
+            advantage=self._settings.advantage,
+        )
+        arrived = dict(self._buffer.arrived)
+        for _, earlier in self._used:
+            arrived.update(earlier)
+        again = {group.id for group in choice.replayed}
+        groups = [*choice.taken, *choice.replayed]
+        valued = advantages(self._settings, groups)
+        rollouts = [
+            _planned(sample, arrived[sample.id], valued[sample.id], group.id in again)
+            for group in groups
+            for sample in group.samples
+            if sample.id in valued and sample.tokens
+        ]
+        left = {group.id for group in choice.left}
+        settled = [group for group in complete if group.id not in left]
+        self.learned = {
+            "data": choice.state,
+            "prompts": self._prompts.learn(self.learned.get("prompts", {}), settled),
+        }
+        if self._replayable:
+            for group in choice.taken:
+                self._used.append((group, {sample.id: arrived[sample.id] for sample in group.samples}))
+        self._buffer.settle(group.id for group in settled)
+        return Plan(
+            step=step,
+            version=version,
+            seed=seed,
+            rollouts=rollouts,
+            drops=choice.drops,
+            settled=self._buffer.settled,
+            state=self.learned,
+            trainer=trainer,
+        )
+
+
+def _planned(sample: Sample, arrived: Arrived, valued: tuple[float, float], replayed: bool) -> PlannedRollout:
+    advantage, weight = valued
+    return PlannedRollout(
+        id=sample.id,
+        task=sample.task,
+        group=sample.group,
+        place=arrived.place,
+        reward=None if sample.reward != sample.reward else sample.reward,
+        advantage=advantage,
+        weight=weight,
+        oldest=sample.oldest,
+        replayed=replayed,
+        lengths=list(arrived.lengths),
+        sampled=list(arrived.sampled),
+    )

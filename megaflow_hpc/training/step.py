@@ -1,0 +1,170 @@
+"""One step of training: its rollouts as minibatches, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megaflow_hpc.config.training import PolicyTraining
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Commit
+from megaflow_hpc.rundir.weights import Version, current, publish
+from megaflow_hpc.training.microbatch import Minibatch, split
+from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
+from megaflow_hpc.types import TokenSequence
+
+
+class Flow(Protocol):
+    """What a step asks of the dataflow that it is of."""
+
+    run: RunDir
+    policy: str
+    settings: PolicyTraining
+    files: TrainingFiles
+    trainer: int
+    rank: int
+    ranks: int
+
+    def check(self) -> None:
+        """Raises LedgerError where a later trainer was started."""
+
+    def committed(self, commit: Commit) -> None:
+        """Notes that a step is committed."""
+
+    def ordinal(self, version: int) -> int:
+        """Returns the policy's own count of a weight version's number."""
+
+    def sequences(self, place: Place) -> list[TokenSequence]:
+        """Reads the policy's sequences of a rollout."""
+
+
+class Step:
+    """What one step trains on, the same whenever and on however many ranks it is made.
+
+    Attributes:
+        plan: what is written down of it.
+        wait_s: seconds that were spent on waiting for its rollouts.
+        plan_s: seconds that were spent on reading and planning.
+    """
+
+    def __init__(self, flow: Flow, plan: Plan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
+        self._flow, self.plan, self.wait_s, self.plan_s = flow, plan, wait_s, plan_s
+
+    @property
+    def number(self) -> int:
+        """From 1."""
+        return self.plan.step
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """By rollout: the number of its group in the step."""
+        seen: dict[str, int] = {}
+        return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of its rollouts."""
+        return sum(sum(rollout.sampled) for rollout in self.plan.rollouts)
+
+    def minibatches(self) -> Iterator[Minibatch]:
+        """Yields what each optimizer step sees: the policy's ``loss.epochs`` times the whole step, by its
+        ``loss.minibatch``, shuffled anew in each epoch."""
+        loss = self._flow.settings.loss
+        for epoch in range(loss.epochs):
+            if loss.minibatch is None:
+                yield self.minibatch()
+                continue
+            ((unit, size),) = loss.minibatch.model_dump(exclude_none=True).items()
+            random = np.random.default_rng([*self.plan.seed, epoch])
+            for rollouts in split(self.plan.rollouts, self.groups, unit, size, random):
+                yield self.minibatch(rollouts)
+
+    def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
+        """Returns a minibatch of these rollouts, by default all of the step."""
+        chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
+        flow = self._flow
+        return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks)
+
+    def sequences(self, rollout: int) -> list[TokenSequence]:
+        """Reads the policy's sequences of a rollout, by its index in the plan."""
+        return self._flow.sequences(self.plan.rollouts[rollout].place)
+
+    def statistics(self) -> dict[str, float]:
+        """Returns what the step's rollouts were like: reward, tokens, staleness, drops."""
+        plan = self.plan
+        rewards = [rollout.reward for rollout in plan.rollouts if rollout.reward is not None]
+        stale = plan.staleness
+        causes: dict[str, int] = {}
+        for cause in plan.drops.values():
+            causes[cause] = causes.get(cause, 0) + 1
+        return {
+            "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            "rollouts": len(plan.rollouts),
+            "groups": len(set(self.groups)),
+            "tokens": self.tokens,
+            "staleness": sum(stale) / len(stale) if stale else 0.0,
+            "staleness_max": max(stale, default=0),
+            **{f"dropped/{cause}": count for cause, count in sorted(causes.items())},
+        }
+
+    def publish(self, folder: str | os.PathLike[str], *, move: bool = False, keep: int | None = None) -> Version:
+        """Publishes a model directory as what this step made of the policy; done twice it is done once.
+
+        Raises:
+            ConfigError: no model directory with weights.
+            LedgerError: a later trainer goes on.
+        """
+        flow = self._flow
+        if flow.rank:
+            return current(flow.run, flow.policy)
+        flow.check()
+        # What a step is made again from is its plan; a GPU need not make the same bits of it.
+        token, digest = f"step-{self.number:06d}", flow.files.digest(self.number)
+        return publish(flow.run, folder, flow.policy, move=move, keep=keep, token=token, digest=digest)
+
+    def commit(
+        self, checkpoint: str | os.PathLike[str] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Says that the step is done, and lets what comes after it be sampled.
+
+        Args:
+            checkpoint: directory that holds the trainer's state after this step, durable; the step from which a later
+                start goes on.
+            metrics: finite numbers by name, kept with the step and in ``metrics.jsonl``.
+
+        Raises:
+            ConfigError: there is no such directory.
+            LedgerError: a later trainer goes on; this one must end.
+        """
+        flow = self._flow
+        if flow.rank:
+            return
+        where = None
+        if checkpoint is not None:
+            path = Path(checkpoint).absolute()
+            if not path.is_dir():
+                raise ConfigError(f"{path}: is no directory; commit a step after its checkpoint is written")
+            where = os.path.relpath(path, flow.run.path) if path.is_relative_to(flow.run.path) else str(path)
+        known = {**self.statistics(), **(metrics or {})}
+        commit = Commit(
+            step=self.number,
+            plan=flow.files.digest(self.number),
+            checkpoint=where,
+            weights=current(flow.run, flow.policy).version,
+            trainer=flow.trainer,
+            metrics={name: float(value) for name, value in known.items() if math.isfinite(value)},
+            at=time.time(),
+        )
+        flow.files.commit(commit)
+        with open(flow.files.metrics, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": self.number, "at": round(commit.at, 3), **commit.metrics}) + "\n")
+        flow.committed(commit)

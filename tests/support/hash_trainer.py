@@ -1,0 +1,56 @@
+"""A trainer without a model: its parameters are a digest of all it was trained on, so that any difference shows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.plan import Plan
+from megaflow_hpc.training.step import Step
+
+START = "0" * 64
+
+
+def trained(parameters: str, plan: Plan) -> str:
+    """Returns the parameters after a step."""
+    told = [(r.id, r.advantage, r.weight, r.lengths, r.sampled) for r in plan.rollouts]
+    return hashlib.sha256(f"{parameters} {plan.step} {told}".encode()).hexdigest()
+
+
+def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool = True, pause_s: float = 0.0) -> str:
+    """Trains one step: reads every token, keeps a checkpoint, publishes, commits."""
+    for minibatch in step.minibatches():
+        assert sum(batch.sampled for batch in minibatch.microbatches(4096)) == minibatch.tokens
+    parameters = trained(parameters, step.plan)
+    time.sleep(pause_s)
+    folder = flow.files.checkpoints / str(step.number)
+    if checkpoint and not folder.is_dir():
+        staged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        staged.mkdir()
+        write_atomic(staged / "parameters", parameters)
+        try:
+            os.rename(staged, folder)
+        except OSError:
+            assert folder.is_dir()  # an earlier trainer that lives on was faster, with the same
+    weights = flow.files.path / f".weights.{secrets.token_hex(4)}"
+    weights.mkdir()
+    (weights / "model.safetensors").write_text(parameters)
+    step.publish(weights, move=True)
+    step.commit(folder if checkpoint else None, metrics={"seconds": pause_s})
+    return parameters
+
+
+def train(run: Path, every: int = 1, pause_s: float = 0.0) -> str:
+    """Trains to the end, from where an earlier one was left; returns the parameters."""
+    flow = Dataflow(RunDir(run))
+    state = flow.restore()
+    parameters = START if state is None else (flow.checkpoint(state) / "parameters").read_text()
+    for step in flow.steps():
+        parameters = step_through(flow, step, parameters, step.number % every == 0, pause_s)
+    return parameters

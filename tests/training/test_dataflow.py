@@ -1,0 +1,298 @@
+"""The dataflow: every group of rollouts is of exactly one step, whoever dies, and a step is made of it once."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.errors import ConfigError, LedgerError
+from megaflow_hpc.ledger import read_blocks, write_blocks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Commit
+from megaflow_hpc.rundir.weights import current, ordinals, versions
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.plan import Batch, Plan, TrainingFiles
+from megaflow_hpc.types import Rollout
+from tests.support.hash_trainer import START, step_through, train, trained
+from tests.support.training import Pods, rollouts, training_run
+
+FORK = multiprocessing.get_context("fork")
+SYNCHRONOUS = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3}
+
+
+def alternating(rollout: Rollout) -> float:
+    return float(rollout.sample_index % 2)
+
+
+def watched(run: RunDir, pods: Pods) -> Dataflow:
+    """A dataflow whose pods are at work whenever it has asked for something."""
+    flow = Dataflow(run, say=lambda text: None)
+    keep = flow._pace.keep
+
+    def kept(committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
+        keep(committed, learned, say)
+        pods.work()
+
+    flow._pace.keep = kept  # type: ignore[method-assign]
+    return flow
+
+
+def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[Plan]]:
+    """Trains to the end; returns what it was trained on."""
+    flow = watched(run, pods)
+    plans, parameters = [], START
+    for step in flow.steps():
+        plans.append(step.plan)
+        parameters = step_through(flow, step, parameters)
+    return flow, plans
+
+
+def test_synchronous_training_asks_for_a_batch_trains_on_it_and_asks_for_the_next(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", SYNCHRONOUS, tasks=3, samples=4)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow, plans = drink(run, pods)
+    assert [plan.step for plan in plans] == [1, 2, 3]
+    assert [plan.version for plan in plans] == [0, 1, 2]
+    assert all(staleness == 0 for plan in plans for staleness in plan.staleness)
+    groups = [sorted({rollout.group for rollout in plan.rollouts}) for plan in plans]
+    assert all(len(own) == 2 for own in groups)
+    assert len({name for own in groups for name in own}) == 6  # what is asked again is another group
+    assert sum(len(block.rollouts) for block in read_blocks(run)) == 3 * 2 * 4
+    assert list((run.path / "ledger" / "open").iterdir()) == []  # the trainer lets it end
+    assert [v.ordinal for v in versions(run, "default")] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in flow.files.metrics.read_text().splitlines()] == [1, 2, 3]
+    commit = flow.files.committed()
+    assert commit is not None
+    assert (commit.step, commit.weights) == (3, 3)
+    assert commit.metrics["reward"] == 0.5
+    assert commit.metrics["rollouts"] == 8
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Path, bound: int) -> None:
+    mode = {"kind": "bounded", "staleness": bound} if bound else {"kind": "synchronous"}
+    run = training_run(tmp_path / "run", {"mode": mode, "batch": {"tasks": 2}, "steps": 8}, tasks=5, samples=3)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow, plans = drink(run, pods)
+    stale = [staleness for plan in plans for staleness in plan.staleness]
+    assert max(stale) == bound  # everything is sampled as soon as it is asked for: as stale as it may become
+    assert not any(plan.drops for plan in plans)
+    assert flow.files.numbers(Batch) == list(range(8))
+
+
+def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "batch": {"tasks": 4}, "data": ["zero_variance", {"staleness": {"max": 0}}]}
+    run = training_run(tmp_path / "run", training, tasks=4, samples=4)
+
+    def reward(rollout: Rollout) -> float | None:
+        if rollout.task_id == "task-0":
+            return 1.0  # nothing to learn
+        if rollout.task_id == "task-1" and rollout.sample_index:
+            return None  # one survivor
+        return alternating(rollout)
+
+    _, plans = drink(run, Pods(run, reward, lambda: current(run, "default").version))
+    assert len(plans) == 3
+    for plan in plans:
+        assert {rollout.task for rollout in plan.rollouts} == {"task-2", "task-3"}
+        dropped = {name.partition("@")[0].partition("/")[0] for name in plan.drops}
+        assert dropped == {"task-0", "task-1"}
+
+
+def test_an_infinite_reward_ends_it_before_a_plan_is_made(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", SYNCHRONOUS, tasks=2, samples=2)
+    pods = Pods(run, lambda r: math.inf if r.sample_index else 0.0)
+    with pytest.raises(ConfigError, match="reward is inf"):
+        drink(run, pods)
+    assert TrainingFiles(run, "default").numbers(Plan) == []
+
+
+def test_advantages_and_masks_reach_every_token(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 1}, tasks=2, samples=4)
+    flow = Dataflow(run)
+    steps = flow.steps()
+    pods = Pods(run, lambda r: float(r.sample_index == 0))
+    flow._enter()
+    flow._ask()
+    pods.work()
+    step = next(steps)
+    (minibatch,) = step.minibatches()
+    (batch,) = minibatch.microbatches(4096)
+    for number, rollout in enumerate(batch.sample.tolist()):
+        own = slice(batch.offsets[number], batch.offsets[number + 1])
+        planned = step.plan.rollouts[rollout]
+        assert planned.advantage == pytest.approx(0.75 if planned.reward else -0.25)
+        sampled = batch.mask[own] == 1
+        assert set(batch.advantages[own][sampled].tolist()) == {planned.advantage}
+        assert set(batch.versions[own].tolist()) == {-1, 0}
+        assert not batch.advantages[own][~sampled].any()
+    step.commit()
+    assert list(steps) == []
+
+
+def test_ranks_share_a_step_and_only_the_first_one_writes(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 2}, tasks=2, samples=4)
+    pods = Pods(run, alternating)
+    flows = [Dataflow(run, rank=rank, ranks=2) for rank in range(2)]
+    flows[0]._enter()
+    flows[0]._ask()
+    pods.work()
+    iterators = [flow.steps() for flow in flows]
+    first, second = (next(iterator) for iterator in iterators)
+    assert first.plan == second.plan
+    halves = [[b for m in step.minibatches() for b in m.microbatches(32)] for step in (first, second)]
+    assert len(halves[0]) == len(halves[1])
+    assert sum(batch.sampled for half in halves for batch in half) == first.tokens
+    second.commit()
+    assert flows[0].files.committed() is None
+    first.commit()
+    pods.work()
+    assert [next(iterator).number for iterator in iterators] == [2, 2]
+
+
+def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_same_plan(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 5}, tasks=3, samples=2)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow, parameters = watched(run, pods), START
+    before = {}
+    for step in flow.steps():
+        before[step.number] = step.plan
+        parameters = step_through(flow, step, parameters, checkpoint=step.number == 2)
+        if step.number == 4:
+            break
+    flow.leave()
+    assert len(list((run.path / "ledger" / "open").iterdir())) == 1
+    again = Dataflow(run)
+    state = again.restore()
+    assert state is not None
+    assert state.step == 2
+    steps = again.steps()
+    replayed = [next(steps), next(steps)]
+    assert [step.plan for step in replayed] == [before[3], before[4]]
+    parameters = (again.checkpoint(state) / "parameters").read_text()
+    for step in replayed:
+        parameters = step_through(again, step, parameters)
+    assert len(versions(run, "default")) == 4  # publishing is done once
+    assert parameters == trained(trained(trained(trained(START, before[1]), before[2]), before[3]), before[4])
+
+
+def _trainer(run: Path, every: int, pause_s: float, result: object) -> None:
+    random.seed(os.getpid())
+    try:
+        result.put(train(run, every, pause_s))  # type: ignore[attr-defined]
+    except LedgerError as error:
+        result.put(f"LedgerError: {error}")  # type: ignore[attr-defined]
+
+
+def _check_all(run: RunDir, steps: int, parameters: str) -> None:
+    """Every group that was asked for is settled by exactly one plan, and the parameters are made of the plans."""
+    files = TrainingFiles(run, "default")
+    assert files.numbers(Plan) == list(range(1, steps + 1))
+    settled: list[str] = []
+    wanted = START
+    for number in range(1, steps + 1):
+        plan = files.read(Plan, number)
+        assert plan is not None
+        settled += {rollout.group for rollout in plan.rollouts} | {name for name in plan.drops if name.count("/") == 1}
+        wanted = trained(wanted, plan)
+    asked = {rollout.group_id for block in read_blocks(run) for rollout in block.rollouts}
+    assert sorted(settled) == sorted(asked)  # none lost, none twice
+    assert parameters == wanted
+    assert len(ordinals(run, "default")) == steps + 1
+    commit = files.committed()
+    assert commit is not None
+    assert commit.step == steps
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
+    kills, steps = int(os.environ.get("MEGAFLOW_KILLS", "40")), 20
+    training = {"mode": {"kind": "bounded", "staleness": 2}, "batch": {"tasks": 3}, "steps": steps}
+    run = training_run(tmp_path / "run", training, tasks=7, samples=2)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    draw, results = random.Random(1), FORK.Queue()
+    for life in range(kills + 1):
+        child = FORK.Process(target=_trainer, args=(run.path, 3, 0.02, results))
+        child.start()
+        until = time.monotonic() + (draw.uniform(0.0, 0.2) if life < kills else 60)
+        while time.monotonic() < until and child.is_alive():
+            pods.work()
+            time.sleep(0.01)
+        if not child.is_alive():
+            break
+        child.kill()
+        child.join()
+    parameters = results.get(timeout=10)
+    child.join()
+    _check_all(run, steps, parameters)
+    assert len(TrainingFiles(run, "default").numbers(Commit)) == steps
+
+
+@pytest.mark.slow
+def test_a_trainer_that_was_thought_dead_ends_when_it_wakes_up(tmp_path: Path) -> None:
+    training = {"mode": {"kind": "bounded", "staleness": 1}, "batch": {"tasks": 2}, "steps": 6}
+    run = training_run(tmp_path / "run", training, tasks=4, samples=2)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    results, others = FORK.Queue(), FORK.Queue()
+
+    def until(enough: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not enough():
+            assert time.monotonic() < end
+            pods.work()
+            time.sleep(0.01)
+
+    files = TrainingFiles(run, "default")
+    frozen = FORK.Process(target=_trainer, args=(run.path, 1, 0.1, results))
+    frozen.start()
+    assert frozen.pid is not None
+    until(lambda: len(files.numbers(Commit)) >= 2)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    successor = FORK.Process(target=_trainer, args=(run.path, 1, 0.1, others))
+    successor.start()
+    until(lambda: len(files.numbers(Commit)) >= 4)
+    os.kill(frozen.pid, signal.SIGCONT)
+    until(lambda: not frozen.is_alive() and not successor.is_alive())
+    assert "goes on with it; this one ends" in results.get(timeout=10)
+    _check_all(run, 6, others.get(timeout=10))
+
+
+def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {}, tasks=3, samples=2)
+    write_blocks(run, rollouts(["a", "b", "c", "d", "e"], 2), size=4)
+    Pods(run, alternating).work()
+    (run.path / "ledger" / "finished").write_text("{}")
+    given = TrainingConfig.model_validate({"policies": {"default": {}}, "batch": {"tasks": 2}, "steps": 50})
+    flow = Dataflow(run, training=given)
+    sizes = []
+    for step in flow.steps():
+        sizes.append(len(step.plan.rollouts))
+        step.commit()
+    assert sizes == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("other", r"policy 'other' is not trained; training\.policies has: default")],
+)
+def test_a_trainer_of_another_policy_is_told_so(tmp_path: Path, policy: str, message: str) -> None:
+    run = training_run(tmp_path / "run", {})
+    with pytest.raises(ConfigError, match=message):
+        Dataflow(run, policy)
+
+
+def test_a_run_that_does_not_train_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no section training"):
+        Dataflow(training_run(tmp_path / "run", None))
+    with pytest.raises(ConfigError, match="not a run directory"):
+        Dataflow(tmp_path)
