@@ -50,6 +50,7 @@ class Autoscaler:
         """The ``servers`` sections of the policies that have servers to let go."""
         self._lease = LeaderLease(run, SCALER, holder)
         self._planned: Counter[str] = Counter()
+        self._grows = bool(planned.campaign.get("training"))
         self._looked = -LOOK_S
         self._refused_at = -REFUSED_S
 
@@ -88,7 +89,7 @@ class Autoscaler:
 
     def _asked(self) -> Counter[str]:
         """Rollouts by policy that pods have to run; none while no pod runs."""
-        if not self._planned:
+        if not self._planned or self._grows:
             self._planned = Counter(r.policy for block in read_blocks(self._run) for r in block.rollouts)
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):

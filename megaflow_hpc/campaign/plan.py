@@ -28,7 +28,7 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.atomic import make_directory, write_atomic
-from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
@@ -247,15 +247,18 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     run.create(plan.config.share)
     ledger = Ledger(run)
     ledger.create()
+    learning = plan.config.training.policies if plan.config.training else {}
     if plan.config.training:
         prepare_training(plan.config.training, run)
+    # Their trainers ask for these, round by round.
+    planned = [rollout for rollout in plan.rollouts if rollout.policy not in learning]
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
     provenance.keep_tokenizers(run, plan.policies)
     earlier = plan.durations
     expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
-    write_blocks(run, plan.rollouts, plan.config.slurm.pods.total, expected_s=expected_s)
+    write_blocks(run, planned, plan.config.slurm.pods.total, expected_s=expected_s)
     if plan.config.pool is not None:
         EnginePool(run.path).create(Counter(server.policy for server in plan.servers), plan.config.pool.share)
     pools = {name: EnginePool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
@@ -278,17 +281,18 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             servers=plan.servers,
             server_groups=plan.server_groups,
             pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
-            total=len(plan.rollouts),
-            learned=[list(row) for row in earlier.learned(plan.rollouts)] if earlier else [],
+            total=len(planned),
+            learned=[list(row) for row in earlier.learned(planned)] if earlier else [],
         ),
     )
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Makes what a trainer finds: a directory for each policy, and this package alone for its interpreter."""
+    """Makes what a trainer finds: its policy's directory and open lease, and this package alone for its interpreter."""
     make_directory(run.training)
     for policy in training.policies:
         make_directory(run.training / policy)
+        OpenLease(run, policy).put()
     make_directory(run.training / ".package")
     (run.training / ".package" / "megaflow_hpc").symlink_to(Path(__file__).parents[1])
 

@@ -6,6 +6,7 @@ in the report of the one that reads the leases for all; so looking often is chea
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -13,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.blocks import numbers, read_block
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
 from megaflow_hpc.monitor.evaluation import evaluate
@@ -76,6 +79,9 @@ class Monitor:
         self._marks = Marks(run)
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
+        self._asked: set[str] = set()
+        """Rollouts of the blocks read so far, of a campaign that trains: its trainers add some."""
+        self._blocks: set[int] = set()
         self._events = EventReader(run.events)
         self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
@@ -95,6 +101,8 @@ class Monitor:
             pod = self._pods.setdefault(name, PodView(name))
             for event in events:
                 self._apply(pod, event)
+        if self._trainings:
+            self._count()
         for name, progress in self._progress():
             known = self._pods.get(name)
             if known is not None and progress.t > known.seen_at:
@@ -102,6 +110,13 @@ class Monitor:
                 if known.active:
                     known.running, known.stored = progress.running, max(known.stored, progress.stored)
         self._began = min(self._began, time.monotonic())
+
+    def _count(self) -> None:
+        for number in set(numbers(self.run)) - self._blocks:
+            with contextlib.suppress(OSError, LedgerError):  # away, or not yet whole
+                self._asked.update(rollout.id for rollout in read_block(self.run, number).rollouts)
+                self._blocks.add(number)
+        self._total = len(self._asked)
 
     def _progress(self) -> Iterator[tuple[str, Progress]]:
         if len(self._pods) > FEW and self._coordinator.holder():

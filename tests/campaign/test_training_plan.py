@@ -1,0 +1,45 @@
+"""What planning makes of a campaign that trains: nothing is asked for yet, it is open, and a trainer finds its way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.ledger import read_blocks
+from tests.support.campaigns import Make
+from tests.support.scripted import SOLVE
+
+MODELS = """\
+samples: 2
+models:
+  learner: {engine: scripted, script: answers.yaml}
+  judge: {engine: scripted, script: answers.yaml}
+training: {policies: {learner: {}}}
+slurm: {trainer: {requeues: 7}}
+"""
+
+
+def test_trained_policies_are_asked_for_by_their_trainers_alone(
+    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(tmp_path))
+    run = Campaign.from_yaml(make_campaign(2, MODELS, agent="mini-swe-agent")).plan(launcher="local")
+    planned = {rollout.policy for block in read_blocks(run.dir) for rollout in block.rollouts}
+    assert planned == {"judge"}
+    assert run.status()["rollouts"]["total"] == 4
+    assert os.listdir(run.dir.ledger / "open") == ["learner"]
+    shown = run.status()["training"]
+    assert list(shown) == ["learner"]
+    said = subprocess.check_output(
+        ["bash", "-c", f'. {run.dir.env_sh}; echo "$MEGAFLOW_TRAINER_PYTHON $MEGAFLOW_TRAINER_REQUEUES"'], text=True
+    )
+    assert said.split() == [f"{tmp_path}/bin/python", "7"]
+    # The trainer's interpreter gets this package, and no other library of ours.
+    assert os.listdir(run.dir.training / ".package") == ["megaflow_hpc"]
+    assert (run.dir.training / ".package" / "megaflow_hpc" / "training" / "plan.py").exists()
