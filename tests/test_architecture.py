@@ -66,6 +66,8 @@ DOORS: dict[str, str] = {
     "training": "training/algorithms config rundir ledger trajectories/journal trajectories/reading",
     "training/algorithms": "config trajectories/reading",
     "training/trainer": "",
+    # Others' trainers; nothing here imports them.
+    "training/bridges": "training rundir trajectories/exports trajectories/reading",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",
     # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
     "pod": "pod/master rundir",

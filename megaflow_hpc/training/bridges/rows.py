@@ -1,0 +1,62 @@
+"""The sequences of a step, one by one, for trainers whose batches are padded lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.training.microbatch import Minibatch
+from megaflow_hpc.training.plan import PlannedRollout
+from megaflow_hpc.training.step import Step
+
+EVERYTHING = 2**62
+"""Tokens of a micro-batch that holds whatever there is."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of L tokens, at least one of which counts. Columns are as those of a micro-batch."""
+
+    rollout: PlannedRollout
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    """(L), 0 where nothing was sampled."""
+    versions: NDArray[np.int32]
+    advantages: NDArray[np.float32]
+    weights: NDArray[np.float32]
+
+    @property
+    def first(self) -> int:
+        """Where the first sampled token stands; all before it is the prompt."""
+        return int(self.mask.argmax())
+
+    @property
+    def turns(self) -> int:
+        """Runs of sampled tokens."""
+        return int(np.count_nonzero(np.diff(self.mask, prepend=0) == 1))
+
+    @property
+    def reward(self) -> float:
+        """Of its rollout; 0 for one that was never verified and is trained on for a penalty."""
+        return self.rollout.reward or 0.0
+
+
+def rows(step: Step, minibatch: Minibatch | None = None) -> Iterator[Row]:
+    """Yields the sequences of a minibatch that count, by default of the whole step, in the order of its rollouts."""
+    for packed in (minibatch or step.minibatch()).microbatches(EVERYTHING):  # one, or none
+        logprobs = np.nan_to_num(packed.logprobs, nan=0.0)
+        for s in np.argsort(packed.sample, kind="stable").tolist():
+            part = slice(int(packed.offsets[s]), int(packed.offsets[s + 1]))
+            yield Row(
+                rollout=step.plan.rollouts[int(packed.sample[s])],
+                tokens=packed.tokens[part],
+                mask=packed.mask[part],
+                logprobs=logprobs[part],
+                versions=packed.versions[part],
+                advantages=packed.advantages[part],
+                weights=packed.weights[part],
+            )
