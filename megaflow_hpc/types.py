@@ -124,8 +124,8 @@ _ROUND = re.compile(r"@(\d+)\Z")
 
 
 def without_round(name: str) -> tuple[str, int]:
-    """Splits the first part of an id, ``<task>`` or ``<task>@<round>``, into task and round. A campaign that trains has
-    no task of which both could be said; in others ask first whether the whole name is a task's."""
+    """Splits the first part of an id, ``<task>`` or ``<task>@<round>``, into task and round: no task's own id has an @
+    (:data:`megaflow_hpc.tasks.formats.TASK_ID`)."""
     found = _ROUND.search(name)
     return (name[: found.start()], int(found[1])) if found else (name, 0)
 

@@ -20,6 +20,7 @@ from typing import Any
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.status import Monitor
@@ -49,8 +50,9 @@ class Autoscaler:
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
         self._lease = LeaderLease(run, SCALER, holder)
-        self._planned: Counter[str] = Counter()
-        self._grows = bool(planned.campaign.get("training"))
+        self._policy_of: dict[str, str] = {}
+        """Of every rollout in the blocks that were read."""
+        self._read: set[int] = set()
         self._looked = -LOOK_S
         self._refused_at = -REFUSED_S
 
@@ -89,12 +91,15 @@ class Autoscaler:
 
     def _asked(self) -> Counter[str]:
         """Rollouts by policy that pods have to run; none while no pod runs."""
-        if not self._planned or self._grows:
-            self._planned = Counter(r.policy for block in read_blocks(self._run) for r in block.rollouts)
+        new = set(numbers(self._run)) - self._read
+        for block in read_blocks(self._run, sorted(new)):
+            self._policy_of.update((rollout.id, rollout.policy) for rollout in block.rollouts)
+        self._read |= new
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
-        return self._planned - Counter(name.split("/")[-2] for name in self._monitor.rollouts)
+        stored = self._monitor.rollouts
+        return Counter(policy for name, policy in self._policy_of.items() if name not in stored)
 
 
 def main(argv: list[str]) -> int:

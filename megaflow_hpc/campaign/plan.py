@@ -112,6 +112,9 @@ def make(
     }
     if config.training:
         config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
+        samples = config.training.batch.samples if config.training else None
+        for name in config.training.policies if config.training and samples else ():
+            policies[name] = policies[name].model_copy(update={"samples": samples})
     check_agents(policies, config.environment.network, where)
     check_supported(config, where)
     check_together(config, where)
@@ -282,7 +285,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             server_groups=plan.server_groups,
             pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
             total=len(planned),
-            learned=[list(row) for row in earlier.learned(planned)] if earlier else [],
+            learned=[list(row) for row in earlier.learned(plan.rollouts)] if earlier else [],
         ),
     )
 

@@ -15,7 +15,7 @@ from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
+from megaflow_hpc.ledger import Ledger, OpenLease, read_blocks, write_blocks
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
@@ -306,6 +306,8 @@ class Run:
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
         self._mark_gone()
+        for consumer in self._marks.closed:
+            OpenLease(self.dir, consumer).put()
         self._marks.uncancel()
         self._marks.forget_unstarted()
         if failed or only:

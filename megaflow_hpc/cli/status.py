@@ -99,7 +99,11 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 def told(status: Mapping[str, Any]) -> Any:
     """What of a status is worth another page."""
-    return status["rollouts"], {policy: found["step"] for policy, found in status.get("training", {}).items()}
+    return (
+        status["state"],
+        status["rollouts"],
+        {policy: found["step"] for policy, found in status.get("training", {}).items()},
+    )
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
@@ -107,6 +111,8 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     counts = status["rollouts"]
     lines = [f"{name}: {status['state']}    {status['run']}"]
     lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))
+    if status.get("waits_for"):
+        lines.append(f"waits for {', '.join(status['waits_for'])} to add rollouts")
     if status["rate_per_s"]:
         lines.append(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):

@@ -244,6 +244,15 @@ class Ledger:
         """Whether every block is done."""
         return self._marks.finished
 
+    def added(self) -> set[str]:
+        """Returns the records of batches that were added to the plan, by name; they never change."""
+        return {name for name in self._names(names.ADDED) if name.endswith(".0")}
+
+    def rollouts_added(self, record: str) -> int:
+        """Returns how many rollouts a record of :meth:`added` is about."""
+        content = self._files.answer(Read(f"{names.ADDED}/{record}"))
+        return int(content["rollouts"]) if content else 0
+
     def view(self) -> View:
         """Lists which blocks are claimed, and which are done but for what they handed off."""
         return View(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))

@@ -6,7 +6,6 @@ in the report of the one that reads the leases for all; so looking often is chea
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import Counter
@@ -14,9 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.blocks import numbers, read_block
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
 from megaflow_hpc.monitor.evaluation import evaluate
@@ -74,14 +71,12 @@ class Monitor:
         self.run = run
         planned = read_run(run)
         self.name, self._total = planned.name, planned.total
-        self._tasks = frozenset(planned.tasks)
+        self._added: dict[str, int] = {}
+        """Rollouts that were added to the plan, by the record that says it."""
         self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
         self._marks = Marks(run)
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
-        self._asked: set[str] = set()
-        """Rollouts of the blocks read so far, of a campaign that trains: its trainers add some."""
-        self._blocks: set[int] = set()
         self._events = EventReader(run.events)
         self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
@@ -97,12 +92,12 @@ class Monitor:
     def refresh(self) -> None:
         """Reads what was appended since the last look."""
         self._finished = self._marks.finished  # first: the events before the mark are there then
+        for record in self._ledger.added() - self._added.keys():
+            self._added[record] = self._ledger.rollouts_added(record)
         for name, events in self._events.read():
             pod = self._pods.setdefault(name, PodView(name))
             for event in events:
                 self._apply(pod, event)
-        if self._trainings:
-            self._count()
         for name, progress in self._progress():
             known = self._pods.get(name)
             if known is not None and progress.t > known.seen_at:
@@ -110,13 +105,6 @@ class Monitor:
                 if known.active:
                     known.running, known.stored = progress.running, max(known.stored, progress.stored)
         self._began = min(self._began, time.monotonic())
-
-    def _count(self) -> None:
-        for number in set(numbers(self.run)) - self._blocks:
-            with contextlib.suppress(OSError, LedgerError):  # away, or not yet whole
-                self._asked.update(rollout.id for rollout in read_block(self.run, number).rollouts)
-                self._blocks.add(number)
-        self._total = len(self._asked)
 
     def _progress(self) -> Iterator[tuple[str, Progress]]:
         if len(self._pods) > FEW and self._coordinator.holder():
@@ -209,20 +197,22 @@ class Monitor:
         counts = Counter(event.status for event in self._rollouts.values())
         pods = [self._pod(pod, live_jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
-        stored = sum(counts.values())
+        stored, total = sum(counts.values()), self._total + sum(self._added.values())
         states = ("completed", "truncated", "failed", "cancelled")
         rollouts = {
-            "pending": max(0, self._total - stored - running),
+            "pending": max(0, total - stored - running),
             "running": running,
             **{state: counts[state] for state in states},
-            "total": self._total,
+            "total": total,
         }
         unstarted = [asdict(pod) for pod in self._marks.unstarted()]
         rate = self._rate()
-        left = self._total - stored
+        left, waits_for = total - stored, [] if self._finished else self._marks.open
+        idle = bool(waits_for) and left <= 0
         return {
             "run": str(self.run),
-            "state": self._state(pods, live_jobs, bool(unstarted)),
+            "state": self._state(pods, live_jobs, bool(unstarted), idle),
+            **({"waits_for": waits_for} if idle else {}),
             "rollouts": rollouts,
             "pods": pods,
             "servers": self.servers(),
@@ -267,13 +257,13 @@ class Monitor:
         grown = time.monotonic() - pod.grown_at
         return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
 
-    def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None, unstarted: bool) -> str:
+    def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None, unstarted: bool, idle: bool) -> str:
         if self._finished:
             return "finished"
         if self._marks.cancelled:
             return "cancelled"
         if any(pod["state"] in ("started", "draining", "silent") for pod in pods):
-            return "running"
+            return "waiting" if idle else "running"
         if live_jobs:
             return "queued"
         return "stopped" if pods or unstarted else "planned"
@@ -290,7 +280,7 @@ class Monitor:
         rows: dict[str, dict[str, Any]] = {}
         for rollout_id, event in self._rollouts.items():
             name, policy, _ = rollout_id.rsplit("/", 2)
-            task = name if name in self._tasks else without_round(name)[0]
+            task, _ = without_round(name)
             start = {"rollouts": 0, "statuses": Counter[str](), "rewards": {}, "turns": 0, "seconds": 0.0, "inexact": 0}
             row = rows.setdefault(policy, start)
             row["rewards"].setdefault(task, []).append(event.reward)

@@ -20,7 +20,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
-"""A task's id: it names directories and columns."""
+"""A task's id: it names directories and columns. What follows an @ in the id of a rollout is the round."""
 
 MODULES: Mapping[str, str] = {
     "swebench": "megaflow_hpc.tasks.swebench.format",

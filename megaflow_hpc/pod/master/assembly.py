@@ -86,7 +86,10 @@ def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
 
 def expected_starts(planned: RunRecord) -> dict[str, float]:
     """Returns the sandboxes that one node will start, by image: what unpacking it there is weighed against."""
-    each = planned.total / max(len(planned.tasks), 1) / planned.config.slurm.pods.total_nodes
+    training, total = planned.config.training, planned.total
+    for name in training.policies if training else ():
+        total += training.steps * training.batch.tasks * planned.policies[name].samples if training else 0
+    each = total / max(len(planned.tasks), 1) / planned.config.slurm.pods.total_nodes
     tasks = Counter(planned.images[task["image"]] for task in planned.tasks.values())
     return {image: count * each for image, count in tasks.items()}
 

@@ -160,6 +160,11 @@ class Master:
             return None
         if not self._io.held and (self._work_stealing.may_get_work or self._io.unsettled):
             return None  # others may hand something off, or whoever holds the rest may be dead
+        if not self._io.held and self._io.opened:
+            if self._io.awaited:
+                return None
+            self._drain("nothing to do, and who may add something has not renewed its lease for long")
+            return "drained"
         if self.scheduler.too_long:
             self._drain("what is left is not expected to end before the walltime")
         return "drained" if self._io.held else "done"
@@ -286,7 +291,8 @@ class Master:
     def _on_claimed(self, block: ClaimedBlock | None) -> None:
         self._nothing_free = block is None
         if block is None:
-            self._look_s = min(LISTING_S, 2 * self._look_s) if "claim" in self._last else SOON_S
+            later = "claim" in self._last and not self._io.awaited  # whoever consumes rollouts waits for the next
+            self._look_s = min(LISTING_S, 2 * self._look_s) if later else SOON_S
             self._last["claim"] = time.monotonic()
             return
         self._last.pop("claim", None)

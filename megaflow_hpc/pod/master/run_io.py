@@ -177,6 +177,16 @@ class RunIo:
         return self._state.others
 
     @property
+    def opened(self) -> bool:
+        """A consumer may add blocks: the campaign is not finished though there may be nothing to do."""
+        return self._state.opened
+
+    @property
+    def awaited(self) -> bool:
+        """A consumer that has renewed its lease not long ago may add blocks: it is worth staying."""
+        return self._state.awaited
+
+    @property
     def claimed_all(self) -> bool:
         """No block was free when this pod looked last."""
         return self._state.claimed_all

@@ -139,6 +139,10 @@ class RunState:
     """Some block is held by a pod that is neither known to be alive nor to be gone."""
     others: bool = False
     """Some block is held by another pod that may be alive."""
+    opened: bool = False
+    """A consumer may add blocks."""
+    awaited: bool = False
+    """One of these has renewed its lease not long ago."""
     claimed_all: bool = False
     """No block was free at the last claim."""
     stuck_since: float | None = None

@@ -300,6 +300,8 @@ class RunIoThread(threading.Thread):
             closes_at=ledger.closes_at,
             unsettled=ledger.unsettled,
             others=ledger.others,
+            opened=ledger.opened,
+            awaited=ledger.awaited,
             claimed_all=not ledger.unclaimed,
             stuck_since=self._stuck_since,
         )
