@@ -20,18 +20,9 @@ VOCABULARY = 259
 
 
 def training_run(
-    path: Path,
-    training: dict[str, Any] | None,
-    tasks: int = 4,
-    samples: int = 4,
-    model: str = "",
-    held_out: int = 0,
+    path: Path, training: dict[str, Any] | None, tasks: int = 4, samples: int = 4, model: str = ""
 ) -> RunDir:
-    """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet.
-
-    Args:
-        held_out: how many of the tasks are only for evaluation, the last ones.
-    """
+    """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet."""
     run = RunDir(path)
     run.create()
     Ledger(run).create()
@@ -52,7 +43,6 @@ def training_run(
         RunRecord(
             campaign=campaign.model_dump(mode="json"),
             policies={"default": PolicyRecord(agent={"name": "nop"}, model=model_fields, samples=samples)},
-            held_out=names[len(names) - held_out :],
             tasks={name: Task(name, "", "", "").to_dict() for name in names},
         ),
     )

@@ -80,14 +80,19 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``); alone, no port is opened."""
+    """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``); alone, no port is opened.
+
+    They meet at ``MEGAFLOW_TRAINER_STORE``, a URL as ``init_process_group`` takes it, where that is set: torch's own
+    store listens at every address of a node, and those of one node can do with a file.
+    """
     here, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if count > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend, store = "nccl" if device.type == "cuda" else "gloo", os.environ.get("MEGAFLOW_TRAINER_STORE")
+        dist.init_process_group(backend, store, rank=here, world_size=count)
     return Ranks(here, count, device)
 
 

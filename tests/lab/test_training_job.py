@@ -1,0 +1,106 @@
+"""A trainer's job on the real Slurm of the lab: killed and requeued, beside pods that wait for it; and by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.rundir.training import Commit
+from megaflow_hpc.slurm import accounting
+from megaflow_hpc.training.plan import Plan, TrainingFiles
+from tests.support.campaigns import Make, cli, rows
+from tests.support.places import ROOT
+from tests.support.scripted import SOLVE
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
+
+LEARNING = """\
+samples: 2
+model: {engine: scripted, script: answers.yaml, gpus: 0}
+training: {policies: {default: {}}, batch: {tasks: 2}, mode: synchronous, steps: 3}
+slurm:
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 20}
+  servers: {partition: gpu, time: 20}
+  trainer: {partition: gpu, time: 20, mem_gb: 1}
+"""
+
+
+@pytest.fixture
+def campaign(tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A campaign that trains, in three steps; its trainer's interpreter runs the stand-in in the trainer's place."""
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    python = tmp_path / "python"
+    stand_in = f'exec "{sys.executable}" -m tests.support.stand_in_trainer "$3" "$5"'
+    python.write_text(
+        f'#!/bin/bash\ncase $1 in -c) exec "{sys.executable}" "$@" ;; esac\necho "$*"\n'
+        f'[ -n "${{SLURM_STEP_ID:-}}" ] || exit 4\nexport PYTHONPATH="{ROOT}" STAND_IN_DIES=2\n{stand_in}\n'
+    )
+    python.chmod(0o700)
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(python))
+    return make_campaign(2, LEARNING, agent="mini-swe-agent")
+
+
+def trained(run: Run) -> list[list[str]]:
+    """Words of each line that the stand-in left: start, step, rollouts."""
+    return [line.split() for line in (run.dir.training / "default" / "trained").read_text().splitlines()]
+
+
+def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(campaign: Path) -> None:
+    run = Campaign.from_yaml(campaign).submit()
+    (trainer,) = run.job_ids("trainer")
+    assert [record.role for record in run.slurm_jobs.arrays.records()] == ["servers", "trainer", "pods", "gather"]
+    summary = run.wait(timeout_s=400)
+    assert summary["state"] == "finished"
+    told = trained(run)
+    assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
+    assert told[1][2:] == told[2][2:], "the step was made again of the same rollouts"
+    used = [rollout for line in (told[0], *told[2:]) for rollout in line[2:]]
+    assert len(used) == len(set(used)) == 12
+    assert {name for name, (status, _) in rows(run.path).items() if status == "completed"} == set(used)
+    assert summary["rollouts"]["total"] == summary["rollouts"]["completed"] == 12
+    assert len(summary["pods"]) == 1, "the pod waited on its node for the trainer to come back"
+    files = TrainingFiles(run.dir, "default")
+    assert files.numbers(Plan) == files.numbers(Commit) == [1, 2, 3]
+    shown = json.loads(cli("status", run.path, "--json").stdout)["training"]["default"]
+    assert (shown["step"], shown["steps"], shown["reward"], shown["trainer"]["state"]) == (3, 3, 1.0, "done")
+    assert shown["trainer"]["job_id"] == trainer
+    until(lambda: not run.live_jobs(0), "every job has left")
+    until(
+        lambda: {state.state for state in accounting.finished_jobs([trainer]).values()} == {"COMPLETED"},
+        "the trainer has ended well, as accounting knows",
+    )
+
+
+def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_no_environment(
+    tmp_path: Path, campaign: Path
+) -> None:
+    planned = cli("plan", campaign)
+    run = planned.stdout.strip()
+    assert f"sbatch/trainer.sbatch {run} default" in planned.stderr
+    script = str(ROOT / "sbatch" / "trainer.sbatch")
+    words = ["sbatch", "--parsable", "--export=NONE", "--partition=gpu", "--gres=gpu:1", "--mem=1G", "--time=10"]
+    log = tmp_path / "refused.log"
+    job = subprocess.check_output([*words, "-o", str(log), script, run, "other"], text=True).strip()
+    until(lambda: "does not train the policy other, but: default" in _text(log), "it is refused")
+    until(lambda: {s.state for s in accounting.finished_jobs([job]).values()} == {"FAILED"}, "and not requeued")
+    log = tmp_path / "trainer.log"
+    job = subprocess.check_output([*words, "-o", str(log), script, run], text=True).strip()
+    until(lambda: Run(run).status()["training"]["default"]["trainer"]["state"] == "running", "it has entered")
+    assert Run(run).job_ids("trainer") == [job]
+    assert f"-m megaflow_hpc.training.trainer {run} --policy default" in _text(log)
+    assert cli("cancel", run).returncode == 0
+    until(lambda: not Run(run).live_jobs(0), "cancel ends it too")
+    assert os.listdir(Path(run, "ledger", "open")) == []
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

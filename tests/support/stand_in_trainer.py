@@ -1,0 +1,38 @@
+"""In a trainer's place, for a campaign with a scripted engine: takes real steps of a real dataflow, learns nothing.
+
+    stand_in_trainer.py RUN POLICY     with STAND_IN_DIES=2 it is killed in step 2, once planned, and not again
+
+Each step leaves a line ``start step rollout…`` in RUN/training/POLICY/trained.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from megaflow_hpc.training.dataflow import Dataflow
+
+
+def train(run: str, policy: str, dies: int) -> None:
+    flow = Dataflow(run, policy)
+    flow.restore()
+    for step in flow.steps():
+        tokens = sum(batch.sampled for minibatch in step.minibatches() for batch in minibatch.microbatches(4096))
+        ids = [rollout.id for rollout in step.plan.rollouts]
+        with open(flow.files.path / "trained", "a") as told:
+            told.write(f"{flow.trainer} {step.number} {' '.join(ids)}\n")
+        if step.number == dies and flow.trainer == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with tempfile.TemporaryDirectory(dir=flow.run.path) as folder:
+            (Path(folder) / "script.yaml").write_text((flow.run.path.parent.parent / "answers.yaml").read_text())
+            step.publish(folder)
+        checkpoint = flow.files.checkpoints / str(step.number)
+        checkpoint.mkdir(exist_ok=True)
+        step.commit(checkpoint, {"sampled": tokens})
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], sys.argv[2], int(os.environ.get("STAND_IN_DIES", "0")))
