@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import struct
@@ -85,8 +86,10 @@ class MicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ref_kl_weights: list[float] | None = None
 
 
-def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[MicroBatch]]:
+def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Raw]]:
     """Returns the micro-batches of each rank, equally many and at least one: each pass is a collective operation.
+
+    Each one is encoded as it is made: Python's lists of all tokens of a large step would take several gigabytes.
 
     Args:
         step: of a dataflow with one rank.
@@ -97,9 +100,13 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[MicroBatch
     Raises:
         ConfigError: a sequence has more tokens.
     """
-    found = [_micro_batch(batch, name) for batch in step.minibatch().microbatches(tokens)]
-    found += [_nothing(name)] * (max(-(-len(found) // ranks), 1) * ranks - len(found))
+    found = [_encoded(_micro_batch(batch, name)) for batch in step.minibatch().microbatches(tokens)]
+    found += [_encoded(_nothing(name))] * (max(-(-len(found) // ranks), 1) * ranks - len(found))
     return [found[rank::ranks] for rank in range(ranks)]
+
+
+def _encoded(batch: MicroBatch) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(batch))
 
 
 def _micro_batch(batch: microbatch.MicroBatch, name: str) -> MicroBatch:
@@ -125,12 +132,14 @@ def _nothing(name: str) -> MicroBatch:
     return MicroBatch([PADDING] * 2, [False] * 2, zeros, zeros, [0, 1], [2], [1.0, 1.0], [name] * 2, [2])
 
 
-def hand_over(output: Path, number: int, batches: Sequence[Sequence[MicroBatch]]) -> None:
+def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]]) -> None:
     """Writes the files of a step, each of which appears whole; those that are there stay.
 
     Raises:
-        ConfigError: another step of this number is there.
+        ConfigError: another step of this number is there, or no directory in which ``output`` could be.
     """
+    if not output.parent.is_dir():
+        raise ConfigError(f"{output.parent}: is no directory; --output is made in one that is there")
     folder = output / "rollouts" / f"step_{number}"
     for directory in (output, folder.parent, folder):
         make_directory(directory)
@@ -170,9 +179,9 @@ class Broadcast:
             for name in state:
                 if name != "STABLE":
                     shutil.copyfile(self._folder / name, target / name)
-        except FileNotFoundError:
+            return _state(self._folder) == state and _whole(target)
+        except FileNotFoundError:  # theirs is being removed, or a later bridge has removed ours
             return False
-        return _state(self._folder) == state and _whole(target)
 
 
 _State = dict[str, tuple[int, int, int]]
@@ -258,7 +267,9 @@ class Bridge:
             hand_over(self._output, step.number, grid(step, self._tokens, self._ranks, self._flow.record.config.name))
             self._say(f"step {step.number}: {len(step.plan.rollouts)} rollouts handed over")
             began = time.monotonic()
-            stage = self._flow.files.checkpoints / f".broadcast.{os.getpid()}"
+            stage = self._flow.files.checkpoints / f".broadcast.{secrets.token_hex(4)}"
+            for left in stage.parent.glob(".broadcast.*"):  # by a bridge that died
+                remove_tree(left, ignore_errors=True)
             try:
                 if not self._wait(step.number, stage):
                     break

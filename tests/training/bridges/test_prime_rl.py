@@ -137,7 +137,8 @@ def test_every_step_reaches_their_trainer_and_its_weights_become_the_next_versio
 def test_a_step_in_their_form_lies_as_their_packing_lays_it(tmp_path: Path) -> None:
     step = first_step(tmp_path / "run")
     ours = list(step.minibatch().microbatches(64))
-    theirs = [b for rank in zip(*prime_rl.grid(step, 64, 3, "sample"), strict=True) for b in rank]
+    ranks = prime_rl.grid(step, 64, 3, "sample")
+    theirs = [msgspec.msgpack.decode(data, type=Theirs) for each in zip(*ranks, strict=True) for data in each]
     assert len(theirs) % 3 == 0
     for batch, packed in zip(theirs, ours, strict=False):
         assert batch.input_ids == packed.tokens.tolist()
@@ -181,6 +182,8 @@ def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_n
     for version in found:
         weights = Path(version.path, "model.safetensors").read_bytes()
         assert weights == safetensors(trainer.weights[version.ordinal])
+    kept = TrainingFiles(run, "default").checkpoints
+    assert [path.name for path in kept.iterdir()] == [str(steps)]  # no half-copied weights are left
     for number, received in enumerate(trainer.received, 1):
         assert [(output / f"rollouts/step_{number}/rank_0.bin").read_bytes()] == received
     plans = [TrainingFiles(run, "default").read(Plan, number) for number in range(1, steps + 1)]
@@ -216,6 +219,17 @@ def test_a_broadcast_that_is_written_again_under_its_old_mark_is_not_taken_in_th
     assert not broadcast.take(target)
 
 
+def test_a_broadcast_whose_mark_seems_older_is_taken_once_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trainer(tmp_path).broadcast(0)
+    os.utime(tmp_path / "broadcasts/step_0/STABLE", (0, 0))  # another node's clock
+    broadcast = prime_rl.Broadcast(tmp_path / "broadcasts/step_0")
+    assert not broadcast.take(tmp_path / "target")
+    monkeypatch.setattr(prime_rl, "SETTLED_S", 0.0)
+    assert broadcast.take(tmp_path / "target")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -238,6 +252,11 @@ def test_files_of_another_run_are_never_written_over(tmp_path: Path, capsys: pyt
         assert serve(run, output) == 2
     assert "give each run an --output of its own" in capsys.readouterr().err
     assert (output / "rollouts" / "step_1" / "rank_0.bin").read_bytes() == b"\x90"
+
+
+def test_an_output_in_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory; --output is made in one that is there"):
+        prime_rl.hand_over(tmp_path / "none" / "prime", 1, [])
 
 
 def test_what_was_begun_with_other_ranks_is_not_gone_on_with(tmp_path: Path) -> None:
