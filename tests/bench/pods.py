@@ -1,7 +1,8 @@
 """What a thousand pods ask of a file system's metadata server: real ledgers on a real directory, in simulated time.
 
 ``python -m tests.bench.pods [--pods 1000] [--seconds 120]`` lets so many pods start within ten seconds, then run with a
-free slot each and nothing to claim, beside 200 engines and with limits, and prints what they open, list and publish.
+free slot each and nothing to claim, beside 200 engines and with limits, and then without any work, while somebody may
+add some; and prints what they open, list and publish.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
+from megaflow_hpc.ledger import Claim, Ledger, OpenLease, PodIdentity, write_blocks
 from megaflow_hpc.pod.master.coordination import Coordination
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -24,6 +25,8 @@ from tests.support.operations import counted
 
 LISTING_S = 10.0
 """How often a pod looks at the engines and, without work, for a block."""
+SOON_S = 1.0
+"""How often it looks for a block that a consumer may add."""
 
 
 class Pod:
@@ -36,7 +39,8 @@ class Pod:
         endpoints = Endpoints(run, {"default": 1})
         budget = CampaignBudget(run, {"core_hours": 1e9, "wall": 1e9})
         self.coordination = Coordination(self.ledger, endpoints, budget, clock, **more)
-        self.listed_at = clock.now - LISTING_S * number / pods
+        self.listed_at = self.looked_at = clock.now - LISTING_S * number / pods
+        self.claims: list[Claim] = []
         self.ledger.register()
 
     def turn(self) -> None:
@@ -48,8 +52,10 @@ class Pod:
         if self.clock.now - self.listed_at >= LISTING_S:
             self.listed_at = self.clock.now
             self.coordination.list_engines()
-            self.ledger.claim(lambda owner: 0)
             self.ledger.work_requests()
+        if self.clock.now - self.looked_at >= (SOON_S if self.ledger.awaited else LISTING_S):
+            self.looked_at = self.clock.now
+            assert self.ledger.claim(lambda owner: 0) is None
 
 
 def make_run(folder: Path, blocks: int, engines: int) -> RunDir:
@@ -70,7 +76,9 @@ def start(run: RunDir, pods: int, clock: Clock) -> tuple[list[Pod], dict[str, fl
         for number in range(pods):
             found.append(Pod(run, number, pods, clock))
             for _ in range(2):
-                assert found[-1].ledger.claim(lambda owner: 0) is not None
+                claim = found[-1].ledger.claim(lambda owner: 0)
+                assert claim is not None
+                found[-1].claims.append(claim)
             clock.now += 10 / pods
     return found, {kind: round(count / pods, 2) for kind, count in operations.items()}
 
@@ -103,6 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
         pods, starting = start(run, given.pods, clock)
         print(f"{given.pods} pods start within 10 s: operations a pod {starting}", flush=True)
         print(f"nothing to claim: operations a second of all {tail(run, pods, clock, given.seconds)}")
+        OpenLease(run, "default").put()
+        for pod in pods:
+            for claim in pod.claims:
+                pod.ledger.mark_done(claim)
+        print(f"waiting for a consumer: operations a second of all {tail(run, pods, clock, given.seconds)}")
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0
 

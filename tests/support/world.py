@@ -39,7 +39,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     stragglers.AT_LEAST_S = coordination.SOON_S = coordination.SELDOM_S = 0.3
     said = json.loads((run.path / "world.json").read_text())
     ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
-    hangs = said.pop("hangs", False)
+    hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
     pod = make_pod(run, comm, **said)
@@ -47,6 +47,8 @@ def lead(run: RunDir, comm: Comm) -> str:
         run_io_thread.LOOP_HANGS_S = 1.0
         pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)
         pod.drain_file = drain_file(run)
+    if open_s is not None:
+        pod.ledger = Ledger(run, pod.ledger.identity, times=Times(open_s=open_s))
     return Master(pod).run()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.host.wire import Link
-from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.scheduling.failures import RULES
@@ -207,6 +207,19 @@ def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> Non
     monitor = Monitor(run)
     monitor.refresh()
     assert monitor.summary()["p"]["evaluation"]["tasks"] == 1
+
+
+def test_a_pod_leaves_when_who_may_add_rollouts_has_not_renewed_for_long(tmp_path: Path) -> None:
+    run = prepare(tmp_path, ["ok_a"], open_s=1.0)
+    lease = OpenLease(run, "learner")
+    lease.put()
+    played = turn(run)
+    assert played.state == "drained"
+    assert "who may add something has not renewed its lease for long" in played.why
+    assert [t["id"] for t in played.stored] == ["ok_a/p/0"]
+    assert not Ledger(run).finished
+    lease.close()
+    assert Ledger(run).finished
 
 
 def test_groups_without_signal_are_dropped_but_for_the_samples_tried_at_intervals(tmp_path: Path) -> None:
