@@ -65,7 +65,7 @@ DOORS: dict[str, str] = {
     "trajectories/exports": "trajectories/hdf5 trajectories/journal trajectories/reading",
     "training": "training/algorithms config rundir ledger trajectories/journal trajectories/reading",
     "training/algorithms": "config trajectories/reading",
-    "training/trainer": "",
+    "training/trainer": "training rundir",
     # Others' trainers; nothing here imports them.
     "training/bridges": "training rundir trajectories/exports trajectories/reading",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",
@@ -95,6 +95,7 @@ HEAVY = {
     "mpi4py": {"pod/comm.py"},
     "torch": {
         "training/dataset.py",
+        "training/trainer/loop.py",
         "training/trainer/losses.py",
         "training/trainer/checkpoint.py",
         "training/trainer/model.py",

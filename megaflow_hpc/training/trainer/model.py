@@ -224,6 +224,8 @@ def load(
         causal = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{source}: is not loaded as a causal language model: {error}") from None
+    for parameter in causal.parameters():
+        parameter.data = parameter.data.clone()  # they are views of the mapped file, which others may replace
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # what was sampled without is judged without

@@ -1,0 +1,103 @@
+"""Trains one policy of a campaign while its rollouts come in.
+
+Run it in an environment with torch and transformers, on the node that trains; alone, or on several GPUs by torchrun:
+
+    python -m megaflow_hpc.training.trainer RUN
+    torchrun --standalone --nproc-per-node 4 -m megaflow_hpc.training.trainer RUN --policy default
+
+RUN is a campaign that was planned with a section `training`. Start pods and engines as ever; the trainer asks for
+rollouts, takes a step whenever there are enough, and publishes weights that engines load by themselves. What it writes:
+
+    RUN/training/POLICY/metrics.jsonl    a line for each step; tensorboard/ beside it, where that is installed
+    RUN/training/POLICY/checkpoints/     from which the next start goes on
+    RUN/weights/                         versions of the weights
+
+It may be killed at any time and started again with the same command: no rollout is lost or taken twice. After SIGTERM
+it ends the step at hand, writes a checkpoint and exits with 75; a second trainer of the same policy ends the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+
+from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.texts import printable
+
+AGAIN = 75
+"""Exit status when asked to stop: start it again (EX_TEMPFAIL of sysexits.h)."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megaflow_hpc.training.trainer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 all steps are done; 75 asked to stop, start it again; 1 another trainer goes on, or the "
+        "run directory fails; 2 the campaign or the model is wrong",
+    )
+    parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
+    parser.add_argument("--policy", help="which policy; may be left out where one is trained")
+    parser.add_argument("--consumer", help="name under which it holds the campaign open; default: the policy's")
+    parser.add_argument("--json", action="store_true", help="print each step's metrics as one line of JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        return _train(arguments)
+    except MegaflowError as error:
+        print(printable(f"trainer: {error}"), file=sys.stderr)
+        return error.exit_status
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    # After the arguments: torch takes seconds, and --help should not.
+    from megaflow_hpc.training.dataflow import Dataflow
+    from megaflow_hpc.training.trainer.loop import Board, Stopped, Trainer
+    from megaflow_hpc.training.trainer.model import join
+
+    ranks = join()
+    flow = Dataflow(
+        arguments.run,
+        arguments.policy,
+        arguments.consumer,
+        rank=ranks.rank,
+        ranks=ranks.count,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    trainer = Trainer(flow, ranks)
+    signal.signal(signal.SIGTERM, trainer.stop)
+    board = Board(flow.files.path / "tensorboard") if ranks.first else None
+    try:
+        for metrics in trainer.steps():
+            if board is not None:
+                board.add(metrics)
+                print(json.dumps(metrics) if arguments.json else _line(metrics, flow.config.steps), flush=True)
+    except Stopped:
+        pass
+    finally:
+        flow.leave()
+    if trainer.stopping and ranks.count > 1:
+        sys.stdout.flush()
+        os._exit(AGAIN)  # without waiting for ranks that were asked at another moment
+    if trainer.stopping:
+        return AGAIN
+    ranks.leave()
+    return 0
+
+
+def _line(metrics: dict[str, float], steps: int) -> str:
+    shares = {
+        name: metrics.get(f"seconds/{name}", 0.0) / metrics["seconds"] for name in ("wait", "checkpoint", "publish")
+    }
+    return (
+        f"step {metrics['step']:.0f}/{steps}: reward {metrics['reward']:.3f}, passed {metrics['pass_rate']:.0%}, "
+        f"staleness {metrics['staleness']:.1f}, entropy {metrics.get('entropy', 0.0):.2f}, "
+        f"clipped {metrics.get('clipped', 0.0):.1%}, mismatch {metrics.get('mismatch', 0.0):.1e}, "
+        f"{metrics['tokens_per_s']:,.0f} tokens/s, {metrics['seconds']:.1f} s ({shares})"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

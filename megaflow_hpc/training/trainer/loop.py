@@ -1,0 +1,386 @@
+"""The training loop: takes the steps of a dataflow, moves the policy, checkpoints, publishes and commits.
+
+One step::
+
+    plan (dataflow) → proximal log-probabilities of the whole step → epochs × minibatches × micro-batches →
+    checkpoint, every so many steps → publish → commit
+
+Whatever is killed at whatever instant, the next start reads the last checkpoint and makes the steps since then again,
+of the same plans; what was published already is not published twice. On SIGTERM the step at hand is ended, with a
+checkpoint; one that waits for rollouts is left to the next start.
+
+Proximal log-probabilities are the trainer's own, before the step's first update; where a step is one update, those of
+that very forward pass. The engine's serve importance weights and the metric ``mismatch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.weight_delta import write_delta
+from megaflow_hpc.rundir.weight_source import base_of
+from megaflow_hpc.rundir.weights import versions
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
+from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.trainer import checkpoint, losses
+from megaflow_hpc.training.trainer.model import Ranks, load
+from megaflow_hpc.training.trainer.optimizer import Optimizer
+
+PASSED = 1.0
+"""Reward from which a rollout counts as passed."""
+FAR = 1.0
+"""Mean |log-probability of the engine − ours| in the first update after a start that no rounding and no staleness
+explains: bfloat16 against float32 gives 0.01."""
+WORTH = 4
+"""How many times smaller than the whole a delta must be; else the next one differs from a new whole version."""
+SAME = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
+"""Keys of ``config.json`` in which a trained and a served model agree."""
+
+Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
+"""Rollout of the step and digest of a sequence's tokens → their log-probabilities."""
+
+
+class Stopped(Exception):
+    """The trainer was asked to stop while it waited for rollouts."""
+
+
+class Clock:
+    """Seconds of a step by what they were spent on."""
+
+    def __init__(self, device: Any) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Trainer:
+    """Trains one policy of a run on this rank.
+
+    Args:
+        flow: the dataflow of this rank.
+        ranks: all ranks.
+
+    Attributes:
+        stopping: set it to end after the step at hand; :meth:`stop` also ends waiting.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or is another than the one that is served.
+    """
+
+    def __init__(self, flow: Dataflow, ranks: Ranks) -> None:
+        self.flow, self.ranks = flow, ranks
+        settings = flow.settings
+        record = flow.record.policies.get(flow.policy)
+        model: Mapping[str, Any] = (record.model if record else None) or {}
+        served = str(model.get("path") or "")
+        base = settings.base or served
+        if not base:
+            raise ConfigError(f"{flow.run}: policy {flow.policy!r} has no model path; say training.policies.*.base")
+        _check_same(Path(base), Path(served))
+        if flow.config.publish.delta and int(model.get("nodes") or 1) > 1:
+            raise ConfigError(
+                f"{flow.run}: publish.delta: an engine over {model['nodes']} nodes reads weights on each of them, and "
+                "deltas are put together on one node's disk; leave it out"
+            )
+        torch.manual_seed(flow.config.seed)
+        lora = settings.lora.model_dump() if settings.lora else None
+        self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
+        given = settings.optimizer
+        self.optimizer = Optimizer(
+            self.policy,
+            given.lr,
+            betas=given.betas,
+            eps=given.eps,
+            weight_decay=given.weight_decay,
+            clip_norm=given.clip_norm,
+        )
+        loss, weights = settings.loss, settings.importance
+        self.loss = losses.Loss(loss.kind, loss.band, loss.second_moment, loss.entropy, weights.level, weights.truncate)
+        self.stopping = self._waiting = False
+        self._compared = False
+        self._moved = True  # since the last version that was published; by an earlier start, perhaps
+
+    def stop(self, *_: object) -> None:
+        """Asks to stop; a handler of signals."""
+        self.stopping = True
+        if self._waiting:
+            raise Stopped
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        """Trains, and yields each step's metrics once it is committed; ends with the training or when asked to stop.
+
+        Raises:
+            ConfigError: rollouts of another model, a loss that is no number; nothing was changed by that step.
+            LedgerError: a later trainer goes on.
+        """
+        flow, files = self.flow, self.flow.files
+        newest, state = files.committed(), flow.restore()
+        published = newest.step if newest else 0
+        needed = flow.checkpoint(state) if state else None
+        if needed:
+            checkpoint.restore(needed, self.optimizer, self.ranks)
+        if self.ranks.first:
+            for left in files.path.glob(".export-*"):
+                remove_tree(left, ignore_errors=True)
+        for step in self._planned():
+            clock = Clock(self.ranks.device)
+            began = time.perf_counter()
+            metrics = self._train(step, clock)
+            self.stopping = bool(self.ranks.tell(self.stopping))
+            last = step.number >= flow.config.steps or self.stopping
+            place = None
+            if last or step.number % flow.config.checkpoint.every == 0:
+                with clock("checkpoint"):
+                    place = checkpoint.save(files.checkpoints, step.number, self.optimizer, self.ranks)
+            due = step.number % flow.config.publish.every == 0 or step.number >= flow.config.steps
+            if due and step.number > published and self._moved:
+                with clock("publish"):
+                    self._publish(step)
+            seconds = clock.seconds | {"wait": step.wait_s, "plan": step.plan_s}
+            metrics["seconds"] = time.perf_counter() - began + step.wait_s + step.plan_s
+            metrics |= {f"seconds/{name}": spent for name, spent in seconds.items()}
+            step.commit(place, metrics)
+            if place and self.ranks.first:
+                checkpoint.prune(files.checkpoints, flow.config.checkpoint.keep, place)
+            yield {"step": float(step.number), **step.statistics(), **metrics}
+            if self.stopping:
+                return
+
+    def _planned(self) -> Iterator[Step]:
+        steps = self.flow.steps()
+        while not self.stopping:
+            self._waiting = True
+            step = next(steps, None)
+            self._waiting = False
+            if step is None:
+                return
+            yield step
+
+    def _publish(self, step: Step) -> None:
+        """Publishes the policy, as a delta where that is asked for and small."""
+        flow, keep = self.flow, self.flow.config.publish.keep
+        folder = flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
+        checkpoint.export(folder, self.policy, self.ranks)
+        if self.ranks.first:
+            delta = folder.with_name(f"{folder.name}-delta")
+            small = flow.config.publish.delta and not self.policy.adapter and self._write_delta(folder, delta)
+            step.publish(delta if small else folder, move=True, keep=keep)
+            for left in (folder, delta):
+                remove_tree(left, ignore_errors=True)
+        self._moved = False
+        self.ranks.barrier()
+
+    def _write_delta(self, folder: Path, delta: Path) -> bool:
+        """Writes what differs from the last whole version, if there is one; tells whether that is worth it."""
+        whole = [v for v in versions(self.flow.run, self.flow.policy) if base_of(Path(v.path)) is None]
+        found = write_delta(folder, Path(whole[-1].path), whole[-1].version, delta) if whole else None
+        return found is not None and found[0] >= WORTH * found[1]
+
+    # --- one step ---
+
+    def _train(self, step: Step, clock: Clock) -> dict[str, float]:
+        minibatches = [minibatch for minibatch in step.minibatches() if minibatch.tokens]
+        rate = self.flow.settings.optimizer.rate(step.number, self.flow.config.steps)
+        several = len(minibatches) > 1 or self.loss.kind == "m2po"
+        proximal = self._judge(step, clock) if several else None
+        found: list[dict[str, float]] = []
+        versions: dict[int, list[float]] = {}
+        rows = 0.0
+        for minibatch in minibatches:
+            sums, seen, row = self._update(minibatch, proximal, rate, clock)
+            found.append(sums)
+            rows += row
+            for version, (apart, tokens) in seen.items():
+                both = versions.setdefault(version, [0.0, 0.0])
+                both[0], both[1] = both[0] + apart, both[1] + tokens
+        names = found[0] if found else {}
+        metrics = {name: sum(each[name] for each in found) / len(found) for name in names}
+        metrics |= {name: max(each[name] for each in found) for name in names if name in losses.MAXIMA}
+        metrics |= {f"mismatch/version-{version}": apart / tokens for version, (apart, tokens) in versions.items()}
+        rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
+        passed = sum(reward >= PASSED for reward in rewards) / len(rewards) if rewards else math.nan
+        busy = sum(clock.seconds.get(name, 0.0) for name in ("proximal", "forward", "backward", "optimizer"))
+        return metrics | {
+            "pass_rate": passed,
+            "version": float(step.plan.version),
+            "lr": rate,
+            "updates": float(len(found)),
+            "tokens_per_s": rows / busy if busy else 0.0,
+        }
+
+    @torch.no_grad()
+    def _judge(self, step: Step, clock: Clock) -> Proximal:
+        """Returns the proximal log-probabilities of the step's sequences, of all ranks."""
+        mine: Proximal = {}
+        with clock("proximal"):
+            for batch in step.minibatch().microbatches(self.flow.settings.microbatch):
+                logprobs = self.policy(*self._row(batch))[0].cpu().numpy()
+                mine |= {key: logprobs[part] for key, part in _sequences(batch)}
+            return {key: value for part in self.ranks.gather(mine) for key, value in part.items()}
+
+    def _update(
+        self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: Clock
+    ) -> tuple[dict[str, float], dict[int, tuple[float, float]], float]:
+        """Makes one optimizer step; returns its statistics, the mismatch by version, and the tokens of its rows."""
+        packed = minibatch.microbatches(self.flow.settings.microbatch)
+        limit = math.inf
+        if self.loss.kind == "m2po":
+            held = list(packed)
+            here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
+            together = [tokens for part in self.ranks.gather(here) for tokens in part]
+            limit, packed = losses.second_moment_limit(together, self.loss.second_moment), iter(held)
+        total: dict[str, Any] | None = None
+        seen: dict[int, tuple[float, float]] = {}
+        rows = 0
+        while True:
+            with clock("data"):
+                batch = next(packed, None)
+            if batch is None:
+                break
+            with clock("forward"):
+                new, entropies = self.policy(*self._row(batch))
+                before = new.detach() if proximal is None else self._known(batch, proximal)
+                tokens = self._tokens(batch, before, self.ranks.device)
+                entropies = entropies if self.loss.entropy else entropies.detach()
+                loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
+                if not math.isfinite(value := float(loss.detach())):
+                    raise ConfigError(
+                        f"{self.flow.run}: the loss is {value}: no step was taken; look at grad_norm and log_ratio_max "
+                        f"of the last steps in {self.flow.files.metrics}, and train with a lower learning rate"
+                    )
+            with clock("backward"):
+                loss.backward()
+            total = sums if total is None else losses.add(total, sums)
+            rows += len(batch.tokens)
+            for version, apart, count in _mismatches(batch, tokens):
+                sum_, tokens_ = seen.get(version, (0.0, 0.0))
+                seen[version] = sum_ + apart, tokens_ + count
+        with clock("optimizer"):
+            parts = self.ranks.gather(({name: value.cpu() for name, value in (total or {}).items()}, seen, rows))
+            sums = parts[0][0]
+            for part in parts[1:]:
+                sums = losses.add(sums, part[0])
+            report = losses.report(sums)
+            self._check_engine(report["mismatch"])
+            report["grad_norm"] = self.optimizer.step(rate)
+            self._moved = True
+        merged: dict[int, tuple[float, float]] = {}
+        for _, by_version, _ in parts:
+            for version, (apart, count) in by_version.items():
+                was = merged.get(version, (0.0, 0.0))
+                merged[version] = was[0] + apart, was[1] + count
+        return report, merged, float(sum(part[2] for part in parts))
+
+    def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
+        """What the policy takes; a token that nobody asks about where the micro-batch is empty."""
+        if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
+            raise ConfigError(
+                f"{self.policy.source}: knows {self.policy.words} tokens, and rollouts of {self.flow.run} hold token "
+                f"{largest}: they are of a model with another tokenizer; no step was taken"
+            )
+        device = self.ranks.device
+        if not len(batch.tokens):
+            nothing = torch.zeros(1, dtype=torch.int64, device=device)
+            return nothing, nothing, [0, 1], nothing[:0]
+        tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))
+        where = torch.from_numpy(batch.mask.nonzero()[0]).to(device)
+        return tokens, positions, batch.offsets.tolist(), where
+
+    def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
+        empty = not len(batch.tokens)
+        mask, engine, advantages, weights = (
+            torch.from_numpy(np.zeros(1, a.dtype) if empty else a).to(device)
+            for a in (batch.mask, batch.logprobs, batch.advantages, batch.weights)
+        )
+        offsets = torch.tensor([0, 1]) if empty else torch.from_numpy(batch.offsets)
+        return losses.Tokens(offsets.to(device), mask.bool(), proximal.to(device), engine, advantages, weights)
+
+    def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
+        """The proximal log-probabilities of a micro-batch (T)."""
+        assert proximal is not None
+        parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
+        return torch.cat(parts) if parts else torch.zeros(1)
+
+    def _check_engine(self, mismatch: float) -> None:
+        if not self._compared and mismatch > FAR:
+            raise ConfigError(
+                f"{self.policy.source}: gives sampled tokens log-probabilities {mismatch:.2g} away from the engine's "
+                f"in the mean (rounding: 0.01): {self.flow.run} was sampled by another model, at a temperature other "
+                "than 1, or long ago; no step was taken"
+            )
+        self._compared = True
+
+
+def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
+    """Names the sequences of a micro-batch, whatever minibatch and rank they come to, and says where they are."""
+    for number, rollout in enumerate(batch.sample.tolist()):
+        part = slice(int(batch.offsets[number]), int(batch.offsets[number + 1]))
+        digest = hashlib.blake2b(batch.tokens[part].tobytes(), digest_size=16).digest()
+        yield (rollout, digest), part
+
+
+def _mismatches(batch: MicroBatch, tokens: losses.Tokens) -> Iterator[tuple[int, float, float]]:
+    """Yields version, sum of |engine − proximal| over its tokens, and their count."""
+    if not len(batch.tokens):
+        return
+    chosen = batch.mask == 1
+    apart = np.abs(batch.logprobs - tokens.proximal.cpu().numpy())[chosen].astype(np.float64)
+    versions = batch.versions[chosen]
+    for version in np.unique(versions).tolist():
+        yield version, float(apart[versions == version].sum()), float((versions == version).sum())
+
+
+def _check_same(base: Path, served: Path) -> None:
+    """Checks that what is trained can be served in the place of what is served.
+
+    Raises:
+        ConfigError: it is another model.
+    """
+    if base == served or not (served / "config.json").is_file() or not (base / "config.json").is_file():
+        return
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, served))
+    for key in SAME:
+        if ours.get(key) != theirs.get(key):
+            raise ConfigError(
+                f"{base}: {key} is {ours.get(key)!r}, and {theirs.get(key)!r} in {served}, which the engines serve; "
+                "train the model that is served (training.policies.*.base)"
+            )
+
+
+class Board:
+    """TensorBoard's files, where it is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = None
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter  # type: ignore[import-not-found]
+
+            self._writer = SummaryWriter(str(folder))
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Writes a step's metrics."""
+        if self._writer is not None:
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._writer.add_scalar(name, value, int(metrics["step"]))
+            self._writer.flush()

@@ -1,0 +1,416 @@
+"""The training loop over a run, on one rank and on two, and its command line through kills and signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.training.plan import Commit, Plan, TrainingFiles
+from megaflow_hpc.types import Trajectory
+from tests.support.places import ROOT, TINY_MODEL
+from tests.support.torch_ranks import engine_python, run_ranks
+from tests.support.training import VOCABULARY, Pods, training_run
+
+pytestmark = pytest.mark.slow  # each waits for several starts of torch
+
+SCRIPT = r'''
+import json, math, shutil, threading, time
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+from launchers.tiny_model import make
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.weight_delta import put_together
+from megaflow_hpc.rundir.weight_source import base_of
+from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.plan import Commit, TrainingFiles
+from megaflow_hpc.training.trainer import checkpoint
+from megaflow_hpc.training.trainer.loop import Trainer
+from megaflow_hpc.training.trainer.model import Ranks, join, load
+from tests.support.training import Pods, training_run
+
+TRAINING = {
+    "policies": {"default": {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}}},
+    "batch": {"tasks": 2}, "mode": "synchronous", "steps": 3, "checkpoint": {"every": 2},
+}
+
+
+def training(**policy):
+    return {**TRAINING, "policies": {"default": {**TRAINING["policies"]["default"], **policy}}}
+
+
+def reward(rollout):
+    return float(rollout.sample_index % 2)
+
+
+class Engine(Pods):
+    """Gives the log-probabilities of the weights that are published, as an engine would."""
+
+    def __init__(self, run, spoil=None):
+        super().__init__(run, reward, lambda: current(run, "default").version)
+        self._here, self._spoil, self._policies = run, spoil, {}
+        campaign = read_run(run).campaign
+        self._base = campaign["model"]["path"]
+        self._dtype = campaign["training"]["policies"]["default"]["dtype"]
+
+    def store(self, block, trajectory, epoch=0):
+        version = current(self._here, "default")
+        if version.version not in self._policies:
+            path = Path(version.path or self._base)
+            if (base := base_of(path)) is not None:
+                path = put_together(path, self._here.weights / str(base), self._here.path / f"whole-{version.version}")
+            self._policies[version.version] = load(path, self._dtype)
+        (one,) = trajectory.sequences
+        tokens = torch.tensor(one.tokens)
+        where = torch.tensor(one.loss_mask).nonzero()[:, 0]
+        with torch.no_grad():
+            told = self._policies[version.version](tokens, torch.arange(len(tokens)), [0, len(tokens)], where)[0]
+        for t in where.tolist():
+            one.logprobs[t] = float(told[t])
+        if self._spoil:
+            self._spoil(one)
+        super().store(block, trajectory, epoch)
+
+
+def at_work(run, spoil=None):
+    """Pods that sample whatever is asked for, until the event is set."""
+    engine, over = Engine(run, spoil), threading.Event()
+
+    def work():
+        while not over.wait(0.05):
+            engine.work()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return lambda: (over.set(), thread.join())
+
+
+def train(run, ranks, most=None, **options):
+    """Metrics by step, and the trainer."""
+    flow = Dataflow(run, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, **options)
+    trainer, found = Trainer(flow, ranks), []
+    for metrics in trainer.steps():
+        found.append(metrics)
+        if len(found) == most:
+            break
+    flow.leave()
+    return found, trainer
+
+
+def fresh(run, name, training=None):
+    """A copy whose plans and rollouts are there and whose steps are not trained."""
+    copy = RunDir(Path(name))
+    shutil.copytree(run.path, copy.path)
+    for folder in ("commits", "checkpoints"):
+        shutil.rmtree(copy.path / "training/default" / folder)
+    return copy
+
+
+def parameters(trainer):
+    whole = {n: m.full_tensor() if hasattr(m, "full_tensor") else m for n, m in trainer.optimizer.masters.items()}
+    return {name: tensor.detach().clone() for name, tensor in whole.items()}
+
+
+def furthest(a, b):
+    return max(float((a[name] - b[name]).abs().max()) for name in b)
+
+
+def error(call):
+    try:
+        call()
+    except ConfigError as found:
+        return str(found)
+
+
+def spoil(run_name, how, alone, **policy):
+    """The error of training on spoiled rollouts, the commits, and whether anything was published."""
+    run = training_run(Path(run_name), training(**policy), tasks=2, samples=4, model="tiny")
+    stop = at_work(run, how)
+    try:
+        told = error(lambda: train(run, alone))
+    finally:
+        stop()
+    files = TrainingFiles(run, "default")
+    return [told, files.numbers(Commit), len(versions(run)), list(files.checkpoints.iterdir())]
+
+
+def broken(run_name, alone):
+    """The same of a model that has diverged."""
+    run = training_run(Path(run_name), training(), tasks=2, samples=4, model="tiny")
+    stop = at_work(run)
+    trainer = Trainer(Dataflow(run, say=lambda text: None), alone)
+    with torch.no_grad():
+        next(iter(trainer.optimizer.masters.values())).fill_(math.nan)
+    told = error(lambda: list(trainer.steps()))
+    stop()
+    files = TrainingFiles(run, "default")
+    return [told, files.numbers(Commit), len(versions(run)), list(files.checkpoints.iterdir())]
+
+
+def deltas(result, alone):
+    """A model in bfloat16 at a small learning rate: bytes of each version, and whether the last is what was trained."""
+    half = AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.bfloat16)
+    shutil.copytree("tiny", "half")
+    half.save_pretrained("half")
+    policy = training(dtype="bfloat16", optimizer={"lr": 1e-6})
+    run = training_run(Path("delta"), {**policy, "publish": {"delta": True, "keep": 1}}, 3, 4, "half")
+    stop = at_work(run)
+    metrics, trainer = train(run, alone)
+    stop()
+    found = versions(run)
+    result["delta versions"] = [version.version for version in found]
+    result["delta bytes"] = [
+        sum(p.stat().st_size for p in Path(v.path).iterdir() if p.suffix in (".safetensors", ".delta")) for v in found
+    ]
+    whole = load(put_together(Path(found[-1].path), run.weights / "1", Path("whole")), "bfloat16")
+    same = [torch.equal(a, b) for (_, a), (_, b) in zip(whole.trained(), trainer.policy.trained(), strict=True)]
+    result["delta same"] = all(same)
+    result["delta mismatch"] = [line["mismatch"] for line in metrics]
+
+
+def set_token(one):
+    one.tokens[one.loss_mask.index(1)] = 259
+
+
+def set_far(one):
+    for t, sampled in enumerate(one.loss_mask):
+        if sampled:
+            one.logprobs[t] -= 3.0
+
+
+def main():
+    torch.set_num_threads(1)
+    ranks = join()
+    alone = Ranks(0, 1, ranks.device)
+    result, runs, ends = {}, {}, {}
+    cases = {
+        "plain": {},
+        "several": {"loss": {"kind": "grpo", "epochs": 2, "minibatch": {"tasks": 1}}},
+        "m2po": {"loss": {"kind": "m2po", "entropy": 0.01, "epochs": 2}},
+    }
+    if ranks.first:
+        make(Path("tiny"))
+        for name, policy in cases.items():
+            run = runs[name] = training_run(Path(name), training(**policy), tasks=3, samples=4, model="tiny")
+            stop = at_work(run)
+            metrics, trainer = train(run, alone)
+            stop()
+            result[f"metrics {name}"] = metrics
+            ends[name] = parameters(trainer)
+        run = runs["plain"]
+        files = TrainingFiles(run, "default")
+        result["checkpoints"] = sorted(path.name for path in files.checkpoints.iterdir())
+        result["versions"] = [version.token for version in versions(run)]
+        result["left"] = sorted(path.name for path in files.path.iterdir())
+        published = load(current(run, "default").path, "float32")
+        result["published"] = furthest(dict(published.trained()), ends["plain"])
+
+        again, trainer = train(fresh(run, "again"), alone)
+        result["again"] = furthest(parameters(trainer), ends["plain"])
+        result["published again"] = len(versions(RunDir(Path("again"))))
+        torn = fresh(run, "torn")
+        train(torn, alone, most=1)
+        train(torn, alone, most=2)
+        resumed, trainer = train(torn, alone)
+        result["torn"] = [furthest(parameters(trainer), ends["plain"]), [m["step"] for m in resumed]]
+        result["twice"] = len(train(torn, alone)[0])
+
+        deltas(result, alone)
+        result["token"] = spoil("token", set_token, alone)
+        result["nan"] = broken("nan", alone)
+        result["far"] = spoil("far", set_far, alone)
+        make(Path("deep"), layers=3)
+        other = training_run(Path("other"), training(base="deep"), tasks=2, samples=2, model="tiny")
+        result["other"] = error(lambda: train(other, alone))
+        missing = training_run(Path("missing"), training(), tasks=2, samples=2, model="nowhere")
+        result["missing"] = error(lambda: train(missing, alone))
+        for name in ("plain", "several", "m2po"):
+            fresh(runs[name], f"two-{name}")
+    ranks.barrier()
+    for name in ("plain", "several", "m2po"):
+        metrics, trainer = train(RunDir(Path(f"two-{name}")), ranks)
+        ended = parameters(trainer)
+        if ranks.first:
+            result[f"two {name}"] = [furthest(ended, ends[name]), len(metrics), metrics[0]["mismatch"]]
+    ranks.leave()
+    if ranks.first:
+        print(json.dumps(result, default=str))
+
+
+main()
+'''
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("loop"), ranks=2)
+
+
+def test_every_step_is_trained_published_and_committed_with_its_metrics(found):
+    metrics = found["metrics plain"]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    for line in metrics:
+        assert line["reward"] == line["pass_rate"] == 0.5
+        assert line["updates"] == 1
+        assert 4.0 < line["entropy"] < math.log(VOCABULARY)
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_s"] > 0
+        spent = {name.partition("/")[2] for name in line if name.startswith("seconds/")}
+        assert {"wait", "plan", "data", "forward", "backward", "optimizer", "publish"} <= spent
+    assert found["versions"] == ["step-000001", "step-000002", "step-000003"]
+    assert found["checkpoints"] == ["2", "3"]
+    assert found["published"] == 0.0
+    assert not [name for name in found["left"] if name.startswith(".")]
+
+
+def test_the_engines_log_probabilities_are_those_of_the_trainer(found):
+    for number, line in enumerate(found["metrics plain"]):
+        assert line["mismatch"] <= 1e-5
+        assert line[f"mismatch/version-{number}"] <= 1e-5
+        assert line["staleness"] == 0
+
+
+def test_ratios_are_one_before_the_first_update_and_not_after_it(found):
+    assert found["metrics plain"][0]["log_ratio_max"] == 0.0
+    several = found["metrics several"][0]
+    assert several["updates"] == 4
+    assert several["log_ratio_max"] > 1e-4
+    assert several["mismatch"] <= 1e-5  # the proximal policy is that of before the step
+    assert found["metrics m2po"][0]["updates"] == 2
+
+
+def test_the_same_plans_give_the_same_parameters_whatever_was_cut_off(found):
+    assert found["again"] == 0.0
+    assert found["published again"] == 3
+    parameters, steps = found["torn"]
+    assert parameters == 0.0
+    assert steps == [3]
+    assert found["twice"] == 0
+
+
+def test_two_ranks_train_as_one(found):
+    for name in ("plain", "several", "m2po"):
+        apart, steps, mismatch = found[f"two {name}"]
+        assert apart <= 1e-6, name
+        assert steps == 3
+        assert mismatch <= 1e-5
+
+
+def test_deltas_are_a_tenth_of_the_bytes_and_what_was_trained(found):
+    assert found["delta versions"] == [1, 3]
+    whole, delta = found["delta bytes"]
+    assert whole >= 10 * delta
+    assert found["delta same"] is True
+    assert max(found["delta mismatch"]) <= 2e-3
+
+
+def test_rollouts_that_cannot_be_trained_on_change_nothing(found):
+    for name, said in (("token", "knows 259 tokens"), ("nan", "the loss is nan"), ("far", "another model")):
+        told, commits, published, checkpoints = found[name]
+        assert said in (told or ""), name
+        assert (commits, published, checkpoints) == ([], 0, [])
+    assert "num_hidden_layers is 3, and 2" in found["other"]
+    assert "nowhere: has no config.json" in found["missing"]
+
+
+class Uniform(Pods):
+    """Samples from a model that knows nothing, which the tiny one nearly is."""
+
+    def store(self, block: int, trajectory: Trajectory, epoch: int = 0) -> None:
+        (one,) = trajectory.sequences
+        for t, sampled in enumerate(one.loss_mask):
+            if sampled:
+                one.logprobs[t] = -math.log(VOCABULARY)
+        super().store(block, trajectory, epoch)
+
+
+def tensors(path: Path) -> dict[str, bytes]:
+    """The tensors of a safetensors file."""
+    data = path.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    about = json.loads(data[8:size])
+    places = {name: tensor["data_offsets"] for name, tensor in about.items() if name != "__metadata__"}
+    return {name: data[size + begin : size + end] for name, (begin, end) in places.items()}
+
+
+def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path) -> None:
+    subprocess.run([engine_python(), TINY_MODEL, tmp_path / "tiny"], check=True, capture_output=True)
+    training = {
+        "policies": {"default": {"dtype": "float32", "optimizer": {"lr": 1e-4}}},
+        "batch": {"tasks": 2},
+        "mode": "synchronous",
+        "steps": 6,
+        "checkpoint": {"every": 2},
+    }
+    run = training_run(tmp_path / "run", training, tasks=3, samples=4, model=str(tmp_path / "tiny"))
+    pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [engine_python(), "-m", "megaflow_hpc.training.trainer", str(run), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    def steps(trainer: subprocess.Popen[str], last: int) -> list[int]:
+        """Reads the lines of steps up to one."""
+        found: list[int] = []
+        assert trainer.stdout is not None
+        for line in trainer.stdout:
+            found.append(int(json.loads(line)["step"]))
+            if found[-1] == last:
+                break
+        return found
+
+    over = threading.Event()
+    at_work = threading.Thread(target=lambda: [pods.work() for _ in iter(lambda: over.wait(0.05), True)])
+    at_work.start()
+    try:
+        trainer = start("--json")
+        assert steps(trainer, 3) == [1, 2, 3]
+        trainer.kill()
+        trainer.communicate()
+
+        trainer = start("--json")
+        assert steps(trainer, 4) == [3, 4]
+        trainer.send_signal(signal.SIGTERM)
+        _, said = trainer.communicate(timeout=120)
+        assert trainer.returncode == 75, said
+
+        trainer = start("--json")
+        assert steps(trainer, 6)[-1] == 6
+        trainer.communicate(timeout=120)
+        assert trainer.returncode == 0
+    finally:
+        over.set()
+        at_work.join()
+    files = TrainingFiles(run, "default")
+    assert files.numbers(Plan) == files.numbers(Commit) == [1, 2, 3, 4, 5, 6]
+    assert [version.token for version in versions(run)][-1] == "step-000006"
+    assert any((files.path / "tensorboard").iterdir())
+    (shard,) = (files.checkpoints / "6").glob("*.safetensors")
+    ended = tensors(shard)
+    assert len(ended) > 60
+
+    for folder in ("commits", "checkpoints"):
+        shutil.rmtree(files.path / folder)
+    trainer = start()
+    said, _ = trainer.communicate(timeout=120)
+    assert trainer.returncode == 0
+    assert said.splitlines()[-1].startswith("step 6/6: reward 0.500, passed 50%, staleness 0.0")
+    again = tensors(shard)
+    assert [name for name in ended.keys() | again.keys() if ended.get(name) != again.get(name)] == []
