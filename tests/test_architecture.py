@@ -67,7 +67,7 @@ DOORS: dict[str, str] = {
     "training/algorithms": "config trajectories/reading",
     "training/trainer": "training rundir",
     # Others' trainers; nothing here imports them.
-    "training/bridges": "training rundir trajectories/exports trajectories/reading",
+    "training/bridges": "training training/trainer rundir trajectories/exports trajectories/reading",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",
     # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
     "pod": "pod/master rundir",
@@ -94,6 +94,7 @@ ROOM_MODULES = 17
 HEAVY = {
     "mpi4py": {"pod/comm.py"},
     "torch": {
+        "training/bridges/trl.py",
         "training/dataset.py",
         "training/trainer/loop.py",
         "training/trainer/losses.py",

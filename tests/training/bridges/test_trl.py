@@ -1,0 +1,202 @@
+"""TRL's trainer on the steps of a dataflow: its loss is ours, and it goes on where it was left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megaflow_hpc
+from tests.support.places import ROOT
+
+pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
+
+SCRIPT = r'''
+import json, sys, warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+import torch
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import write_blocks
+from megaflow_hpc.rundir.weights import versions
+from megaflow_hpc.training.bridges import trl
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
+from megaflow_hpc.training.trainer.model import load
+from tests.support.training import Pods, rollouts, training_run
+
+torch.set_num_threads(1)
+root, model = Path(sys.argv[1]), sys.argv[2]
+
+
+def flow_of(name, steps=1, tasks=4, **policy):
+    """A dataflow over a run whose rollouts are all there."""
+    run = training_run(root / name, {}, tasks=tasks, model=model)
+    if not list(run.journal.iterdir()):
+        write_blocks(run, rollouts([f"task-{n}" for n in range(tasks)], 4))
+        pods = Pods(run, lambda rollout: rollout.sample_index / 3)
+        pods.work()
+        pods.close()
+    policy = {"dtype": "float32", "recompute": False, "microbatch": 150, **policy}
+    config = {"policies": {"default": policy}, "batch": {"tasks": tasks // steps}, "steps": steps,
+              "checkpoint": {"every": 2}}
+    return Dataflow(run, training=TrainingConfig.model_validate(config))
+
+
+def trainer_of(flow, **others):
+    return trl.DataflowTrainer(flow, model, trl.arguments(flow, flow.run.path / "out", disable_tqdm=True, **others))
+
+
+def moved(module):
+    """Its parameters as some updates would leave them, so that ratios are not 1."""
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=draw)
+
+
+def losses(kind, importance):
+    """Of the first minibatch: TRL's loss and gradient, and ours."""
+    loss = {"kind": kind, "entropy": 0.01, "minibatch": {"tasks": 3}}
+    flow = flow_of(f"{kind}-{importance}", loss=loss, importance={"level": importance})
+    trainer = trainer_of(flow)
+    item = next(trainer._stream)["item"]
+    moved(trainer.model)
+    trainer.model.train()
+    theirs, parts = 0.0, 0
+    for rows in trainer._micro_batches(item):
+        value = trainer.compute_loss(trainer.model, trainer._prepare_inputs(rows))
+        value.backward()
+        theirs, parts = theirs + value.item(), parts + 1
+    settings, ours = flow.settings, 0.0
+    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance, truncate=settings.importance.truncate)
+    old, new = load(model, "float32"), load(model, "float32")
+    moved(new.causal)
+    report = None
+    for batch in item.minibatch.microbatches(settings.microbatch):
+        tokens, positions = (torch.from_numpy(x).long() for x in (batch.tokens, batch.positions))
+        mask, offsets = torch.from_numpy(batch.mask).bool(), torch.from_numpy(batch.offsets)
+        given = tokens, positions, batch.offsets.tolist(), mask.nonzero()[:, 0]
+        with torch.no_grad():
+            proximal, _ = old(*given)
+        now, entropies = new(*given)
+        packed = Tokens(offsets, mask, proximal, *(torch.from_numpy(x) for x in (batch.logprobs, batch.advantages,
+                                                                                batch.weights)))
+        value, _ = policy_loss(how, now, entropies, packed, item.minibatch)
+        value.backward()
+        ours += value.item()
+    pairs = zip(trainer.model.parameters(), new.causal.parameters(), strict=True)
+    apart = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
+    largest = max(p.grad.abs().max().item() for p in new.causal.parameters())
+    return {"theirs": theirs, "ours": ours, "apart": apart, "largest": largest, "parts": parts}
+
+
+def parameters(folder):
+    from safetensors.torch import load_file
+    return load_file(folder / "model.safetensors")
+
+
+def learned(name, stops):
+    """Trains three steps of two minibatches each, twice over, in as many starts as there are stops."""
+    for stop in stops:
+        flow = flow_of(name, steps=3, tasks=6, loss={"kind": "grpo", "minibatch": {"tasks": 1}, "epochs": 2},
+                       optimizer={"lr": 1e-3})
+        trainer_of(flow, **({"max_steps": stop} if stop else {})).train()
+    made = versions(flow.run, "default")
+    lines = [json.loads(line) for line in flow.files.metrics.read_text().splitlines()]
+    return flow, made, lines
+
+
+result = {"losses": {}}
+for kind in trl.LOSSES:
+    result["losses"][f"{kind} none"] = losses(kind, "none")
+result["losses"]["dapo token"] = losses("dapo", "token")
+result["losses"]["grpo sequence"] = losses("grpo", "sequence")
+
+flow, made, lines = learned("whole", [None])
+again, made_again, lines_again = learned("stopped", [8, None])
+last, last_again = (parameters(f.run.weights / str(m[-1].version)) for f, m in ((flow, made), (again, made_again)))
+first = parameters(Path(model))
+result["train"] = {
+    "ordinals": [[v.ordinal for v in m] for m in (made, made_again)],
+    "steps": [[line["step"] for line in ls] for ls in (lines, lines_again)],
+    "metrics": lines[-1],
+    "equal": all(torch.equal(last[name], last_again[name]) for name in last),
+    "moved": max((last[name] - first[name]).abs().max().item() for name in first),
+    "pickles": [str(path) for path in flow.run.weights.rglob("*.bin")],
+    "checkpoints": [flow.files.committed(with_checkpoint=True).checkpoint,
+                    sorted(p.name for p in (flow.run.path / "out").glob("checkpoint-*"))],
+}
+result["refused"] = []
+for wrong in (
+    lambda: trl.arguments(flow_of("m2po", loss={"kind": "m2po"}), root),
+    lambda: trl.arguments(flow_of("unit", loss={"minibatch": {"tokens": 9}}), root),
+    lambda: trainer_of(flow_of("beta"), beta=0.1),
+    lambda: trainer_of(flow_of("accumulation"), gradient_accumulation_steps=2),
+):
+    try:
+        wrong()
+    except ConfigError as error:
+        result["refused"].append(str(error))
+trl.importlib.metadata.version = lambda name: "1.17.0"
+try:
+    trl._check_version()
+except ConfigError as error:
+    result["refused"].append(str(error))
+print(json.dumps(result))
+'''
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
+    if not venv:
+        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
+    folder = tmp_path_factory.mktemp("trl")
+    python, model = str(Path(venv) / "bin" / "python"), str(folder / "tiny")
+    env = {**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    subprocess.run([python, str(ROOT / "launchers" / "tiny_model.py"), model, "--layers", "1"], check=True, timeout=120)
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [python, str(folder / "script.py"), str(folder), model], capture_output=True, text=True, timeout=400, env=env
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_loss_and_gradient_of_trl_on_a_step_are_ours(results: dict[str, Any]) -> None:
+    assert len(results["losses"]) == 8
+    for name, found in results["losses"].items():
+        assert found["parts"] > 1, name
+        assert found["theirs"] == pytest.approx(found["ours"], abs=1e-6), name
+        assert found["apart"] < 1e-5 * found["largest"], name
+        assert found["largest"] > 1e-6, name
+
+
+def test_steps_are_published_and_committed(results: dict[str, Any]) -> None:
+    found = results["train"]
+    assert found["steps"][0] == [1, 2, 3]
+    assert found["ordinals"][0] == [1, 2, 3]
+    assert found["moved"] > 1e-4
+    assert found["pickles"] == []
+    assert {"reward", "entropy", "clip_ratio/region_mean"} <= set(found["metrics"])
+    assert found["checkpoints"] == ["out/checkpoint-12", ["checkpoint-12", "checkpoint-8"]]
+
+
+def test_a_later_start_goes_on_from_the_last_checkpoint_and_makes_the_same(results: dict[str, Any]) -> None:
+    found = results["train"]
+    assert found["steps"][1] == [1, 2, 3]
+    assert found["ordinals"][1] == [1, 2, 3]
+    assert found["equal"]
+
+
+def test_what_trl_cannot_do_is_refused_by_name(results: dict[str, Any]) -> None:
+    names = ["'m2po'", "max_steps", "beta 0.1", "gradient_accumulation_steps", "TRL 1.17.0"]
+    assert [name in text for name, text in zip(names, results["refused"], strict=True)] == [True] * 5
