@@ -32,6 +32,8 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.host.descriptors import raise_limit
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.ledger.ending import Consumers
+from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.engines.launch import Launch
@@ -52,7 +54,7 @@ from megaflow_hpc.texts import printable
 
 HEARTBEAT_S = 30.0
 POLL_S = 5.0
-"""Seconds between two looks at ``RUN/ledger/finished`` (a stat) and the clock."""
+"""Seconds between two looks at ``RUN/ledger/finished`` and the clock."""
 IDLE_S = 300.0
 DRAIN_S = 25.0
 """Seconds for requests in flight when the server leaves; preemption gives 30 s before SIGKILL (Slurm's KillWait)."""
@@ -112,7 +114,7 @@ class EngineServer:
         self._leave = asyncio.Event()
         self._fingerprint = ""
         self._status = 0
-        self._scaler = LeaderLease(run, SCALER)
+        self._scaler, self._consumers = LeaderLease(run, SCALER), Consumers()
         self._launch: Launch
 
     async def run(self) -> int:
@@ -272,7 +274,7 @@ class EngineServer:
             if marks.over:
                 self.leave("the campaign is over")
             idle = time.monotonic() - self._proxy.last_request
-            if self._asked() and not self._proxy.in_flight and idle > self.idle_s and self._may_idle():
+            if self._asked() and not self._proxy.in_flight and idle > self.idle_s and await self._may_idle():
                 self._status = IDLE_STATUS if in_slurm() else 0
                 self.leave(f"no request for {idle:.0f} s")
             if self.files.beats and not self._leave.is_set() and time.monotonic() >= next_beat:
@@ -292,9 +294,13 @@ class EngineServer:
         """Returns whether a request ever came, or a requeued element serves again without one."""
         return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
 
-    def _may_idle(self) -> bool:
-        """Returns whether leaving when idle is safe: a held element needs a scaler that releases it."""
-        return not in_slurm() or self._scaler.confirmed()
+    async def _may_idle(self) -> bool:
+        """Returns whether leaving when idle is safe: a held element needs a scaler that releases it, and nobody may be
+        about to add rollouts, as a trainer whose step takes long."""
+        if in_slurm() and not self._scaler.confirmed():
+            return False
+        await asyncio.to_thread(Files(self.run_dir).carry_out, self._consumers.look())
+        return not self._consumers.awaited
 
     def _give_up(self, cause: str) -> None:
         self._say(f"giving up: {cause}")

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.server.registration import assignment
@@ -158,7 +159,12 @@ def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers
     record = servers.record(0)
     with pytest.raises(subprocess.TimeoutExpired):
         servers.processes[0].wait(1)
+    lease = OpenLease(servers.run, "learner")
+    lease.put()
     assert asyncio.run(chat(record, record["key"])) == 200
+    with pytest.raises(subprocess.TimeoutExpired):
+        servers.processes[0].wait(1)  # a trainer's step takes long, and it will ask again
+    lease.close()
     assert servers.processes[0].wait(15) == 0
 
 
