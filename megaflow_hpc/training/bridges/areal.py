@@ -1,11 +1,12 @@
-"""AReaL: each step as the tensors of its trajectories, by the keys of its workflows or as its PPO update takes them.
+"""AReaL: each step as a list of groups of padded tensors, by the keys of its workflows or as its update takes them.
 
     from megaflow_hpc.training.bridges import areal
 
     for step in flow.steps():
-        data = {k: torch.from_numpy(v) for k, v in areal.batch(step).items()}
-        data["prox_logp"] = actor.compute_logp([data])[0]
-        actor.ppo_update([data])
+        data = [{k: torch.from_numpy(v) for k, v in group.items()} for group in areal.batch(step)]
+        for group, logprobs in zip(data, actor.compute_logp(data)):
+            group["prox_logp"] = logprobs
+        actor.ppo_update(data)
         step.publish(folder)
         step.commit(checkpoint)
 
@@ -16,29 +17,29 @@ advantages are the plan's, that function is done here, in numpy. Weights of toke
 factors of the advantages: its clipped losses are linear in them.
 
 (AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``, ``areal/utils/data.py``,
-``areal/utils/functional/functional.py``.)
+``areal/utils/functional/functional.py``, ``areal/trainer/rl_trainer.py`` for the order of things.)
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.bridges.rows import rows
+from megaflow_hpc.training.bridges.rows import Row, rows
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.trajectories.exports.areal import tensors
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 
 
-def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True) -> dict[str, NDArray[Any]]:
-    """Returns a step's sequences that count, B lines padded to the right, to the longest (L).
+def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True) -> list[dict[str, NDArray[Any]]]:
+    """Returns a step's sequences that count by group, B lines padded to the right, to the group's longest (L).
 
     Args:
-        step: of a dataflow whose rank is AReaL's data-parallel rank.
+        step: of a dataflow with one rank: AReaL's controller divides the list among ranks.
         minibatch: only its part.
         aligned: as ``ppo_update`` takes them, behind ``compute_advantages``; otherwise as a workflow returns them, for
             AReaL to compute advantages of its own.
@@ -49,12 +50,14 @@ def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = Tru
         ``loss_mask`` is float32 and ``advantages``, ``returns``, ``kl_rewards``, ``tot_rewards`` are there, float32.
 
     Raises:
-        ConfigError: no token of the step counts.
+        ConfigError: no token of the step counts, or the dataflow has several ranks.
     """
-    found = list(rows(step, minibatch))
-    if not found:
-        raise ConfigError(f"step {step.number}: no token of it counts, and AReaL takes no empty batch")
-    data = tensors(
+    groups = [list(lines) for _, lines in itertools.groupby(rows(step, minibatch), lambda row: row.rollout.group)]
+    return [_aligned(lines) if aligned else _plain(lines) for lines in groups]
+
+
+def _plain(lines: list[Row]) -> dict[str, NDArray[Any]]:
+    return tensors(
         [
             {
                 "input_ids": row.tokens,
@@ -64,20 +67,22 @@ def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = Tru
                 "attention_mask": np.ones(len(row.tokens), np.bool_),
                 "rewards": row.reward,
             }
-            for row in found
+            for row in lines
         ]
     )
-    if not aligned:
-        return data
-    advantages = padded_lines([row.advantages * row.weights for row in found], np.float32, 0.0)
+
+
+def _aligned(lines: list[Row]) -> dict[str, NDArray[Any]]:
+    data = _plain(lines)
+    advantages = padded_lines([row.advantages * row.weights for row in lines], np.float32, 0.0)
     data["loss_mask"] = _earlier(data["loss_mask"].astype(np.float32))
     data["logprobs"] = _earlier(data["logprobs"]) * data["loss_mask"]
     data["advantages"] = _earlier(advantages) * data["loss_mask"]
     data["returns"] = data["advantages"].copy()
     data["kl_rewards"] = np.zeros_like(data["advantages"])
     data["tot_rewards"] = np.zeros_like(data["advantages"])
-    last = np.maximum(data["attention_mask"].sum(axis=1) - 2, 0)  # where the last token was predicted
-    data["tot_rewards"][np.arange(len(found)), last] = data["rewards"]
+    last = data["attention_mask"].sum(axis=1) - 2  # where the last token was predicted
+    data["tot_rewards"][np.arange(len(lines)), last] = data["rewards"]
     return data
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.plan import PlannedRollout
 from megaflow_hpc.training.step import Step
@@ -45,18 +45,32 @@ class Row:
         return self.rollout.reward or 0.0
 
 
-def rows(step: Step, minibatch: Minibatch | None = None) -> Iterator[Row]:
-    """Yields the sequences of a minibatch that count, by default of the whole step, in the order of its rollouts."""
-    for packed in (minibatch or step.minibatch()).microbatches(EVERYTHING):  # one, or none
-        logprobs = np.nan_to_num(packed.logprobs, nan=0.0)
-        for s in np.argsort(packed.sample, kind="stable").tolist():
-            part = slice(int(packed.offsets[s]), int(packed.offsets[s + 1]))
-            yield Row(
-                rollout=step.plan.rollouts[int(packed.sample[s])],
-                tokens=packed.tokens[part],
-                mask=packed.mask[part],
-                logprobs=logprobs[part],
-                versions=packed.versions[part],
-                advantages=packed.advantages[part],
-                weights=packed.weights[part],
-            )
+def rows(step: Step, minibatch: Minibatch | None = None) -> list[Row]:
+    """Returns the sequences of a minibatch that count, by default of the whole step, in the order of its rollouts.
+
+    Raises:
+        ConfigError: none counts, or they are shared among several ranks.
+    """
+    chosen = minibatch or step.minibatch()
+    if not chosen.tokens:
+        raise ConfigError(f"step {step.number}: no token of it counts, and an empty batch is taken by no trainer")
+    (packed,) = chosen.microbatches(EVERYTHING)
+    if packed.sampled != chosen.tokens:
+        raise ConfigError(
+            f"step {step.number}: this rank holds {packed.sampled} of {chosen.tokens} tokens that count; make the "
+            "Dataflow with one rank: this trainer divides batches among ranks itself"
+        )
+    logprobs, found = np.nan_to_num(packed.logprobs, nan=0.0), []
+    for s in np.argsort(packed.sample, kind="stable").tolist():
+        part = slice(int(packed.offsets[s]), int(packed.offsets[s + 1]))
+        row = Row(
+            rollout=step.plan.rollouts[int(packed.sample[s])],
+            tokens=packed.tokens[part],
+            mask=packed.mask[part],
+            logprobs=logprobs[part],
+            versions=packed.versions[part],
+            advantages=packed.advantages[part],
+            weights=packed.weights[part],
+        )
+        found.append(row)
+    return found

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.bridges.rows import Row, rows
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.step import Step
@@ -61,11 +60,9 @@ def batch(
         prompts); ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses).
 
     Raises:
-        ConfigError: no token of the step counts.
+        ConfigError: no token of the step counts, or the dataflow has several ranks.
     """
-    found = list(rows(step, minibatch))
-    if not found:
-        raise ConfigError(f"step {step.number}: no token of it counts, and verl takes no empty batch")
+    found = rows(step, minibatch)
     real = len(found)
     found += [found[0]] * (-real % multiple)
     padded = proto([_line(row) for row in found], pad_token_id)

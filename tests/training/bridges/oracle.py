@@ -36,7 +36,7 @@ def judged(row: Row, policy: int) -> Any:
 
 def ours(step: Step, loss: Loss, proximal: bool = True) -> tuple[float, Any]:
     """The loss of the whole step, and its gradient by sequence; without ``proximal`` ratios are of new to engine."""
-    found = list(rows(step))
+    found = rows(step)
     minibatch = step.minibatch()
     new = torch.cat([judged(row, 1) for row in found]).requires_grad_()
     batch = Tokens(
@@ -69,7 +69,7 @@ def check_verl(step: Step) -> None:
     from verl.workers.utils.losses import ppo_loss  # type: ignore[import-not-found]
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding  # type: ignore[import-not-found]
 
-    found = list(rows(step))
+    found = rows(step)
     tensors, others = verl.batch(step, multiple=8)
     data = DataProto.from_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, others)
     print(f"verl: DataProto of {len(data)} lines, {sorted(data.batch.keys())}, {sorted(data.non_tensor_batch)}")
@@ -113,11 +113,9 @@ def check_areal(step: Step) -> None:
     from areal.utils.data import concat_padded_tensors  # type: ignore[import-not-found]
     from areal.utils.functional import ppo_actor_loss_fn  # type: ignore[import-not-found]
 
-    found = list(rows(step))
-    data = {name: torch.from_numpy(value) for name, value in areal.batch(step).items()}
-    parts = [{name: value[part] for name, value in data.items()} for part in (slice(3), slice(3, None))]
-    again = concat_padded_tensors(parts)
-    assert all(torch.equal(again[name], data[name]) for name in data)
+    found = rows(step)
+    groups = [{name: torch.from_numpy(value) for name, value in group.items()} for group in areal.batch(step)]
+    data = concat_padded_tensors(groups)
     print(f"areal: {len(found)} lines, {sorted(data)}")
     width = data["input_ids"].shape[1]
 
@@ -144,8 +142,12 @@ def check_areal(step: Step) -> None:
 def check_areal_actor(step: Step) -> None:
     """Its ``compute_advantages`` on what a workflow returns: the same alignment as ours."""
     from areal.trainer.ppo.actor import PPOActor  # type: ignore[import-not-found]
+    from areal.utils.data import concat_padded_tensors  # type: ignore[import-not-found]
 
-    plain = {name: torch.from_numpy(value) for name, value in areal.batch(step, aligned=False).items()}
+    plain, mine = (
+        concat_padded_tensors([{name: torch.from_numpy(value) for name, value in group.items()} for group in groups])
+        for groups in (areal.batch(step, aligned=False), areal.batch(step))
+    )
     config = SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=True, recompute_logprob=True)
     actor: Any = SimpleNamespace(
         config=config,
@@ -161,12 +163,10 @@ def check_areal_actor(step: Step) -> None:
         adv_norm=None,
     )
     theirs = PPOActor._compute_advantages(actor, plain)
-    mine = areal.batch(step)
     for name in ("loss_mask", "logprobs", "tot_rewards", "kl_rewards", "versions"):
-        assert np.allclose(theirs[name].numpy(), mine[name]), name
+        assert torch.equal(theirs[name], mine[name]), name
     counts = mine["loss_mask"] == 1
-    rewards = np.repeat(mine["rewards"][:, None], counts.shape[1], axis=1)
-    assert np.allclose(theirs["advantages"].numpy()[counts], rewards[counts])
+    assert torch.equal(theirs["advantages"][counts], mine["rewards"][:, None].expand(counts.shape)[counts])
     print("areal PPOActor._compute_advantages: loss_mask, logprobs, tot_rewards, kl_rewards and versions are ours")
 
 

@@ -10,6 +10,8 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.bridges import verl
 from megaflow_hpc.training.bridges.rows import rows
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.step import Step
 from tests.support.bridges import first_step
 
 UPDATE = {"prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages"}
@@ -19,7 +21,7 @@ UPDATE = {"prompts", "responses", "input_ids", "attention_mask", "position_ids",
 def test_lines_are_prompts_to_the_left_and_responses_to_the_right_with_the_plans_advantages(tmp_path: Path) -> None:
     step = first_step(tmp_path / "run")
     tensors, others = verl.batch(step, pad_token_id=300)
-    own = list(rows(step))
+    own = rows(step)
     assert [row.rollout.id for row in own] == [rollout.id for rollout in step.plan.rollouts]
     assert tensors.keys() >= UPDATE
     assert "rollout_is_weights" not in tensors
@@ -68,8 +70,11 @@ def test_weights_of_rollouts_are_those_of_its_rollout_correction(tmp_path: Path)
     assert (weights[1:] == mask[1:]).all()
 
 
-def test_a_step_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
+def test_a_step_in_which_nothing_counts_and_one_of_several_ranks_are_refused(tmp_path: Path) -> None:
     step = first_step(tmp_path / "run")
+    flow = Dataflow(tmp_path / "run", rank=1, ranks=2)
+    with pytest.raises(ConfigError, match=r"holds 0 of \d+ tokens.* with one rank"):
+        verl.batch(Step(flow, step.plan))
     for rollout in step.plan.rollouts:
         rollout.weight = 0.0
     with pytest.raises(ConfigError, match="no token of it counts"):
