@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from megaflow_hpc.campaign.model_paths import Where, absolute, absolute_training
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
+from megaflow_hpc.config.sections import TaskSource
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
@@ -53,6 +54,8 @@ class Plan:
     """One entry per engine array element, by index: its policy and its model."""
     source: str
     """The campaign as the user wrote it."""
+    held_out: tuple[str, ...] = ()
+    """Ids of the tasks that a campaign which trains is evaluated on."""
     durations: Durations | None = None
     """The durations that earlier campaigns tell of; ``None``: the campaign names none."""
 
@@ -101,12 +104,23 @@ def make(
     environment = config.environment
     registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
     images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
-    try:
-        tasks = load_tasks([source_.model_dump() for source_ in config.tasks], base, images.dockerfiles)
-    except ConfigError as error:
-        if str(error).startswith("/"):  # a task's own file, which names itself
-            raise
-        raise ConfigError(f"{where('tasks')}: {error}") from None
+
+    def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
+        try:
+            return load_tasks([source_.model_dump() for source_ in sources], base, images.dockerfiles)
+        except ConfigError as error:
+            if str(error).startswith("/"):  # a task's own file, which names itself
+                raise
+            raise ConfigError(f"{where(key)}: {error}") from None
+
+    tasks, held_out = load(config.tasks, "tasks"), []
+    if config.training and config.training.evaluate:
+        held_out = load(config.training.evaluate.tasks, "training.evaluate.tasks")
+        if both := {task.id for task in held_out} & {task.id for task in tasks}:
+            raise ConfigError(
+                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; what is trained "
+                "on tells nothing when it is evaluated on (tasks: [{path: …, exclude: […]}])"
+            )
     policies = {
         name: absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
     }
@@ -124,7 +138,7 @@ def make(
         shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
         raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
     used = {rollout.task_id for rollout in rollouts}
-    tasks = [task for task in tasks if task.id in used]
+    tasks = [task for task in tasks if task.id in used] + held_out
     require((environment.network_of(task) for task in tasks), default_scratch())
     mapping = ImageMapping(environment.images, base, where("environment.images"))
     files = images.resolve_all(image_requests(tasks), mapping, build=build)
@@ -133,7 +147,8 @@ def make(
         for task in tasks:
             check_fresh(task)
     durations = learned(config, base, where)
-    return Plan(config, policies, tasks, rollouts, files, list_servers(policies), source, durations)
+    aside = tuple(task.id for task in held_out)
+    return Plan(config, policies, tasks, rollouts, files, list_servers(policies), source, aside, durations)
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
@@ -280,6 +295,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
                 for name, policy in plan.policies.items()
             },
             tasks={task.id: task.to_dict() for task in plan.tasks},
+            held_out=list(plan.held_out),
             images=plan.images,
             servers=plan.servers,
             server_groups=plan.server_groups,

@@ -94,6 +94,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     policies: dict[str, PolicyRecord] = {}
     tasks: dict[str, dict[str, Any]] = {}
     """Tasks by id, as :meth:`megaflow_hpc.types.Task.to_dict` gives them."""
+    held_out: list[str] = []
+    """Tasks that are evaluated on while the campaign trains, and never trained on."""
     images: dict[str, str] = {}
     """Image name in the tasks → SIF file or directory."""
     servers: list[ServerRecord] = []

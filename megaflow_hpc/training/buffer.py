@@ -23,7 +23,7 @@ from megaflow_hpc.training.plan import Place, Plan, Settled
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.follow import Follower
-from megaflow_hpc.types import TokenSequence, Trajectory
+from megaflow_hpc.types import Rollout, TokenSequence, Trajectory
 
 
 @dataclass
@@ -55,11 +55,19 @@ class Buffer:
         owners: policies whose rollouts hold them; ``None`` for all, as for a model that agents of others ask as well.
         ordinal: number of a weight version → the policy's own count.
         settled: what an earlier plan says is over.
+        held_out: tasks that are none of its business.
     """
 
     def __init__(
-        self, run: RunDir, policy: str, owners: frozenset[str] | None, ordinal: Ordinal, settled: Settled
+        self,
+        run: RunDir,
+        policy: str,
+        owners: frozenset[str] | None,
+        ordinal: Ordinal,
+        settled: Settled,
+        held_out: frozenset[str] = frozenset(),
     ) -> None:
+        self._held_out = held_out
         self._run, self._policy, self._owners, self._ordinal = run, policy, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[Entry] = deque()
@@ -157,7 +165,7 @@ class Buffer:
             if number < self._first_block or number in self._blocks or number >= FIRST_HANDED_OFF:
                 continue
             rollouts = read_block(self._run, number).rollouts
-            ours = [r for r in rollouts if self._owners is None or r.policy in self._owners]
+            ours = [r for r in rollouts if self._is_ours(r)]
             for rollout in ours:
                 name = rollout.group_id
                 if name not in self._settled:
@@ -167,6 +175,9 @@ class Buffer:
             self._blocks[number] = {
                 name for name in self._named[number] if name in self._groups and self._groups[name].block == number
             }
+
+    def _is_ours(self, rollout: Rollout) -> bool:
+        return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
     def _add(self, place: Place) -> bool:
         sample, arrived = read_sample(self._run, place, self._policy, self._ordinal)

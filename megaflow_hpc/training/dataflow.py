@@ -40,6 +40,7 @@ from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import current, ordinals
 from megaflow_hpc.training.buffer import Buffer, sequences_of
+from megaflow_hpc.training.evaluation import ask
 from megaflow_hpc.training.pace import Pace
 from megaflow_hpc.training.plan import Place, Plan, Settled, TrainingFiles
 from megaflow_hpc.training.planner import Planner
@@ -104,14 +105,16 @@ class Dataflow:
         self._marks = Marks(self.run)
         mine = self.record.policies.get(self.policy)
         self._owners = frozenset({self.policy}) if mine is None or mine.samples else None
+        self._held_out = frozenset(self.record.held_out)
+        self._agent = str(mine.agent.get("name", "")) if mine else ""
+        self._pods = self.record.config.slurm.pods.total if self.record.campaign else 1
         samples = self.config.batch.samples or (mine.samples if mine else 1)
-        agent = str(mine.agent.get("name", "")) if mine else ""
-        pods = self.record.config.slurm.pods.total if self.record.campaign else 1
-        self._pace = Pace(self.files, self.policy, agent, self._tasks(), samples, self.config, pods)
+        self._pace = Pace(self.files, self.policy, self._agent, self._tasks(), samples, self.config, self._pods)
 
     def _tasks(self) -> list[str]:
         include = self.record.policies[self.policy].include if self.policy in self.record.policies else []
-        return [task for task in self.record.tasks if not include or any(fnmatch.fnmatchcase(task, p) for p in include)]
+        tasks = [task for task in self.record.tasks if task not in self._held_out]
+        return [task for task in tasks if not include or any(fnmatch.fnmatchcase(task, p) for p in include)]
 
     # --- from the beginning, or from where it was left ---
 
@@ -194,6 +197,10 @@ class Dataflow:
         """Notes that a step is committed, and asks for what is due then."""
         self._committed = max(self._committed, commit.step)
         self._ask()
+        evaluate = self.config.evaluate
+        if evaluate and self._asks and commit.step % evaluate.every == 0:
+            held_out = sorted(self._held_out)
+            ask(self.run, self.policy, self._agent, held_out, evaluate.samples, commit.step, self._pods)
 
     # --- reading ---
 
@@ -229,7 +236,7 @@ class Dataflow:
         if self._buffer is None or self._planner is None:
             before = self.files.read(Plan, number - 1)
             settled, learned = (before.settled, before.state) if before else (Settled(), {})
-            self._buffer = Buffer(self.run, self.policy, self._owners, self.ordinal, settled)
+            self._buffer = Buffer(self.run, self.policy, self._owners, self.ordinal, settled, self._held_out)
             earlier = (self.files.read(Plan, step) for step in range(number - 1, 0, -1))
             known = (plan for plan in earlier if plan is not None)
             self._planner = Planner(self.config, self.settings, self._buffer, learned, known)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megaflow_hpc import Campaign
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from tests.support.campaigns import Make
 from tests.support.scripted import SOLVE
@@ -43,3 +44,25 @@ def test_trained_policies_are_asked_for_by_their_trainers_alone(
     # The trainer's interpreter gets this package, and no other library of ours.
     assert os.listdir(run.dir.training / ".package") == ["megaflow_hpc"]
     assert (run.dir.training / ".package" / "megaflow_hpc" / "training" / "plan.py").exists()
+
+
+def test_held_out_tasks_are_planned_for_evaluation_and_not_among_what_is_asked(
+    tmp_path: Path, make_campaign: Make
+) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    file = make_campaign(3, MODELS, agent="mini-swe-agent")
+    fields = yaml.safe_load(file.read_text())
+    (source,) = fields["tasks"] if isinstance(fields["tasks"], list) else [fields["tasks"]]
+    path = source if isinstance(source, str) else source["path"]
+    every = sorted(task.name for task in tmp_path.glob("**/task.toml") for task in [task.parent])
+    fields["tasks"] = [{"path": path, "exclude": [every[0]]}]
+    fields["training"]["evaluate"] = {"tasks": [{"path": path, "include": [every[0]]}]}
+    file.write_text(yaml.safe_dump(fields))
+    run = Campaign.from_yaml(file).plan(launcher="local")
+    assert run.record.held_out == [every[0]]
+    assert sorted(run.record.tasks) == every
+    assert every[0] not in {rollout.task_id for block in read_blocks(run.dir) for rollout in block.rollouts}
+    fields["tasks"] = [path]
+    file.write_text(yaml.safe_dump(fields))
+    with pytest.raises(ConfigError, match=f"{every[0]}: also among tasks"):
+        Campaign.from_yaml(file).plan(launcher="local")

@@ -20,9 +20,18 @@ VOCABULARY = 259
 
 
 def training_run(
-    path: Path, training: dict[str, Any] | None, tasks: int = 4, samples: int = 4, model: str = ""
+    path: Path,
+    training: dict[str, Any] | None,
+    tasks: int = 4,
+    samples: int = 4,
+    model: str = "",
+    held_out: int = 0,
 ) -> RunDir:
-    """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet."""
+    """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet.
+
+    Args:
+        held_out: how many of the tasks are only for evaluation, the last ones.
+    """
     run = RunDir(path)
     run.create()
     Ledger(run).create()
@@ -43,6 +52,7 @@ def training_run(
         RunRecord(
             campaign=campaign.model_dump(mode="json"),
             policies={"default": PolicyRecord(agent={"name": "nop"}, model=model_fields, samples=samples)},
+            held_out=names[len(names) - held_out :],
             tasks={name: Task(name, "", "", "").to_dict() for name in names},
         ),
     )

@@ -21,6 +21,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.plan import Batch, Plan, TrainingFiles
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train, trained
@@ -279,6 +280,26 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
         sizes.append(len(step.plan.rollouts))
         step.commit()
     assert sizes == [4, 4, 2]
+
+
+def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "steps": 4, "evaluate": {"tasks": "held-out", "every": 2, "samples": 3}}
+    run = training_run(tmp_path / "run", training, tasks=4, samples=2, held_out=1)
+    pods = Pods(run, lambda r: alternating(r) if r.task_id != "task-3" else r.round / 4)
+    _, plans = drink(run, pods)
+    assert {rollout.task for plan in plans for rollout in plan.rollouts} == {"task-0", "task-1", "task-2"}
+    pods.work()
+    assert [(e.step, e.rollouts, e.reward, e.passed) for e in evaluations(run, "default")] == [
+        (2, 3, 0.5, 0.0),
+        (4, 3, 1.0, 1.0),
+    ]
+    assert evaluations(run, "other") == []
+    again = Dataflow(run)  # as after a crash between the commit and the asking
+    again._enter()
+    commit = again.files.committed()
+    assert commit is not None
+    again.committed(commit)
+    assert pods.work() == 0
 
 
 @pytest.mark.parametrize(
