@@ -32,6 +32,7 @@ class _Collected:
 
     task: str
     block: int
+    round: int
     expected: set[str] = field(default_factory=set)
     samples: dict[str, Sample] = field(default_factory=dict)
 
@@ -111,6 +112,11 @@ class Buffer:
             if len(group.samples) == len(group.expected)
         ]
 
+    def rounds_under_way(self) -> set[int]:
+        """Returns the rounds of the groups that are not complete."""
+        self._look_for_blocks()
+        return {group.round for group in self._groups.values() if len(group.samples) < len(group.expected)}
+
     @property
     def open_groups(self) -> int:
         """Groups that are not settled, complete or not."""
@@ -169,7 +175,9 @@ class Buffer:
             for rollout in ours:
                 name = rollout.group_id
                 if name not in self._settled:
-                    self._groups.setdefault(name, _Collected(rollout.task_id, number)).expected.add(rollout.id)
+                    self._groups.setdefault(name, _Collected(rollout.task_id, number, rollout.round)).expected.add(
+                        rollout.id
+                    )
                     self._group_of[rollout.id] = name
             self._named[number] = frozenset(rollout.group_id for rollout in ours)
             self._blocks[number] = {

@@ -243,7 +243,10 @@ class Dataflow:
         self._ask()
         ended = self._marks.over
         self._buffer.poll()
-        plan = self._planner.plan(number, self._version(), self._want(number), self.trainer, last=ended)
+        version = self._version()
+        if self._asks and not ended and self._pace.is_due(self._buffer.rounds_under_way(), version):
+            return None
+        plan = self._planner.plan(number, version, self._want(number), self.trainer, last=ended)
         if plan is None:
             return None
         if (found := self.files.claim(number, plan)) is not plan:

@@ -1,13 +1,14 @@
 """How fast rollouts are asked for: by adding blocks, never by throwing away what was sampled.
 
-Each batch of tasks is one step's worth. With a staleness bound k the batch of step s is asked for when step s - 1 - k
-is committed: then no more than k versions can be published between a rollout's first token and the step that it is
-for. k = 0 is synchronous training, and there the batch also waits until every engine has loaded the version.
+Each batch of tasks is one step's worth. Under a staleness bound k, the batch of step s is asked for when step s - 1 - k
+is committed. A step takes the groups that are complete first; where one that is not would be older than k in the step
+after, the step waits for it. k = 0 is synchronous training, and there a batch also waits until every engine has loaded
+the version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -48,14 +49,34 @@ class Pace:
         self._files, self._policy, self._agent, self._tasks = files, policy, agent, list(tasks)
         self._samples, self._config, self._pods = samples, config, pods
         self._prompts = Prompts(config.prompts)
+        self._versions: dict[int, int] = {}
+        """Batch → ordinal of the newest weights when it was asked for."""
         self._added = max(0, *files.numbers(Batch), 0)
         """Batches whose blocks are known to be there; of the last one that is written down they may not be."""
 
     @property
-    def bound(self) -> int:
+    def ahead(self) -> int:
         """Batches under way beside the one that the next step is for."""
-        staleness = self._config.mode.bound
-        return AHEAD if staleness is None else staleness
+        bound = self._config.mode.bound
+        return AHEAD if bound is None else bound * self._config.publish.every
+
+    def is_due(self, rounds: Iterable[int], version: int) -> bool:
+        """Whether one of these rounds must be in the next step, lest it is too old in the one after.
+
+        Args:
+            version: ordinal of the newest weights.
+        """
+        bound = self._config.mode.bound
+        if bound is None:
+            return False
+        batches = {number // self._config.batch.tasks for number in rounds}
+        return any(version - self._version_of(number) >= bound for number in batches)
+
+    def _version_of(self, number: int) -> int:
+        if number not in self._versions:
+            batch = self.batch(number)
+            self._versions[number] = batch.version if batch else 0
+        return self._versions[number]
 
     def keep(self, committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
         """Asks for what is due now that so many steps are committed.
@@ -67,8 +88,8 @@ class Pace:
         Raises:
             OSError: the run directory does not answer; the next call goes on.
         """
-        while self._added < min(committed + 1 + self.bound, self._config.steps):
-            if self.bound == 0 and (late := self._late()):
+        while self._added < min(committed + 1 + self.ahead, self._config.steps):
+            if self._config.mode.bound == 0 and (late := self._late()):
                 say(late)
                 return
             self._add(self._added, learned)
@@ -106,4 +127,5 @@ class Pace:
         for task in chosen:
             times[task] = times.get(task, -1) + 1
             tasks.append((task, number * batch.tasks + times[task]))  # no batch asks for one task more often
-        return Batch(batch=number, tasks=tasks, samples=self._samples, state=state)
+        version = current(self._files.run, self._policy).ordinal
+        return Batch(batch=number, tasks=tasks, samples=self._samples, version=version, state=state)

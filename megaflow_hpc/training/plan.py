@@ -112,6 +112,8 @@ class Batch(msgspec.Struct, kw_only=True):
     tasks: list[tuple[str, int]]
     """Task and round."""
     samples: int
+    version: int = 0
+    """Ordinal of the policy's newest weights when it was asked for: none of its tokens is of an older one."""
     state: dict[str, Any] = {}
     """Of the choice of tasks, after this one."""
 

@@ -97,9 +97,15 @@ class Pods:
         self._done: set[str] = set()
         self._journal = JournalWriter(run.journal_file(pod, "0"))
 
-    def work(self, most: int | None = None, status: Callable[[Rollout], str] = lambda rollout: "completed") -> int:
+    def work(
+        self,
+        most: int | None = None,
+        status: Callable[[Rollout], str] = lambda rollout: "completed",
+        only: Callable[[Rollout], bool] = lambda rollout: True,
+    ) -> int:
         """Samples what is asked for and not there yet; returns how many rollouts that was."""
         todo = [(block.number, r) for block in read_blocks(self._run) for r in block.rollouts if r.id not in self._done]
+        todo = [(block, rollout) for block, rollout in todo if only(rollout)]
         for block, rollout in todo[:most]:
             self.store(block, sampled(rollout, self._reward(rollout), self._version(), status=status(rollout)))
         self._journal.commit()

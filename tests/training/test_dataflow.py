@@ -23,6 +23,7 @@ from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.plan import Batch, Plan, TrainingFiles
+from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train, trained
 from tests.support.training import Pods, rollouts, training_run
@@ -89,6 +90,30 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
     assert max(stale) == bound  # everything is sampled as soon as it is asked for: as stale as it may become
     assert not any(plan.drops for plan in plans)
     assert flow.files.numbers(Batch) == list(range(8))
+
+
+def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_path: Path) -> None:
+    training = {"mode": {"kind": "bounded", "staleness": 4}, "batch": {"tasks": 2}, "steps": 12}
+    run = training_run(tmp_path / "run", training, tasks=6, samples=2)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow, parameters = Dataflow(run, say=lambda text: None), START
+    flow._enter()
+    flow._ask()
+    slow = next(r.group_id for block in read_blocks(run) for r in block.rollouts)
+    pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))  # begun with the first version, not ended
+    seen: list[Plan] = []
+    while (plan := flow._try(len(seen) + 1)) is not None:
+        seen.append(plan)
+        parameters = step_through(flow, Step(flow, plan), parameters)
+        pods.work(only=lambda r: r.group_id != slow)
+    assert len(seen) == 4  # the fifth would leave it behind
+    assert not any(rollout.group == slow for plan in seen for rollout in plan.rollouts)
+    pods.work()
+    last = flow._try(5)
+    assert last is not None
+    assert slow in {rollout.group for rollout in last.rollouts}
+    assert max(last.staleness) == 4
+    flow.leave()
 
 
 def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path: Path) -> None:
