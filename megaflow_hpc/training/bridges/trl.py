@@ -171,11 +171,21 @@ class DataflowTrainer(GRPOTrainer):
         self.add_callback(_AfterStep(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
-        """Trains from the last commit that has a checkpoint, or from the beginning."""
+        """Trains from the last commit that has a checkpoint, or from the beginning.
+
+        The campaign may end once all its steps are committed; where ``max_steps`` ends before, it stays open.
+        """
         commit = self._flow.restore()
         if resume_from_checkpoint is None and commit is not None:
             resume_from_checkpoint = str(self._flow.checkpoint(commit))
-        return super().train(resume_from_checkpoint, **others)
+        try:
+            found = super().train(resume_from_checkpoint, **others)
+            newest = self._flow.files.committed()
+            if newest is not None and newest.step >= self._flow.config.steps:
+                self._flow.close()
+        finally:
+            self._flow.leave()
+        return found
 
     # --- what transformers and TRL call ---
 

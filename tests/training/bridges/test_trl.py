@@ -133,6 +133,25 @@ result["train"] = {
     "checkpoints": [flow.files.committed(with_checkpoint=True).checkpoint,
                     sorted(p.name for p in (flow.run.path / "out").glob("checkpoint-*"))],
 }
+
+
+def lease_after(stop):
+    """Who holds a campaign open that was trained on for so many optimizer steps of three."""
+    fields = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3, "policies": {"default": {"dtype": "float32"}}}
+    run = training_run(root / f"asked-{stop}", fields, tasks=2, model=model)
+    flow, pods = Dataflow(run, say=lambda text: None), Pods(run, lambda rollout: rollout.sample_index / 3)
+    keep = flow._pace.keep
+
+    def kept(*given):  # the pods answer as soon as they are asked
+        keep(*given)
+        pods.work()
+
+    flow._pace.keep = kept
+    trainer_of(flow, max_steps=stop).train()
+    return sorted(path.name for path in (run.path / "ledger" / "open").iterdir()), flow.files.committed().step
+
+
+result["leases"] = [lease_after(2), lease_after(3)]
 result["refused"] = []
 for wrong in (
     lambda: trl.arguments(flow_of("m2po", loss={"kind": "m2po"}), root),
@@ -195,6 +214,10 @@ def test_a_later_start_goes_on_from_the_last_checkpoint_and_makes_the_same(resul
     assert found["steps"][1] == [1, 2, 3]
     assert found["ordinals"][1] == [1, 2, 3]
     assert found["equal"]
+
+
+def test_the_campaign_stays_open_until_its_last_step(results: dict[str, Any]) -> None:
+    assert results["leases"] == [[["default"], 2], [[], 3]]
 
 
 def test_what_trl_cannot_do_is_refused_by_name(results: dict[str, Any]) -> None:
