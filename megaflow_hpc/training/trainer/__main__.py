@@ -88,9 +88,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _line(metrics: dict[str, float], steps: int) -> str:
-    shares = {
-        name: metrics.get(f"seconds/{name}", 0.0) / metrics["seconds"] for name in ("wait", "checkpoint", "publish")
-    }
+    spent = {name: metrics.get(f"seconds/{name}", 0.0) for name in ("wait", "checkpoint", "publish")}
+    shares = ", ".join(f"{name} {seconds / metrics['seconds']:.0%}" for name, seconds in spent.items())
     return (
         f"step {metrics['step']:.0f}/{steps}: reward {metrics['reward']:.3f}, passed {metrics['pass_rate']:.0%}, "
         f"staleness {metrics['staleness']:.1f}, entropy {metrics.get('entropy', 0.0):.2f}, "

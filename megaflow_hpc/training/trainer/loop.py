@@ -365,6 +365,18 @@ def _check_same(base: Path, served: Path) -> None:
                 f"{base}: {key} is {ours.get(key)!r}, and {theirs.get(key)!r} in {served}, which the engines serve; "
                 "train the model that is served (training.policies.*.base)"
             )
+    words = _vocabulary(base), _vocabulary(served)
+    if None not in words and words[0] != words[1]:
+        raise ConfigError(
+            f"{base}: its tokenizer gives other numbers to words than that of {served}, which the engines serve; train "
+            "the model that is served (training.policies.*.base)"
+        )
+
+
+def _vocabulary(folder: Path) -> Any:
+    """Words and numbers of a tokenizer, where it says (``tokenizer.json`` of Hugging Face's tokenizers)."""
+    path = folder / "tokenizer.json"
+    return json.loads(path.read_text()).get("model", {}).get("vocab") if path.is_file() else None
 
 
 class Board:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -234,6 +235,12 @@ def main():
         make(Path("deep"), layers=3)
         other = training_run(Path("other"), training(base="deep"), tasks=2, samples=2, model="tiny")
         result["other"] = error(lambda: train(other, alone))
+        shutil.copytree("tiny", "swapped")
+        tokenizer = Path("swapped/tokenizer.json")
+        tokenizer.write_text(tokenizer.read_text().replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97'))
+        swapped = training_run(Path("words"), training(base="swapped"), tasks=2, samples=2, model="tiny")
+        result["words"] = [tokenizer.read_text() == Path("tiny/tokenizer.json").read_text()]
+        result["words"].append(error(lambda: train(swapped, alone)))
         missing = training_run(Path("missing"), training(), tasks=2, samples=2, model="nowhere")
         result["missing"] = error(lambda: train(missing, alone))
         for name in ("plain", "several", "m2po"):
@@ -322,6 +329,8 @@ def test_rollouts_that_cannot_be_trained_on_change_nothing(found):
         assert said in (told or ""), name
         assert (commits, published, checkpoints) == ([], 0, [])
     assert "num_hidden_layers is 3, and 2" in found["other"]
+    assert found["words"][0] is False
+    assert "swapped: its tokenizer" in found["words"][1]
     assert "nowhere: has no config.json" in found["missing"]
 
 
@@ -411,6 +420,8 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
     trainer = start()
     said, _ = trainer.communicate(timeout=120)
     assert trainer.returncode == 0
-    assert said.splitlines()[-1].startswith("step 6/6: reward 0.500, passed 50%, staleness 0.0")
+    last = said.splitlines()[-1]
+    assert last.startswith("step 6/6: reward 0.500, passed 50%, staleness 0.0")
+    assert re.search(r"tokens/s, [\d.]+ s \(wait \d+%, checkpoint \d+%, publish \d+%\)$", last)
     again = tensors(shard)
     assert [name for name in ended.keys() | again.keys() if ended.get(name) != again.get(name)] == []
