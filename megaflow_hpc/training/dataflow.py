@@ -109,6 +109,8 @@ class Dataflow:
         self._agent = str(mine.agent.get("name", "")) if mine else ""
         self._pods = self.record.config.slurm.pods.total if self.record.campaign else 1
         samples = self.config.batch.samples or (mine.samples if mine else 1)
+        if self.record.campaign:  # pods close the group when it has enough rewards
+            samples += self.record.config.scheduling.spare
         self._pace = Pace(self.files, self.policy, self._agent, self._tasks(), samples, self.config, self._pods)
 
     def _tasks(self) -> list[str]:

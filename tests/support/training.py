@@ -26,11 +26,13 @@ def training_run(
     samples: int = 4,
     model: str = "",
     held_out: int = 0,
+    **more: Any,
 ) -> RunDir:
     """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet.
 
     Args:
         held_out: how many of the tasks are only for evaluation, the last ones.
+        more: further sections of the campaign file.
     """
     run = RunDir(path)
     run.create()
@@ -41,6 +43,7 @@ def training_run(
         "agent": "nop",
         "samples": samples,
         "model": {"engine": "vllm", "path": model or "model"},
+        **more,
     }
     if training is not None:
         fields["training"] = {"policies": {"default": {}}, **training}

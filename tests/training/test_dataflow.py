@@ -80,6 +80,20 @@ def test_synchronous_training_asks_for_a_batch_trains_on_it_and_asks_for_the_nex
     assert commit.metrics["rollouts"] == 8
 
 
+def test_spare_samples_are_asked_for_and_those_that_were_not_needed_leave_their_group(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 1}, tasks=2, samples=2, scheduling={"spare": 1})
+
+    class Closing(Pods):
+        """Closes each group when it has two rewards."""
+
+        def work(self, most: int | None = None, status: Callable[[Rollout], str] = lambda rollout: "") -> int:
+            return super().work(most, lambda rollout: "completed" if rollout.sample_index < 2 else "cancelled")
+
+    _, (plan,) = drink(run, Closing(run, alternating))
+    assert len(plan.rollouts) == 4
+    assert sorted(plan.drops.values()) == ["cancelled", "cancelled"]
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Path, bound: int) -> None:
     mode = {"kind": "bounded", "staleness": bound} if bound else {"kind": "synchronous"}
