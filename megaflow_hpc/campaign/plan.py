@@ -213,6 +213,11 @@ def check_supported(config: CampaignConfig, where: Where) -> None:
     if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
         place = where("scheduling.retry_every")
         raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
+    if config.training and config.slurm.trainer.share == "sleep":
+        raise ConfigError(
+            f"{where('slurm.trainer.share')}: slurm.trainer.share: sleep is not there yet (docs/limits.md); leave it "
+            "out, and give trainer and engines GPUs of their own"
+        )
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:

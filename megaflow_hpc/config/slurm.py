@@ -143,10 +143,10 @@ class TrainerConfig(Section):
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
     requeues: int = Field(20, ge=0)
-    """Maximum number of requeues after a crash or the end of an allocation. Default: 20."""
+    """Maximum number of requeues in a row that committed no step. Default: 20."""
     share: Literal["none", "sleep"] = "none"
     """GPUs of trainer and engines: ``none``: each has its own; ``sleep``: they share one allocation, and engines sleep
-    while the trainer steps."""
+    while the trainer steps (refused: not there yet)."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 

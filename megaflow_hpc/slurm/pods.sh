@@ -24,7 +24,7 @@ export MEGAFLOW_END
 # USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue. A job that runs this
 # script among other things is its user's, who decides as well.
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) ours=yes ;; *) ours=no ;; esac
-trap ': > "$MEGAFLOW_POD_DIR/drain"' USR2
+trap 'near=yes; : > "$MEGAFLOW_POD_DIR/drain"' USR2
 trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
 
 # Of a campaign whose engine servers grow with what waits, one pod's child lets them go; the others' stand by.
@@ -66,6 +66,27 @@ fi
 # Slurm took this node for lost and has started the element anew elsewhere: the job is that start's.
 [ -e "$RUN/ledger/leases/$MEGAFLOW_POD.$((MEGAFLOW_START + 1))" ] && exit 1
 [ "$ours" = yes ] || exit 1
+# Nobody has asked for anything for long. A trainer that waits in the queue lets this element go again when it starts.
+if [ "$state" = drained ] && [ "${near:-no}" = no ] && [ "$element" = "$MEGAFLOW_POD" ]; then
+    for open in "$RUN"/ledger/open/*; do
+        [ -n "$(find "$open" -mmin +10 2>/dev/null)" ] || continue
+        policy=${open##*/}
+        case $(head -c 6 "$RUN/training/$policy/last" 2>/dev/null) in
+        failed | 'lost '*) given_up=$policy ;;
+        *) grep -qs "\"policy\": \"$policy\"" "$RUN"/ledger/jobs/*.json && awaited=$policy ;;
+        esac
+    done
+    if [ -n "${awaited:-}" ]; then
+        echo "held until the trainer of $awaited starts"
+        : >"$RUN/logs/pod-$element.held"
+        scontrol requeuehold "$element"
+        sleep 30
+        exit 1
+    elif [ -n "${given_up:-}" ]; then
+        echo "nobody starts the trainer of $given_up again"
+        exit 1
+    fi
+fi
 # Starts that stored nothing are counted, not those that a walltime ended.
 count="$RUN/logs/pod-$element.requeues"
 if [ -e "$MEGAFLOW_POD_DIR/progress" ]; then rm -f "$count"; else printf . >>"$count"; fi

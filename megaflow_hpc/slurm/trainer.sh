@@ -31,6 +31,17 @@ case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) re
 trap 'kill -TERM "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
 trap 'requeues=no; kill -TERM "$step" 2>/dev/null' TERM
 
+# Pods that are held because they had nothing to do while it waited in the queue; soon also those that were just leaving.
+held_pods() {
+    for held in "$RUN"/logs/pod-*.held; do
+        [ -e "$held" ] || continue
+        element=${held##*/pod-}
+        "$@" "${element%.held}" 2>/dev/null && rm -f "$held"
+    done
+}
+held_pods scontrol release
+(sleep 60; held_pods scontrol release) &
+
 # Its interpreter may be an engine's, which has torch and not this package.
 if [ "$("$MEGAFLOW_TRAINER_PYTHON" -c 'import sys; print(sys.version_info >= (3, 11))' 2>&1)" != True ]; then
     echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: no Python of at least 3.11" >&2
@@ -96,6 +107,7 @@ fi
 # 2 is a mistake in the campaign or the installation: another node would say the same.
 if [ "$status" -eq 2 ]; then
     last failed
+    held_pods scancel
     exit 2
 fi
 if [ "$requeues" = no ]; then
@@ -108,6 +120,7 @@ if [ "$(newest commits)" != "$commit" ]; then rm -f "$count"; else printf . >>"$
 vain=$(wc -c 2>/dev/null <"$count" || echo 0)
 if [ "$vain" -gt "$MEGAFLOW_TRAINER_REQUEUES" ]; then
     last lost
+    held_pods scancel
     exit 1
 fi
 last requeued

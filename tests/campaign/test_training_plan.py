@@ -66,3 +66,10 @@ def test_held_out_tasks_are_planned_for_evaluation_and_not_among_what_is_asked(
     file.write_text(yaml.safe_dump(fields))
     with pytest.raises(ConfigError, match=f"{every[0]}: also among tasks"):
         Campaign.from_yaml(file).plan(launcher="local")
+
+
+def test_sharing_gpus_by_sleep_is_refused_rather_than_ignored(tmp_path: Path, make_campaign: Make) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    text = MODELS.replace("requeues: 7", "share: sleep")
+    with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: slurm.trainer.share: sleep is not there yet"):
+        Campaign.from_yaml(make_campaign(1, text, agent="mini-swe-agent")).plan(launcher="local")
