@@ -7,11 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megaflow_hpc.campaign.trainers import LocalTrainer
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.campaigns import Make, cli, run_local
+from tests.support.scripted import SOLVE
+from tests.support.stand_in_trainer import interpreter, trained
 from tests.support.training import training_run
 
 COMMIT = 'n=$(ls "$home/commits" | wc -l); echo "{\\"step\\": $((n + 1))}" >"$home/commits/00000$((n + 1)).json"\n'
@@ -27,7 +31,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def trained(run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str, requeues: int = 2) -> LocalTrainer:
+def watched(run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str, requeues: int = 2) -> LocalTrainer:
     """Runs a shell program in a trainer's place until it is not started again; its log tells of each start."""
     python = run.path / "python"
     python.write_text(f'#!/bin/bash\nrun=$3; home="$run/training/$5"\necho start\n{program}\n')
@@ -51,7 +55,7 @@ def starts(run: RunDir) -> int:
 
 def test_one_that_is_killed_goes_on_until_it_closes_its_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     end = '[ -e "$home/commits/000005.json" ] || kill -KILL $$\nrm "$run/ledger/open/default"'
-    trainer = trained(run, monkeypatch, COMMIT + end)
+    trainer = watched(run, monkeypatch, COMMIT + end)
     assert (trainer.word, starts(run)) == ("done", 5)
     word = TrainingView(run, "default").last_word()
     assert word is not None
@@ -60,7 +64,7 @@ def test_one_that_is_killed_goes_on_until_it_closes_its_lease(run: RunDir, monke
 
 def test_starts_that_commit_nothing_are_bounded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = f'if [ ! -e "$home/commits/000002.json" ]; then {COMMIT} fi\necho "OutOfMemoryError: 80 GB"; exit 1'
-    trainer = trained(run, monkeypatch, stuck, requeues=2)
+    trainer = watched(run, monkeypatch, stuck, requeues=2)
     assert (trainer.word, starts(run)) == ("lost", 2 + 3)
     word = TrainingView(run, "default").last_word()
     assert word is not None
@@ -71,5 +75,29 @@ def test_starts_that_commit_nothing_are_bounded(run: RunDir, monkeypatch: pytest
 def test_a_mistake_is_not_tried_again_and_an_end_that_leaves_the_campaign_open_is_none(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str, word: str
 ) -> None:
-    assert trained(run, monkeypatch, program, requeues=1).word == word
+    assert watched(run, monkeypatch, program, requeues=1).word == word
     assert starts(run) == (1 if word == "failed" else 2)
+
+
+LEARNING = """\
+samples: 2
+model: {engine: scripted, script: answers.yaml}
+training: {policies: {default: {}}, batch: {tasks: 2}, mode: synchronous, steps: 2}
+"""
+
+
+@pytest.mark.slow
+def test_a_campaign_without_slurm_trains_and_its_trainer_may_be_killed(
+    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
+    result, done = run_local(make_campaign(2, LEARNING, agent="mini-swe-agent"))
+    assert done.returncode == 0, done.stderr
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 8)
+    told = trained(RunDir(result["run"]))
+    assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"]]
+    assert told[1][2:] == told[2][2:]
+    said = cli("status", result["run"]).stdout
+    assert "default: step 2 of 2, weights 2, reward 1, staleness 0\n" in said
+    assert "trainer of default: done" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from megaflow_hpc.training.plan import Plan, TrainingFiles
 from tests.support.campaigns import Make, cli, rows
 from tests.support.places import ROOT
 from tests.support.scripted import SOLVE
+from tests.support.stand_in_trainer import interpreter, trained
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
@@ -38,20 +38,8 @@ slurm:
 def campaign(tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A campaign that trains, in three steps; its trainer's interpreter runs the stand-in in the trainer's place."""
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    python = tmp_path / "python"
-    stand_in = f'exec "{sys.executable}" -m tests.support.stand_in_trainer "$3" "$5"'
-    python.write_text(
-        f'#!/bin/bash\ncase $1 in -c) exec "{sys.executable}" "$@" ;; esac\necho "$*"\n'
-        f'[ -n "${{SLURM_STEP_ID:-}}" ] || exit 4\nexport PYTHONPATH="{ROOT}" STAND_IN_DIES=2\n{stand_in}\n'
-    )
-    python.chmod(0o700)
-    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(python))
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
     return make_campaign(2, LEARNING, agent="mini-swe-agent")
-
-
-def trained(run: Run) -> list[list[str]]:
-    """Words of each line that the stand-in left: start, step, rollouts."""
-    return [line.split() for line in (run.dir.training / "default" / "trained").read_text().splitlines()]
 
 
 def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(campaign: Path) -> None:
@@ -60,7 +48,7 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
     assert [record.role for record in run.slurm_jobs.arrays.records()] == ["servers", "trainer", "pods", "gather"]
     summary = run.wait(timeout_s=400)
     assert summary["state"] == "finished"
-    told = trained(run)
+    told = trained(run.dir)
     assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
     assert told[1][2:] == told[2][2:], "the step was made again of the same rollouts"
     used = [rollout for line in (told[0], *told[2:]) for rollout in line[2:]]

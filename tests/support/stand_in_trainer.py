@@ -2,7 +2,8 @@
 
     stand_in_trainer.py RUN POLICY     with STAND_IN_DIES=2 it is killed in step 2, once planned, and not again
 
-Each step leaves a line ``start step rollout…`` in RUN/training/POLICY/trained.
+Each step leaves a line ``start step rollout…`` in RUN/training/POLICY/trained. :func:`interpreter` makes what
+``MEGAFLOW_TRAINER_PYTHON`` may name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.rundir.layout import RunDir
+from tests.support.places import ROOT
+
+
+def interpreter(path: Path, dies: int) -> Path:
+    """Makes a program that runs the stand-in where a Python would run the trainer, and is a Python else."""
+    path.write_text(
+        f'#!/bin/bash\ncase $1 in -c) exec "{sys.executable}" "$@" ;; esac\necho "$*"\n'
+        f'export PYTHONPATH="{ROOT}" STAND_IN_DIES={dies}\n'
+        f'exec "{sys.executable}" -m tests.support.stand_in_trainer "$3" "$5"\n'
+    )
+    path.chmod(0o700)
+    return path
+
+
+def trained(run: RunDir) -> list[list[str]]:
+    """Returns the words of each line that it left: start, step, rollouts."""
+    return [line.split() for line in (run.training / "default" / "trained").read_text().splitlines()]
 
 
 def train(run: str, policy: str, dies: int) -> None:
+    from megaflow_hpc.training.dataflow import Dataflow
+
     flow = Dataflow(run, policy)
     flow.restore()
     for step in flow.steps():
