@@ -139,6 +139,7 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         tasks=planned.tasks,
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},
         limits=config.limits,
+        held_out=frozenset(planned.held_out),
         samples={name: policy.samples for name, policy in planned.policies.items()},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
         scheduling=config.scheduling,

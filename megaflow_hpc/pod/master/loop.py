@@ -313,7 +313,9 @@ class Master:
         # Samples that are not here ran elsewhere, or will: they count as rewarded.
         elsewhere = max(0, self.pod.planned(first.policy) - len(rollouts))
         ids = [rollout.id for rollout in rollouts]
-        later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
+        later: set[str] = set()
+        if first.task_id not in self.pod.held_out:
+            later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
         for rollout in rollouts:
             history = block.histories.get(rollout.id)
             yield Work(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Pod:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
     """Samples that a group wants, by policy; spare ones not counted."""
+    held_out: Collection[str] = ()
+    """Tasks on which training is evaluated: all of their samples run, whatever the rules of groups."""
     room: tuple[float | None, int | None] = (None, None)
     """Cpus and MB of memory that a worker rank has, where they are known."""
     walltime: Walltime = field(default_factory=Walltime)

@@ -209,6 +209,14 @@ def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> Non
     assert monitor.summary()["p"]["evaluation"]["tasks"] == 1
 
 
+def test_rules_of_groups_do_not_touch_the_tasks_that_training_is_evaluated_on(tmp_path: Path) -> None:
+    tasks = [f"solved_{n}" for n in range(12)]
+    played = play(tmp_path, tasks, each=8, held_out=tasks[:6], scheduling={"signal_after": 2})
+    completed = Counter(t["task_id"] for t in played.stored if t["status"] == "completed")
+    assert [completed[task] for task in tasks[:6]] == [8] * 6
+    assert sum(completed[task] for task in tasks[6:]) < 6 * 8
+
+
 def test_a_pod_leaves_when_who_may_add_rollouts_has_not_renewed_for_long(tmp_path: Path) -> None:
     run = prepare(tmp_path, ["ok_a"], open_s=1.0)
     lease = OpenLease(run, "learner")
