@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch  # type: ignore[import-not-found]
+from torch.distributed.checkpoint.api import CheckpointException  # type: ignore[import-not-found]
 
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import file_mode, make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.training.trainer.model import Policy, Ranks
@@ -43,7 +44,7 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: Ranks) -> Path:
     One that is there already is left: it is of the same step's plan.
 
     Raises:
-        ConfigError: it cannot be written, as on a full disk.
+        SiteError: it cannot be written, as on a full disk.
     """
     from torch.distributed import checkpoint as dcp  # type: ignore[import-not-found]
 
@@ -65,8 +66,8 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: Ranks) -> Path:
             about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
             write_json(staged / ABOUT, about)
             _settle(staged, place)
-    except OSError as error:
-        raise ConfigError(f"{place}: the checkpoint cannot be written: {error.strerror or error}") from error
+    except (OSError, CheckpointException) as error:
+        raise SiteError(f"{place}: the checkpoint cannot be written: {_first(error)}") from error
     finally:
         if ranks.first:
             remove_tree(staged, ignore_errors=True)
@@ -103,8 +104,13 @@ def restore(place: Path, optimizer: Optimizer, ranks: Ranks) -> int:
     if about["ranks"] == _kind(ranks):
         tensors |= {f"random.{ranks.rank}.{name}": state for name, state in random.items()}
     reader = dcp.HuggingFaceStorageReader(str(place))
-    with _quiet():
-        dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
+    try:
+        with _quiet():
+            dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
+    except (OSError, CheckpointException) as error:
+        raise ConfigError(
+            f"{place}: is damaged ({_first(error)}); remove it, and train on from the one before"
+        ) from error
     optimizer.updates = int(about["updates"])
     optimizer.round()
     if about["ranks"] == _kind(ranks):
@@ -168,6 +174,12 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong on the first rank where something did."""
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    return next((failure[0] for failure in failures.values()), error)
 
 
 def _kind(ranks: Ranks) -> list[Any]:

@@ -9,11 +9,11 @@ from tests.support.torch_ranks import run_ranks
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch on two ranks
 
 SCRIPT = r'''
-import json, shutil
+import json, resource, shutil, signal
 from pathlib import Path
 import torch, transformers
 from launchers.tiny_model import make
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import Ranks, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -94,7 +94,7 @@ def go_on(ranks, place, case):
 def error(call):
     try:
         call()
-    except ConfigError as found:
+    except MegaflowError as found:
         return str(found)
 
 
@@ -177,8 +177,15 @@ def main():
     result["other"] = error(lambda: checkpoint.restore(Path("two-half/2"), optimizer, alone))
     (folder / "5/about.json").unlink()
     result["half-written"] = error(lambda: checkpoint.restore(folder / "5", optimizer, alone))
-    (folder / "full").touch()
-    result["unwritable"] = error(lambda: checkpoint.save(folder / "full", 1, optimizer, alone))
+    (shard,) = (folder / "4").glob("*.safetensors")
+    with open(shard, "r+b") as file:
+        file.truncate(100_000)
+    result["damaged"] = error(lambda: checkpoint.restore(folder / "4", optimizer, alone))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as a disk that is full
+    result["full disk"] = error(lambda: checkpoint.save(folder, 6, optimizer, alone))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    result["after it"] = sorted(p.name for p in folder.iterdir())
     ranks.leave()
     print(json.dumps(result))
 
@@ -222,7 +229,12 @@ def test_old_checkpoints_and_those_of_dead_trainers_go_but_never_the_needed_one(
 def test_a_checkpoint_of_another_model_or_half_of_one_is_refused(found):
     assert "is of another model" in found["other"]
     assert "no whole checkpoint" in found["half-written"]
-    assert "cannot be written" in found["unwritable"]
+    assert "4: is damaged" in found["damaged"]
+
+
+def test_a_full_disk_leaves_the_checkpoints_that_are_there(found):
+    assert "6: the checkpoint cannot be written: [Errno 27] File too large" in found["full disk"]
+    assert found["after it"] == ["2", "4", "5"]
 
 
 def test_an_export_is_read_as_what_was_trained(found):
