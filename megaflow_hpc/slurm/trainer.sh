@@ -57,6 +57,7 @@ processes=${MEGAFLOW_TRAINER_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
 command=("$MEGAFLOW_TRAINER_PYTHON")
 if [ "$((nodes * processes))" -gt 1 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(((${SLURM_CPUS_PER_TASK:-1} + processes - 1) / processes))}"
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=260 # for which torchrun waits once it is asked to stop
     command+=(-m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" --max-restarts=0)
     if [ "$nodes" -gt 1 ]; then
         first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -85,11 +86,14 @@ while :; do
     status=$?
     kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
 done
+said() { tail -c "+$((written + 1))" "$log" 2>/dev/null; } # in this start
+# torchrun ends with 1 whatever its processes ended with, and tells of that.
+if [ "$status" -eq 1 ] && said | grep -qE '^ *exitcode *: 2 \(pid'; then status=2; fi
 
 # The last word on this start, for those who look: what becomes of it, and how its log ends.
 last() {
     echo "trainer of $policy, start $start: $1 (srun exit status $status)"
-    { echo "$1 $(uname -n) $status $log" && tail -c "+$((written + 1))" "$log" | tail -c 4000; } >"$private/last" 2>/dev/null
+    { echo "$1 $(uname -n) $status $log" && said | tail -c 4000; } >"$private/last"
     cp "$private/last" "$ours/.last.$job" && mv "$ours/.last.$job" "$ours/last"
 }
 if [ -e "$RUN/ledger/cancelled" ]; then exit 0; fi

@@ -32,10 +32,12 @@ def test_starts_and_the_last_word_are_seen(tmp_path: Path) -> None:
     for job in ("7", "8"):
         files.enter(Trainer(node="n1", pid=5, job_id=job))
     assert [start.job_id for start in view.trainers()] == ["7", "8"]
-    (files.path / "last").write_text("failed n1 2 /logs of it/t.log\nloading\nConfigError: no tokenizer\nbye\n")
+    (files.path / "last").write_text(
+        "failed n1 2 /logs of it/t.log\nloading\ntrainer: no tokenizer\nRuntimeError: by another rank\n"
+    )
     word = view.last_word()
     assert word is not None
     assert (word.word, word.node, word.exit_status, word.log) == ("failed", "n1", 2, "/logs of it/t.log")
-    assert word.cause == "ConfigError: no tokenizer"
+    assert word.cause == "trainer: no tokenizer"
     (files.path / "last").write_text("fail")
     assert view.last_word() is None
