@@ -161,9 +161,8 @@ class Policy(torch.nn.Module):
 
     def share(self, ranks: Ranks) -> Policy:
         """Moves the parameters to the device, and shares them among the ranks where there are several."""
-        self.to(ranks.device)
         if ranks.count == 1:
-            return self
+            return self.to(ranks.device)
         from torch.distributed.device_mesh import init_device_mesh  # type: ignore[import-not-found]
         from torch.distributed.fsdp import (  # type: ignore[import-not-found]
             FSDPModule,
@@ -178,6 +177,7 @@ class Policy(torch.nn.Module):
             "reshard_after_forward": True,
         }
         layers = set(self.causal._no_split_modules or ())
+        # Layer by layer to the device, and only a share of it stays there: the whole need not fit.
         for module in [m for m in self.modules() if type(m).__name__ in layers]:
             fully_shard(module, **how)
         fully_shard(self, **how)
