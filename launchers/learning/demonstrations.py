@@ -87,6 +87,7 @@ def _teach(folder: Path, seed: int, batches: int) -> dict[str, Any]:
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
 
+    torch.set_num_threads(1)  # so small a model gains nothing by more, and on a busy machine they wait for each other
     torch.manual_seed(seed)
     chance = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)

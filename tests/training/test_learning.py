@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def test_tasks_are_rewarded_when_solved_and_not_when_left(tmp_path: Path, base_s
         shutil.copy(file, tmp_path)
     campaign = yaml.safe_load((FOLDER / "campaign.yaml").read_text())
     campaign |= {"agent": ["oracle", "nop"], "samples": 1, "run_dir": str(tmp_path / "runs")}
-    del campaign["model"]
+    del campaign["model"], campaign["training"]
     campaign["environment"]["images"] = {"megaflow-base": str(base_sif)}
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
     result, done = run_local(tmp_path / "campaign.yaml")
@@ -52,3 +53,20 @@ def test_tasks_are_rewarded_when_solved_and_not_when_left(tmp_path: Path, base_s
     rewards = {"oracle": 1, "nop": 0}
     expected = {f"{name}/{agent}/0": ("completed", rewards[agent]) for name in OPERATIONS for agent in rewards}
     assert rows(result["run"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--mode", "bounded:0"], "expected synchronous, asynchronous, or bounded:K"),
+        (["--mode", "often"], "expected synchronous, asynchronous, or bounded:K"),
+        (["--steps", "0"], "0: expected a whole number of at least 1"),
+        (["--seed", "-1"], "-1: expected a whole number of at least 0"),
+        (["--quick"], "unrecognized arguments: --quick"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_set_up(given: list[str], said: str) -> None:
+    command = ["bash", str(LAUNCHERS / "learn"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
