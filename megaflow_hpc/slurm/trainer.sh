@@ -28,8 +28,8 @@ trap 'rm -rf -- "$private"' EXIT
 # preempted or cancelled, and Slurm itself decides about a requeue. A job that runs this script among other things is its
 # user's, who decides.
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
-trap 'kill -TERM "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
-trap 'requeues=no; kill -TERM "$step" 2>/dev/null' TERM
+trap 'kill -USR1 "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
+trap 'requeues=no; kill -USR1 "$step" 2>/dev/null' TERM
 
 # Pods that are held because they had nothing to do while it waited in the queue; soon also those that were just leaving.
 held_pods() {
@@ -75,11 +75,20 @@ command+=(-m megaflow_hpc.training.trainer "$RUN" --policy "$policy")
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
 
-# One task on each node, which learns its number from Slurm. --export: whatever the job was queued with.
+# One task on each node, which learns its number from Slurm. SIGTERM would have srun kill all of it at once; SIGUSR1 it
+# hands on, to processes that would die of it. --export: whatever the job was queued with.
 # shellcheck disable=SC2016
+task='
+trap "kill -TERM \$trainer 2>/dev/null" USR1 TERM
+(trap "" USR1; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@") &
+trainer=$!
+while :; do
+    wait "$trainer"
+    kill -0 "$trainer" 2>/dev/null || break
+done
+wait "$trainer"'
 srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c 'export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"' trainer \
-    "${command[@]}" &
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" trainer "${command[@]}" &
 step=$!
 while :; do
     wait "$step"

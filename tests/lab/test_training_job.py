@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -82,12 +84,23 @@ def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_n
     until(lambda: {s.state for s in accounting.finished_jobs([job]).values()} == {"FAILED"}, "and not requeued")
     log = tmp_path / "trainer.log"
     job = subprocess.check_output([*words, "-o", str(log), script, run], text=True).strip()
-    until(lambda: Run(run).status()["training"]["default"]["trainer"]["state"] == "running", "it has entered")
+    until(lambda: _trainer(run)["starts"] == 1, "it has entered")
+    assert _trainer(run)["state"] == "running"
     assert Run(run).job_ids("trainer") == [job]
     assert f"-m megaflow_hpc.training.trainer {run} --policy default" in _text(log)
+    subprocess.run(["scancel", "--batch", "--signal=USR2", job], check=True)  # as Slurm does before the walltime
+    until(lambda: "last_word" in _trainer(run), "it was asked to stop")
+    word = _trainer(run)["last_word"]
+    assert (word["word"], word["exit_status"], word["log"]) == ("requeued", 128 + signal.SIGTERM, str(log))
+    until(lambda: _trainer(run)["state"] == "queued" or _trainer(run)["starts"] == 2, "Slurm has it again")
     assert cli("cancel", run).returncode == 0
     until(lambda: not Run(run).live_jobs(0), "cancel ends it too")
     assert os.listdir(Path(run, "ledger", "open")) == []
+
+
+def _trainer(run: str) -> dict[str, Any]:
+    found: dict[str, Any] = Run(run).status()["training"]["default"]["trainer"]
+    return found
 
 
 def _text(path: Path) -> str:
