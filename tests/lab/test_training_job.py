@@ -70,6 +70,24 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
     )
 
 
+def test_a_mistake_ends_the_trainer_for_good_and_resume_goes_on(tmp_path: Path, campaign: Path) -> None:
+    python = tmp_path / "python"
+    right = python.read_text()
+    python.write_text(right.replace('echo "$*"', 'echo "trainer: no tokenizer"; exit 2'))
+    run = Campaign.from_yaml(campaign).submit()
+    (first,) = run.job_ids("trainer")
+    until(lambda: _trainer(run.path).get("state") == "ended", "it has ended")
+    until(lambda: run.pods_live() and not run.slurm_jobs.trainer_states(0), "the pod waits for another")
+    word = _trainer(run.path)["last_word"]
+    assert (word["word"], word["exit_status"], word["cause"]) == ("failed", 2, "trainer: no tokenizer")
+    python.write_text(right)
+    done = cli("resume", run.path)
+    assert done.returncode == 0, done.stderr
+    assert "default: step 3 of 3" in cli("status", run.path).stdout
+    assert run.job_ids("trainer")[0] == first
+    assert len(run.job_ids("trainer")) == 2
+
+
 def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_no_environment(
     tmp_path: Path, campaign: Path
 ) -> None:
@@ -98,7 +116,7 @@ def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_n
     assert os.listdir(Path(run, "ledger", "open")) == []
 
 
-def _trainer(run: str) -> dict[str, Any]:
+def _trainer(run: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = Run(run).status()["training"]["default"]["trainer"]
     return found
 
