@@ -27,7 +27,7 @@ import fnmatch
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaflow_hpc.config.training import TrainingConfig
@@ -157,6 +157,25 @@ class Dataflow:
                     break
             yield Step(self, plan, waited, max(0.0, time.monotonic() - began - waited))
         self.close()
+
+    def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
+        """Asks for tasks beside those that the campaign file's ``prompts`` choose; steps take what is complete first.
+
+        Args:
+            tasks: ids of the campaign's tasks.
+            token: names this asking; a later start that repeats it asks for nothing new.
+            samples: rollouts of each group; by default as for all others.
+
+        Raises:
+            ConfigError: there is no such task, or it is held out.
+            LedgerError: the token is no name of a file, or was used for other tasks.
+        """
+        known = self._tasks()
+        if unknown := sorted({*tasks} - {*known}):
+            raise ConfigError(f"{self.run}: {', '.join(unknown[:3])}: no task that policy {self.policy!r} trains on")
+        if not self.rank:
+            self._enter()
+            self._pace.add(tasks, token, samples)
 
     def close(self) -> None:
         """Lets the campaign end: nothing more is asked for. A trainer that dies or is requeued leaves it open."""

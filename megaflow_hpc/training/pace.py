@@ -8,6 +8,7 @@ the version.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -23,6 +24,8 @@ from megaflow_hpc.types import Rollout
 AHEAD = 4
 """Batches that are under way in asynchronous training, which has no bound: enough that pods never wait, and few enough
 that what they sample is still of use."""
+ADDED = 10**9
+"""Round from which on tasks are numbered that a trainer asks for by itself."""
 
 
 class Pace:
@@ -69,7 +72,7 @@ class Pace:
         bound = self._config.mode.bound
         if bound is None:
             return False
-        batches = {number // self._config.batch.tasks for number in rounds}
+        batches = {number // self._config.batch.tasks for number in rounds if number < ADDED}
         return any(version - self._version_of(number) >= bound for number in batches)
 
     def _version_of(self, number: int) -> int:
@@ -94,6 +97,21 @@ class Pace:
                 return
             self._add(self._added, learned)
             self._added += 1
+
+    def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
+        """Asks for tasks beside what is due; the same token asks once.
+
+        Raises:
+            LedgerError: the token is no name of a file, or was used for other tasks.
+            OSError: the run directory does not answer; the call may be repeated.
+        """
+        round = ADDED + zlib.crc32(token.encode())
+        rollouts = [
+            Rollout(task, self._policy, sample, self._agent, round)
+            for task in tasks
+            for sample in range(samples or self._samples)
+        ]
+        add_blocks(self._files.run, rollouts, token=f"{self._policy}.added.{token}", pods=self._pods)
 
     def batch(self, number: int) -> Batch | None:
         """Returns what was asked for as one batch, from 0; ``None`` if it was not yet."""

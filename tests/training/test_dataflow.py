@@ -321,6 +321,24 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
     assert sizes == [4, 4, 2]
 
 
+def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 2}, tasks=3, samples=2)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow = watched(run, pods)
+    for _ in range(2):
+        flow.add(["task-0", "task-2"], token="hard-ones", samples=3)
+    with pytest.raises(ConfigError, match="task-9: no task that policy 'default' trains on"):
+        flow.add(["task-9"], token="other")
+    asked = [rollout for block in read_blocks(run) for rollout in block.rollouts]
+    assert [rollout.task_id for rollout in asked] == ["task-0"] * 3 + ["task-2"] * 3
+    assert len({rollout.group_id for rollout in asked}) == 2
+    settled: set[str] = set()
+    for step in flow.steps():
+        step_through(flow, step, START)
+        settled |= {rollout.group for rollout in step.plan.rollouts}
+    assert len(settled) == 4  # two of those that were added or asked for wait for a step that does not come
+
+
 def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_path: Path) -> None:
     training = {**SYNCHRONOUS, "steps": 4, "evaluate": {"tasks": "held-out", "every": 2, "samples": 3}}
     run = training_run(tmp_path / "run", training, tasks=4, samples=2, held_out=1)
