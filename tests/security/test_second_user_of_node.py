@@ -35,6 +35,10 @@ def put(path):
 def replace(path):
     os.rename(path, path + ".moved")
     return "moved"
+cmdlines = {}
+for pid in told["processes"]:
+    attempt(f"/proc/{pid}/cmdline", lambda: cmdlines.setdefault(pid, open(f"/proc/{pid}/cmdline").read()))
+    found.pop(f"/proc/{pid}/cmdline", None)
 for pid in told["processes"]:
     for part in ("fd", "map_files", "task/%s/fd" % pid):
         attempt(f"/proc/{pid}/{part}", os.listdir, f"/proc/{pid}/{part}")
@@ -49,10 +53,6 @@ for path in told["files"] + told["folders"]:
     attempt(f"{path}: moved", replace, path)
     attempt(f"{path}: removed", os.remove, path)
     attempt(f"{path}: opened up", os.chmod, path, 0o777)
-cmdlines = {}
-for pid in told["processes"]:
-    attempt(f"/proc/{pid}/cmdline", lambda: cmdlines.setdefault(pid, open(f"/proc/{pid}/cmdline").read()))
-    found.pop(f"/proc/{pid}/cmdline", None)
 print(json.dumps({"found": found, "cmdlines": cmdlines}))
 """
 
@@ -121,8 +121,8 @@ def test_a_stranger_gets_nothing_of_a_campaign_at_work(
         assert len(mine) > 5
         assert len(told["ports"]) > 1
         assert told["sockets"]
+        further = as_second_user(FURTHER, told)  # first: it tells whether there still was something to look at
         found = as_second_user(INTRUDER, told)
-        further = as_second_user(FURTHER, told)
         keys = [json.loads(p.read_text())["key"] for p in Path(run).glob("endpoints/*.json")]
     finally:
         _, said = process.communicate(timeout=120)
