@@ -104,6 +104,11 @@ class Buffer:
             self._unread.popleft()
         return added
 
+    @property
+    def journals(self) -> int:
+        """Journals that a look asks for their size."""
+        return len(self._follower.cursor["journals"])
+
     def complete(self) -> list[Group]:
         """Returns the groups of which every rollout has ended, in the order of their blocks."""
         return [
@@ -113,8 +118,7 @@ class Buffer:
         ]
 
     def rounds_under_way(self) -> set[int]:
-        """Returns the rounds of the groups that are not complete."""
-        self._look_for_blocks()
+        """Returns the rounds of the groups that are not complete, as far as blocks were looked for."""
         return {group.round for group in self._groups.values() if len(group.samples) < len(group.expected)}
 
     @property

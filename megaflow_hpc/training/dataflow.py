@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """Seconds between two looks at the journals while a step lacks rollouts."""
+STATS_PER_S = 200
+"""Journals whose size is asked for in a second: of a campaign of many pods one looks less often."""
 SAID_S = 30.0
 """Seconds between two lines about what is waited for."""
 
@@ -248,8 +250,9 @@ class Dataflow:
                 self._say(f"{self.run}: {why}; {number - 1} of {self.config.steps} steps are done")
                 return None, waited
             self._speak(number, time.monotonic() - began)
-            time.sleep(POLL_S)
-            waited += POLL_S
+            pause = max(POLL_S, self._buffer.journals / STATS_PER_S) if self._buffer else POLL_S
+            time.sleep(pause)
+            waited += pause
 
     def _try(self, number: int) -> Plan | None:
         """Makes the plan of a step if there is enough for it; another trainer's, if that was faster."""
