@@ -311,8 +311,10 @@ class Bridge:
 
 
 def _notes(folder: Path, below: int) -> Iterator[Path]:
+    """Notes of earlier steps, those among them that a bridge was about to remove when it died."""
     for path in folder.iterdir():
-        if path.name.isdecimal() and int(path.name) < below and (path / NOTE).exists():
+        earlier = path.name.isdecimal() and int(path.name) < below
+        if earlier and ((path / NOTE).exists() or not any(path.iterdir())):
             yield path
 
 
