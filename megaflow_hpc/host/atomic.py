@@ -59,6 +59,21 @@ def write_atomic(path: Path, data: bytes | str, mode: int | None = None, exclusi
         raise
 
 
+def fsync(path: Path) -> None:
+    """Makes a file or directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Makes a directory durable, with all that is below it."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
 def to_json(value: Any) -> str:
     """Returns indented JSON with sorted keys; what JSON does not know becomes a string."""
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.atomic import fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.layout import RunDir
@@ -260,7 +260,7 @@ def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move
         else:
             shutil.copytree(source, staged, symlinks=False)
         complete(staged, model)
-        _flush(staged)
+        fsync_tree(staged)
         return _take_number(run, staged, replace(new, published_at=time.time()), source)
     finally:
         if move and staged.is_dir() and not source.exists():
@@ -296,7 +296,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
                 below += _history(run, [number], {new.policy: ordinal - 1})
                 number += 1
                 continue
-        _sync(run.weights)
+        fsync(run.weights)
         return new
 
 
@@ -338,18 +338,3 @@ def _move(source: Path, staged: Path) -> None:
             f"{source}: cannot be moved to {staged.parent}: {error.strerror}; publish a copy (without --move) "
             "or write it on the run directory's file system"
         ) from None
-
-
-def _flush(staged: Path) -> None:
-    """Every file durable, and readable by whom the run directory lets in."""
-    for folder, _, names in os.walk(staged):
-        for name in [*names, "."]:
-            _sync(os.path.join(folder, name))
-
-
-def _sync(path: str | os.PathLike[str]) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,7 +28,7 @@ import torch  # type: ignore[import-not-found]
 from torch.distributed.checkpoint.api import CheckpointException  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.atomic import file_mode, make_directory, write_json
+from megaflow_hpc.host.atomic import file_mode, fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.training.trainer.model import Policy, Ranks
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -157,9 +157,8 @@ def export(folder: Path, policy: Policy, ranks: Ranks) -> Path:
         (folder / "README.md").unlink(missing_ok=True)
     elif ranks.first:
         policy.causal.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
-        (folder / "generation_config.json").unlink(
-            missing_ok=True
-        )  # as transformers sees it; publishing adds the base's
+        # As transformers sees it; publishing adds the base's.
+        (folder / "generation_config.json").unlink(missing_ok=True)
         shutil.copyfile(policy.source / "config.json", folder / "config.json")
     if ranks.first:
         for path in folder.iterdir():
@@ -206,19 +205,10 @@ def _files(tensors: dict[str, Any], ranks: Ranks) -> dict[str, int]:
 
 def _settle(staged: Path, place: Path) -> None:
     """Makes everything durable, then visible by one rename; of two that do so one wins, and both are right."""
-    for path in [*staged.iterdir(), staged]:
-        _sync(path)
+    fsync_tree(staged)
     try:
         os.rename(staged, place)
     except OSError:
         if not (place / ABOUT).exists():
             raise
-    _sync(place.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(place.parent)

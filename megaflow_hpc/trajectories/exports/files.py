@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import fsync
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.trajectories.hdf5.publishing import fsync
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.host.atomic import file_mode, fsync
 from megaflow_hpc.host.process import Identity, boot_id
 
 FOREIGN_AGE_S = 86400.0
@@ -76,12 +76,3 @@ def _host() -> str:
 
 def _escaped(name: str) -> str:
     return name.replace("[", "[[]")
-
-
-def fsync(path: Path) -> None:
-    """Makes a file or directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
