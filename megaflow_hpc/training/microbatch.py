@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,11 @@ class MicroBatch:
     def sampled(self) -> int:
         """Tokens that count."""
         return int(self.mask.sum())
+
+    def sequence_keys(self) -> list[tuple[int, bytes]]:
+        """Returns what each sequence is known by in any minibatch of a step: its rollout, a digest of its tokens."""
+        bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
+        return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
 
 class Part(NamedTuple):

@@ -19,7 +19,6 @@ It hangs on what TRL does not promise to keep: ``_compute_loss`` and the names o
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import math
 import os
@@ -32,6 +31,7 @@ import numpy as np
 import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import fsync, fsync_tree
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
@@ -248,7 +248,7 @@ class DataflowTrainer(GRPOTrainer):
 
     def _judge(self, batch: MicroBatch) -> None:
         """Computes the proximal log-probabilities of sequences that have none yet."""
-        if all(key in self._proximal for key in _keys(batch)):
+        if all(key in self._proximal for key in batch.sequence_keys()):
             return
         rows = to_rows(batch)
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1).to(self.accelerator.device)
@@ -259,13 +259,13 @@ class DataflowTrainer(GRPOTrainer):
             )
         first = rows["prompt_ids"].shape[1]
         for key, length, row in zip(
-            _keys(batch), np.diff(batch.offsets).tolist(), logprobs.float().cpu(), strict=False
+            batch.sequence_keys(), np.diff(batch.offsets).tolist(), logprobs.float().cpu(), strict=False
         ):
             self._proximal[key] = torch.cat([torch.zeros(first), row[: length - first]])
 
     def _given(self, batch: MicroBatch, rows: dict[str, Any]) -> dict[str, Any]:
         """Proximal log-probabilities and weighted advantages, in the form of the rows."""
-        proximal = torch.cat([torch.zeros(0), *(self._proximal[key] for key in _keys(batch))])
+        proximal = torch.cat([torch.zeros(0), *(self._proximal[key] for key in batch.sequence_keys())])
         mask = torch.from_numpy(batch.mask).bool()
         gap = torch.where(mask, proximal - torch.from_numpy(batch.logprobs), torch.zeros_like(proximal))
         weights, _ = importance_weights(self._correction, gap, torch.from_numpy(batch.offsets))
@@ -291,7 +291,8 @@ class DataflowTrainer(GRPOTrainer):
             self._save_checkpoint(self.model, None)
             checkpoint = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             if not self._flow.rank:
-                _make_durable(checkpoint)
+                fsync_tree(checkpoint)
+                fsync(checkpoint.parent)
         metrics = {name: sum(values) / len(values) for name, values in self._metrics["train"].items() if values}
         step.commit(checkpoint, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
@@ -340,20 +341,5 @@ def _padded(column: Any, own: Any, lengths: Any) -> Any:
     return found
 
 
-def _keys(batch: MicroBatch) -> list[tuple[int, bytes]]:
-    """What sequences are known by in any minibatch of a step."""
-    bounds = zip(batch.sample.tolist(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True)
-    return [(sample, hashlib.blake2b(batch.tokens[a:b].tobytes(), digest_size=16).digest()) for sample, a, b in bounds]
-
-
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:
     raise AssertionError("nothing is generated here")
-
-
-def _make_durable(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder, folder.parent]:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

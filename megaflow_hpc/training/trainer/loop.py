@@ -16,7 +16,6 @@ that very forward pass. The engine's serve importance weights and the metric ``m
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import time
@@ -333,10 +332,10 @@ class Trainer:
 
 def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
     """Names the sequences of a micro-batch, whatever minibatch and rank they come to, and says where they are."""
-    for number, rollout in enumerate(batch.sample.tolist()):
-        part = slice(int(batch.offsets[number]), int(batch.offsets[number + 1]))
-        digest = hashlib.blake2b(batch.tokens[part].tobytes(), digest_size=16).digest()
-        yield (rollout, digest), part
+    for key, begin, end in zip(
+        batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True
+    ):
+        yield key, slice(begin, end)
 
 
 def _mismatches(batch: MicroBatch, tokens: losses.Tokens) -> Iterator[tuple[int, float, float]]:
