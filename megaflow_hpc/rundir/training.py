@@ -29,10 +29,19 @@ TOLD = 4000
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-NUMBERED = re.compile(r"(\d{6,})\.json")
+_NUMBERED = re.compile(r"(\d{6,})\.json")
 """Name of a record's file: the number of what it is about."""
 FOR_GOOD = ("failed", "lost")
 """Last words of a trainer that nobody starts again: a mistake, or too many starts that committed nothing."""
+
+
+def numbered(folder: Path) -> list[int]:
+    """Returns the numbers of a directory's records, sorted; none without the directory. Raises OSError otherwise."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name)))
 
 
 class Commit(msgspec.Struct, kw_only=True):
@@ -127,10 +136,9 @@ class TrainingView:
 
     def _numbers(self, kind: str) -> list[int]:
         try:
-            names = os.listdir(self._path / kind)
+            return numbered(self._path / kind)
         except OSError:
             return []
-        return sorted(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
 
     def _read(self, kind: type[R], folder: str, number: int) -> R | None:
         try:

@@ -17,7 +17,6 @@ Others look at commits and starts too: their records are in :mod:`megaflow_hpc.r
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ import msgspec
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.training import NUMBERED, Commit, Trainer
+from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 
 FORMAT_VERSION = 1
 
@@ -135,11 +134,7 @@ class TrainingFiles:
 
     def numbers(self, kind: type[msgspec.Struct]) -> list[int]:
         """Returns the numbers of the records of one kind that are there."""
-        try:
-            names = os.listdir(self._folder(kind))
-        except FileNotFoundError:
-            return []
-        return sorted(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
+        return numbered(self._folder(kind))
 
     def read(self, kind: type[R], number: int) -> R | None:
         """Returns a record; ``None`` if there is none.

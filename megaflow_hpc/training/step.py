@@ -70,6 +70,11 @@ class Step:
         seen: dict[str, int] = {}
         return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
 
+    @cached_property
+    def _digest(self) -> str:
+        """Of the plan, which never changes."""
+        return self._flow.files.digest(self.number)
+
     @property
     def tokens(self) -> int:
         """Sampled tokens of its rollouts."""
@@ -128,8 +133,8 @@ class Step:
             return current(flow.run, flow.policy)
         flow.check()
         # What a step is made again from is its plan; a GPU need not make the same bits of it.
-        token, digest = f"step-{self.number:06d}", flow.files.digest(self.number)
-        return publish(flow.run, folder, flow.policy, move=move, keep=keep, token=token, digest=digest)
+        token = f"step-{self.number:06d}"
+        return publish(flow.run, folder, flow.policy, move=move, keep=keep, token=token, digest=self._digest)
 
     def commit(
         self, checkpoint: str | os.PathLike[str] | None = None, metrics: Mapping[str, float] | None = None
@@ -157,7 +162,7 @@ class Step:
         known = {**self.statistics(), **(metrics or {})}
         commit = Commit(
             step=self.number,
-            plan=flow.files.digest(self.number),
+            plan=self._digest,
             checkpoint=where,
             weights=current(flow.run, flow.policy).version,
             trainer=flow.trainer,
