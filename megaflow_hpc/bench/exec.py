@@ -1,23 +1,26 @@
 """Commands in running sandboxes through the public API: ``await sandbox.exec``, with everything it promises.
 
 Every command has its own process group, an exact exit code, separate standard output and error, a timeout and a bound
-on its output. ``/bin/true`` is what the goal is about; a line of shell costs the start of a shell more.
+on its output. The goals are multiples of what the machine takes to start the same program without a sandbox (bare.py),
+measured by turns; a line of shell costs the start of a shell more.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median, quantile
+from megaflow_hpc.bench.figures import Figure, median, multiple, quantile
+from megaflow_hpc.bench.programs import bare
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
+    from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
 HELP = "commands in running sandboxes: latency and rate"
 
@@ -32,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--commands", 2000, "commands one after the other, for the latency")
     add_count(parser, "--sandboxes", 32, "sandboxes that run commands at once, for the rate")
     add_count(parser, "--each", 150, "commands in each of them and round")
-    add_count(parser, "--rounds", 5, "rounds of the rate")
+    add_count(parser, "--rounds", 10, "rounds of both")
     add_count(parser, "--peer-commands", 20, "commands of each peer")
 
 
@@ -47,19 +50,28 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     image = image_of(arguments)
     peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
+    each = max(1, arguments.commands // arguments.rounds)
     async with ApptainerProvider() as provider:
         async with await provider.start(spec) as sandbox:
-            note(f"{arguments.commands} commands, one after the other")
-            true = await _latency(sandbox, "/bin/true", arguments.commands)
+            note(f"{arguments.rounds} times {each} commands, one after the other, with and without a sandbox by turns")
+            ours, limit = [], []
+            for _ in range(arguments.rounds):
+                ours.append(await _latency(sandbox, bare.PROGRAM, each))
+                limit.append(await asyncio.to_thread(bare.spawns, each))
             line = await _latency(sandbox, SHELL_LINE, arguments.commands // 4 or 1)
         note(f"{arguments.sandboxes} sandboxes at once")
-        rates = await _rates(provider, spec, arguments)
-        spread = (quantile(true, 0.1), quantile(true, 0.9))
+        rates, limits = await _rates(provider, spec, arguments)
+        true = [taken for part in ours for taken in part]
+        bare_ms = statistics.median(taken for part in limit for taken in part)
+        p50, p99 = (f"{bare.PROGRAM} in a running sandbox, {which}" for which in ("p50", "p99"))
+        rate = f"{bare.PROGRAM} over {arguments.sandboxes} sandboxes"
         figures = [
-            Figure("/bin/true in a running sandbox, p50", "ms", quantile(true, 0.5), len(true), spread, 0.6),
-            Figure("/bin/true in a running sandbox, p99", "ms", quantile(true, 0.99), len(true), None, 3.0),
+            median(p50, "ms", true).beside(bare.SPAWN, "", bare_ms),
+            Figure(p99, "ms", quantile(true, 0.99), len(true)),
             median("a line of shell in a running sandbox, p50", "ms", line),
-            median(f"/bin/true over {arguments.sandboxes} sandboxes", "per s", rates, 3000, "higher"),
+            median(rate, "per s", rates, better="higher").beside(bare.SPAWN, "", statistics.median(limits)),
+            multiple(p50, bare.SPAWN, [*map(statistics.median, ours)], [*map(statistics.median, limit)], 1.3),
+            multiple(rate, bare.SPAWN, rates, limits, 0.8, "higher"),
         ]
         if peers:
             figures = await peers.beside_commands(figures, provider, image, arguments.peer_commands, note)
@@ -81,21 +93,24 @@ async def _latency(sandbox: ApptainerSandbox, command: str, count: int) -> list[
     return [await _timed(one) for _ in range(count)]
 
 
-async def _rates(provider: ApptainerProvider, spec: object, arguments: argparse.Namespace) -> list[float]:
-    starting = (provider.start(spec) for _ in range(arguments.sandboxes))  # type: ignore[arg-type]
-    sandboxes = await asyncio.gather(*starting)
+async def _rates(
+    provider: ApptainerProvider, spec: SandboxSpec, arguments: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Commands per second over all sandboxes, and the limit of as many processes without one, round by round."""
+    sandboxes = await asyncio.gather(*(provider.start(spec) for _ in range(arguments.sandboxes)))
 
     async def work(sandbox: ApptainerSandbox) -> None:
         for _ in range(arguments.each):
-            await sandbox.exec("/bin/true", timeout_s=30)
+            await sandbox.exec(bare.PROGRAM, timeout_s=30)
 
-    rates = []
+    rates, limits = [], []
     try:
-        await asyncio.gather(*(sandbox.exec("/bin/true") for sandbox in sandboxes))
+        await asyncio.gather(*(sandbox.exec(bare.PROGRAM) for sandbox in sandboxes))
         for _ in range(arguments.rounds):
             began = time.perf_counter()
             await asyncio.gather(*map(work, sandboxes))
             rates.append(len(sandboxes) * arguments.each / (time.perf_counter() - began))
+            limits.append(await asyncio.to_thread(bare.spawn_rate, len(sandboxes), arguments.each))
     finally:
         await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
-    return rates
+    return rates, limits

@@ -76,6 +76,18 @@ def median(
     return Figure(name, unit, statistics.median(samples), len(samples), spread, goal, better)
 
 
+def multiple(
+    name: str, limit: str, ours: Sequence[float], its: Sequence[float], goal: float, better: Better = "lower"
+) -> Figure:
+    """The figure of how many times its limit ours is: the median over rounds, each with one value of both.
+
+    Args:
+        limit: what was measured beside it, by turns, so that what else the machine does falls on both.
+    """
+    ratios = [mine / other for mine, other in zip(ours, its, strict=True)]
+    return median(f"{name}, of {limit}", "×", ratios, goal, better)
+
+
 def report(figures: Sequence[Figure]) -> dict[str, Any]:
     """``{machine, date, figures}``, as ``--json`` prints it."""
     model = "unknown"

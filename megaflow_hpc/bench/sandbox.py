@@ -1,6 +1,7 @@
 """The life of a sandbox: start, reset, stop, memory, and what a killed owner leaves behind.
 
-Sandboxes come from the unpacked image with limits on and network ``none``, through the public API. Memory is the
+Sandboxes come from the unpacked image with limits on and network ``none``, through the public API. A start ends with
+its first command, and its goals are multiples of bare ``apptainer exec`` (bare.py), measured by turns. Memory is the
 proportional set size of all processes of an idle sandbox, Apptainer's own included.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,10 +23,11 @@ from typing import TYPE_CHECKING
 
 from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median
+from megaflow_hpc.bench.figures import Figure, median, multiple
+from megaflow_hpc.bench.programs import bare
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+    from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
 HELP = "start, reset, stop and memory of sandboxes; what a killed owner leaves"
 
@@ -70,16 +73,19 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     async with ApptainerProvider() as provider:
-        await provider.stage(image)
+        rootfs = await provider.stage(image)
         note(f"{arguments.starts} starts, one after the other")
-        starts, stops = await _one_by_one(provider, spec, arguments.starts)
+        starts, bare_starts, stops = await _one_by_one(provider, spec, rootfs, arguments.starts)
         note(f"{arguments.sandboxes} starts at once, {arguments.rounds} times")
-        rates, memory = await _at_once(provider, spec, arguments)
+        rates, bare_rates, memory = await _at_once(provider, spec, rootfs, arguments)
         note("resets")
         ready, back_to_back = await _resets(provider, image, arguments.starts)
+        one, many = "fresh sandbox with its first command", "fresh sandboxes at once"
         figures = [
-            median("fresh sandbox ready, from an unpacked image", "ms", starts, 60),
-            median("fresh sandboxes at once", "per s", rates, 35, "higher"),
+            median(one, "ms", starts).beside(bare.EXEC, "", statistics.median(bare_starts)),
+            median(many, "per s", rates, better="higher").beside(bare.EXEC, "", statistics.median(bare_rates)),
+            multiple(one, bare.EXEC, starts, bare_starts, 0.7),
+            multiple(many, bare.EXEC, rates, bare_rates, 1.3, "higher"),
             median("reset of a persistent sandbox to clean", "ms", ready, 10),
             median("the same without a pause between resets", "ms", back_to_back),
             median("stop", "ms", stops, 10),
@@ -93,30 +99,40 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     return figures
 
 
-async def _one_by_one(provider: ApptainerProvider, spec: SandboxSpec, count: int) -> tuple[list[float], list[float]]:
-    starts, stops = [], []
+async def _one_by_one(
+    provider: ApptainerProvider, spec: SandboxSpec, rootfs: str, count: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Milliseconds of a start with its first command, of bare Apptainer with the same, and of a stop."""
+    starts, limits, stops = [], [], []
     for _ in range(count + 1):
         began = time.perf_counter()
         sandbox = await provider.start(spec)
+        await sandbox.exec(bare.PROGRAM)
         starts.append((time.perf_counter() - began) * 1000)
-        await sandbox.exec("/bin/true")
         began = time.perf_counter()
         await sandbox.stop()
         stops.append((time.perf_counter() - began) * 1000)
-    return starts[1:], stops[1:]
+        limits.append(await bare.container(provider.apptainer, rootfs))
+    return starts[1:], limits[1:], stops[1:]
 
 
 async def _at_once(
-    provider: ApptainerProvider, spec: SandboxSpec, arguments: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Starts per second, and MB of each sandbox of the last round."""
+    provider: ApptainerProvider, spec: SandboxSpec, rootfs: str, arguments: argparse.Namespace
+) -> tuple[list[float], list[float], list[float]]:
+    """Starts per second, those of bare Apptainer, and MB of each sandbox of the last round."""
     from megaflow_hpc.host.process import descendants
 
+    async def start() -> ApptainerSandbox:
+        sandbox = await provider.start(spec)
+        await sandbox.exec(bare.PROGRAM)
+        return sandbox
+
     rates: list[float] = []
+    limits: list[float] = []
     memory: list[float] = []
     for _ in range(arguments.rounds):
         began = time.perf_counter()
-        sandboxes = await asyncio.gather(*(provider.start(spec) for _ in range(arguments.sandboxes)))
+        sandboxes = await asyncio.gather(*(start() for _ in range(arguments.sandboxes)))
         rates.append(len(sandboxes) / (time.perf_counter() - began))
         await asyncio.gather(*(sandbox.settled() for sandbox in sandboxes))
         await asyncio.sleep(SETTLE_S)
@@ -126,7 +142,8 @@ async def _at_once(
             pids = [root, *descendants(root)] if root else []
             memory.append(sum(map(_proportional, pids)) / 1000)
         await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
-    return rates, memory
+        limits.append(await bare.container_rate(provider.apptainer, rootfs, arguments.sandboxes))
+    return rates, limits, memory
 
 
 def _proportional(pid: int) -> float:

@@ -256,6 +256,5 @@ async def beside_starts(
         rate = count / (time.perf_counter() - began)
         await asyncio.gather(*(box.stop() for box in boxes))
         for number, value in ((0, quantile(taken, 0.5)), (1, rate)):
-            name = f"{peer.name}, with its first command"
-            figures[number] = figures[number].beside(name, peer.version, value)
+            figures[number] = figures[number].beside(peer.name, peer.version, value)
     return figures
