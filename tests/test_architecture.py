@@ -33,7 +33,8 @@ DOORS: dict[str, str] = {
     "environments": "environments/sandbox",
     "environments/builds": "environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
-    "environments/images": "environments/images/dockerfile",
+    "environments/images": "environments/images/dockerfile environments/images/layers",
+    "environments/images/layers": "environments/images",
     "environments/images/cache": "environments/images",
     "environments/images/dockerfile": "",
     "environments/sandbox": "environments/images/cache environments/sandbox/commands environments/sandbox/limits "

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-Kind = Literal["file", "directory", "symlink", "hardlink", "special"]
+Kind = Literal["file", "directory", "symlink", "hardlink", "fifo", "special"]
 
 BLOCK = 512
 LONGEST_EXTENSION = 1 << 20
@@ -27,7 +27,7 @@ _KINDS: dict[bytes, Kind] = {
     b"3": "special",
     b"4": "special",
     b"5": "directory",
-    b"6": "special",
+    b"6": "fifo",
 }
 
 
@@ -45,6 +45,10 @@ class Member:
     mode: int
     target: bytes
     """Of links."""
+    uid: int = 0
+    gid: int = 0
+    mtime: int = 0
+    """Seconds since 1970."""
 
 
 class TarReader:
@@ -66,6 +70,7 @@ class TarReader:
         """
         name = target = None
         size: int | None = None
+        extended: dict[bytes, bytes] = {}
         while True:
             for _ in self.content():
                 pass
@@ -84,15 +89,24 @@ class TarReader:
                 self._extension(declared)
                 continue
             if letter == b"x":
-                records = _records(self._extension(declared))
-                name, target = records.get(b"path", name), records.get(b"linkpath", target)
-                if b"size" in records:
-                    size = _decimal(records[b"size"])
+                extended = _records(self._extension(declared))
+                name, target = extended.get(b"path", name), extended.get(b"linkpath", target)
+                if b"size" in extended:
+                    size = _decimal(extended[b"size"])
                 continue
-            yield self._member(header, letter, name, target, declared if size is None else size)
+            yield self._member(header, letter, name, target, declared if size is None else size, extended)
             name = target = size = None
+            extended = {}
 
-    def _member(self, header: bytes, letter: bytes, name: bytes | None, target: bytes | None, size: int) -> Member:
+    def _member(
+        self,
+        header: bytes,
+        letter: bytes,
+        name: bytes | None,
+        target: bytes | None,
+        size: int,
+        extended: dict[bytes, bytes],
+    ) -> Member:
         kind = _KINDS.get(letter)
         if kind is None:
             raise Refused(f"a member of type {letter!r}, such as a sparse file")
@@ -104,7 +118,9 @@ class TarReader:
             raise Refused("a zero byte in a name")
         self._left = size if kind == "file" else 0
         self._padding = -self._left % BLOCK
-        return Member(name, kind, self._left, _number(header[100:108]) & 0o7777, target)
+        mode = _number(header[100:108]) & 0o7777
+        uid, gid = _said(header[108:116], extended.get(b"uid")), _said(header[116:124], extended.get(b"gid"))
+        return Member(name, kind, self._left, mode, target, uid, gid, _said(header[136:148], extended.get(b"mtime")))
 
     def content(self) -> Iterator[bytes]:
         """Yields what is left of the content of the file read last, in pieces.
@@ -150,6 +166,14 @@ def _number(field: bytes) -> int:
     if text.strip(b"01234567"):
         raise Refused(f"{text!r} instead of an octal number")
     return int(text or b"0", 8)
+
+
+def _said(field: bytes, extended: bytes | None) -> int:
+    """A number that nothing depends on; 0 where it is none."""
+    try:
+        return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
+    except Refused:
+        return 0
 
 
 def _decimal(text: bytes) -> int:

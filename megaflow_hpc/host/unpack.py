@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Self, cast
 
 from megaflow_hpc.host.tar import Kind, Member, Refused, TarReader
 
@@ -116,7 +116,7 @@ class TreeWriter:
         self._links: dict[Parts, bytes] = {}
         """Target by name; empty where nothing is made: of what is left out."""
 
-    def __enter__(self) -> TreeWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from megaflow_hpc.environments.builds import tree
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.sandbox.rootfs import child, overlay
+from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.parent_death import dies_with_parent
 

@@ -1,9 +1,11 @@
-"""The image store: SIF files on the shared file system, each under the digest of its content.
+"""The image store: images on the shared file system, each under the digest of its content.
 
 ::
 
     STORE/
       sha256/<digest>.sif  <digest>.json     an image, never changed once there, and what is known of it
+      sha256/<digest>.image                  one that is a base and layers (layered.py)
+      layers/  steps/                        its layers, and which step made which (layer_store.py)
       names/<key>.json                       what was asked for, by its key → digest
       work/<key>.lock  <key>.<host>-<pid>-<start>/     of who builds
 
@@ -13,35 +15,30 @@ looked through in order: one's own, then the group's. A store keeps no state tha
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from megaflow_hpc.environments.images.layer_store import LayerStore
+from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, read_layered
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.notes import abandoned, locked, read_note, workplace, write_note
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
-from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity
+from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
 """Directories, separated by colons; the first is the one written to."""
-STALE_S = 7 * 86400.0
-"""A builder's directory that another host left is rubbish after so long."""
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image of a store: ``bytes`` of the SIF, ``unpacked_bytes`` and ``inodes`` of its files."""
+    """One image of a store: ``bytes`` of the SIF or of all layers, ``unpacked_bytes`` and ``inodes`` of its files."""
 
     path: str
     digest: str
@@ -67,7 +64,8 @@ def digest_of(path: str | os.PathLike[str]) -> str:
 def digest_in(path: str | os.PathLike[str]) -> str | None:
     """Returns the digest that a store's file name states; ``None`` for a file that is in no store."""
     found = Path(path)
-    return found.stem if re.fullmatch(r"[0-9a-f]{64}\.sif", found.name) and found.parent.name == "sha256" else None
+    named = re.fullmatch(r"[0-9a-f]{64}\.(sif|image)", found.name) and found.parent.name == "sha256"
+    return found.stem if named else None
 
 
 class ImageStore:
@@ -78,6 +76,7 @@ class ImageStore:
         self.root = self.roots[0]
         for path in self.roots:
             _check_safe(path)
+        self.layers = LayerStore(self.roots)
 
     @property
     def writable(self) -> bool:
@@ -93,7 +92,7 @@ class ImageStore:
     def find(self, key: str) -> Path | None:
         """Returns the image that was made for ``key``, from whichever store has it."""
         for root in self.roots:
-            name = _read_json(root / "names" / f"{key}.json")
+            name = read_note(root / "names" / f"{key}.json")
             if name and (image := self._image(root, str(name.get("digest")))):
                 return Path(image.path)
         return None
@@ -108,7 +107,7 @@ class ImageStore:
     def images(self) -> Iterator[StoredImage]:
         """Yields every image of every store, in the order of their digests."""
         for root in self.roots:
-            for path in sorted((root / "sha256").glob("*.sif")):
+            for path in sorted(path for ending in (".sif", SUFFIX) for path in (root / "sha256").glob(f"*{ending}")):
                 if image := self._image(root, path.stem):
                     yield image
 
@@ -117,81 +116,128 @@ class ImageStore:
         found: dict[str, list[str]] = {}
         for root in self.roots:
             for path in sorted((root / "names").glob("*.json")):
-                if name := _read_json(path):
+                if name := read_note(path):
                     found.setdefault(str(name["digest"]), []).append(str(name.get("source")))
         return found
 
     def _image(self, root: Path, digest: str) -> StoredImage | None:
-        known = _read_json(root / "sha256" / f"{digest}.json")
-        path = root / "sha256" / f"{digest}.sif"
-        try:
-            if known is None or path.stat().st_size != known["bytes"]:
-                return None
-            return StoredImage(str(path), digest, **{name: known[name] for name in _KNOWN})
-        except (OSError, KeyError):
-            return None
+        known = read_note(root / "sha256" / f"{digest}.json")
+        for path in (root / "sha256" / f"{digest}{ending}" for ending in (".sif", SUFFIX)):
+            with suppress(OSError, KeyError):
+                size = path.stat().st_size
+                if known is not None and (path.suffix == SUFFIX or size == known["bytes"]):
+                    return StoredImage(str(path), digest, **{name: known[name] for name in _KNOWN})
+        return None
 
     # --- writing ------------------------------------------------------------------------------------------------
 
-    def make(self, key: str, source: str, build: Callable[[Path], None]) -> Path:
+    def make(self, key: str, source: str, build: Callable[[Path], LayeredImage | None]) -> Path:
         """Returns the image of ``key``; where there is none, ``build(target)`` writes it. A key has one builder at a
         time.
+
+        Args:
+            build: writes a SIF, or returns an image whose layers are in a store.
 
         Raises:
             SiteError: the store is not the caller's to write to, or what ``build`` raises.
         """
         if found := self.find(key):
             return found
-        self._prepare(source)
-        with _locked(self.root / "work" / f"{key}.lock"):
+        self.prepare(source)
+        with locked(self.root / "work" / f"{key}.lock"):
             if found := self.find(key):
                 return found
-            workplace = self._workplace(key)
-            try:
-                target = workplace / "image.sif"
-                build(target)
-                image = self._publish(target, source)
-            finally:
-                remove_tree(workplace)
+            with workplace(self.root / "work", key) as place:
+                target = place / "image.sif"
+                layered = build(target)
+                image = self.add_layered(layered, source) if layered else self._publish(target, source)
             self.name(key, source, image.digest)
         return Path(image.path)
 
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
         """Copies a SIF that exists into the store; ``digest`` is what its content must have."""
-        self._prepare(str(file))
-        workplace = self._workplace(f"add{secrets.token_hex(4)}")
-        try:
-            target = workplace / "image.sif"
+        self.prepare(str(file))
+        with workplace(self.root / "work", f"add{secrets.token_hex(4)}") as place:
+            target = place / "image.sif"
             with open(file, "rb") as reader, open(target, "wb") as writer:
                 while chunk := reader.read(1 << 22):
                     writer.write(chunk)
             return self._publish(target, source, digest)
-        finally:
-            remove_tree(workplace)
+
+    def add_layered(self, layered: LayeredImage, source: str) -> StoredImage:
+        """Takes an image in whose layers and base are in some store; those of another are linked to.
+
+        Its sizes are those of its layers alone: others share the base.
+        """
+        document, digest = layered.document(), layered.digest
+        for layer in layered.layers:
+            self.layers.adopt(layer.digest)
+        if layered.base is not None and layered.base.digest:
+            self._adopt_base(layered.base.path, layered.base.digest)
+        facts = {
+            "bytes": sum(layer.bytes for layer in layered.layers),
+            "unpacked_bytes": sum(layer.unpacked_bytes for layer in layered.layers),
+            "inodes": sum(layer.inodes for layer in layered.layers),
+            "source": source,
+            "created_at": time.time(),
+        }
+        final = self.root / "sha256" / f"{digest}{SUFFIX}"
+        with workplace(self.root / "work", f"add{secrets.token_hex(4)}") as place:
+            target = place / final.name
+            with open(target, "wb") as file:
+                file.write(document)
+                file.flush()
+                os.fsync(file.fileno())
+            target.chmod(0o444)
+            write_note(final.with_suffix(".json"), facts)
+            os.rename(target, final)
+        return StoredImage(str(final), digest, **facts)  # type: ignore[arg-type]
+
+    def _adopt_base(self, path: str, digest: str) -> None:
+        own = self.root / "sha256" / f"{digest}.sif"
+        if not own.exists():
+            link = self.root / "work" / f"link{secrets.token_hex(8)}"
+            os.symlink(path, link)
+            write_note(own.with_suffix(".json"), read_note(Path(path).with_suffix(".json")) or {})
+            os.rename(link, own)
 
     def name(self, key: str, source: str, digest: str) -> None:
         """Records that ``key`` is answered by the image of ``digest``."""
-        _publish_note(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
+        write_note(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:
-        """Takes an image and its names out of the store that is written to; returns the bytes that were freed."""
-        path = self.root / "sha256" / f"{digest}.sif"
+        """Takes an image and its names out of the store that is written to; returns the bytes that were freed.
+
+        Layers stay: others may share them (:meth:`unused_layers`).
+        """
         for name in (self.root / "names").glob("*.json"):
-            if (known := _read_json(name)) and known.get("digest") == digest:
+            if (known := read_note(name)) and known.get("digest") == digest:
                 name.unlink(missing_ok=True)
-        try:
-            freed = path.stat().st_size
-            path.unlink()
-        except FileNotFoundError:
-            freed = 0
-        path.with_suffix(".json").unlink(missing_ok=True)
+        freed = 0
+        for path in (self.root / "sha256" / f"{digest}{ending}" for ending in (".sif", SUFFIX)):
+            with suppress(FileNotFoundError):
+                freed += path.lstat().st_size
+                path.unlink()
+        (self.root / "sha256" / f"{digest}.json").unlink(missing_ok=True)
         return freed
+
+    def unused_layers(self, older_s: float = 86400.0) -> list[LayerFacts]:
+        """Returns the layers that no image of the store that is written to has, and that came long enough ago not to
+        be a builder's or a pull's under way."""
+        used = set()
+        for path in (self.root / "sha256").glob(f"*{SUFFIX}"):
+            with suppress(SandboxError):
+                used |= {layer.digest for layer in read_layered(path).layers}
+        before = time.time() - older_s
+        notes = {layer: self.root / "layers" / f"{layer.digest}.json" for layer in self.layers.layers()}
+        return [layer for layer, note in notes.items() if layer.digest not in used and note.stat().st_mtime < before]
 
     def leftovers(self) -> list[Path]:
         """Returns the directories of builders that were killed."""
-        return [path for path in (self.root / "work").glob("*.*/") if _abandoned(path)]
+        return [path for path in (self.root / "work").glob("*.*/") if abandoned(path)]
 
-    def _prepare(self, source: str) -> None:
+    def prepare(self, source: str) -> None:
+        """Makes the store's rooms; raises :class:`SiteError`, naming ``source``, where it is not the caller's."""
         if not self.writable:
             remedy = f"{VARIABLE}=~/.megaflow-hpc/images:{':'.join(map(str, self.roots))}"
             raise SiteError(
@@ -200,20 +246,11 @@ class ImageStore:
             )
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = self.root.stat().st_mode & 0o7777
-        for room in ("sha256", "names", "work"):
+        for room in ("sha256", "names", "layers", "steps", "work"):
             place = self.root / room
             if not place.is_dir():
                 place.mkdir(exist_ok=True)
                 place.chmod(mode)
-
-    def _workplace(self, key: str) -> Path:
-        for left in (self.root / "work").glob(f"{key}.*/"):
-            if _abandoned(left):
-                remove_tree(left)
-        path = self.root / "work" / f"{key}.{socket.gethostname()}-{Identity.of(os.getpid())}"
-        remove_tree(path)
-        path.mkdir(mode=0o700)
-        return path
 
     def _publish(self, target: Path, source: str, expected: str | None = None) -> StoredImage:
         partition = system_partition(target)
@@ -234,17 +271,12 @@ class ImageStore:
         )
         target.chmod(0o444)
         known = {name: value for name, value in asdict(image).items() if name in _KNOWN}
-        _publish_note(final.with_suffix(".json"), known)
+        write_note(final.with_suffix(".json"), known)
         os.rename(target, final)
         return image
 
 
 _KNOWN = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
-
-
-def _publish_note(path: Path, value: Mapping[str, Any]) -> None:
-    write_json(path, value, 0o444)
-    path.chmod(0o444)  # whatever the umask: the directory decides who reads
 
 
 def _check_safe(root: Path) -> None:
@@ -256,43 +288,8 @@ def _check_safe(root: Path) -> None:
         raise SiteError(f"{root}: everybody may write to this image store; chmod o-w {root}, or use another one")
 
 
-def _abandoned(path: Path) -> bool:
-    """Whether the builder that made ``<key>.<host>-<pid>-<start>`` is gone; another host's is believed for a week."""
-    name = re.fullmatch(r"[^.]+\.(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
-    if name is None:
-        return False
-    if name["host"] == socket.gethostname():
-        return not Identity(int(name["pid"]), int(name["start"])).alive()
-    try:
-        return time.time() - path.stat().st_mtime > STALE_S
-    except OSError:
-        return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file. Where the file system has no locks nobody waits: work may be done twice, nothing breaks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _read_json(path: Path) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def known_size(path: str | os.PathLike[str]) -> int | None:
     """Returns the bytes of the unpacked files of a store's image, as its store noted; ``None`` for a file of no
     store."""
-    known = _read_json(Path(path).with_suffix(".json")) if digest_in(path) else None
+    known = read_note(Path(path).with_suffix(".json")) if digest_in(path) else None
     return int(known["unpacked_bytes"]) if known and known.get("bytes") == os.path.getsize(path) else None

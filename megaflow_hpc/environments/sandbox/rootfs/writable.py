@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox import snapshot
-from megaflow_hpc.environments.sandbox.rootfs import child, copies
+from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
 

@@ -1,8 +1,7 @@
-"""A program that reads and writes an image's files beside this process, which must not wait for them."""
+"""A program of ours beside this process, which must not wait for it: it imports little and starts fast."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from types import ModuleType
 from megaflow_hpc.host.apptainer import clean_environment
 from megaflow_hpc.host.parent_death import dies_with_parent
 
-_LIBRARY = str(Path(__file__).parents[4])
+_LIBRARY = str(Path(__file__).parents[2])
 
 
 def argv_of(module: ModuleType) -> list[str]:
@@ -25,6 +24,8 @@ def argv_of(module: ModuleType) -> list[str]:
 
 async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, bytes]:
     """Runs a program to its end, and returns its exit status and both streams; it ends with this task."""
+    import asyncio  # which the program itself, who imports this module for nothing else, is spared
+
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,

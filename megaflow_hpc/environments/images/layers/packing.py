@@ -1,0 +1,206 @@
+"""Writes layers: an archive of entries that are named one by one, or of all that an overlay's upper directory holds.
+
+What is packed may be a step's work. It is read through descriptors, and no link in it is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from megaflow_hpc.environments.images.layers.blob import (
+    OPAQUE,
+    OPAQUE_ATTRIBUTES,
+    WHITEOUT,
+    LayerFacts,
+    Tally,
+    deflater,
+)
+from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.unpack import DEEPEST
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Of one entry: permission bits, numeric owner and time of change in seconds."""
+
+    mode: int
+    uid: int = 0
+    gid: int = 0
+    mtime: int = 0
+
+
+def attributes_of(found: os.stat_result) -> Attributes:
+    """Returns those of a file's status."""
+    return Attributes(stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, max(0, int(found.st_mtime)))
+
+
+class Packer:
+    """Writes one layer to ``target``, as a context manager; :meth:`facts` are known after it.
+
+    Names are relative to the image's root. The same entries give the same bytes.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._file = open(target, "xb")  # noqa: SIM115
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+        self._deflater = deflater()
+        self._tally = Tally()
+        self._links: dict[tuple[int, int], str] = {}
+
+    def __enter__(self) -> Packer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._write(bytes(2 * tarfile.BLOCKSIZE))
+                self._put(self._deflater.flush())
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def facts(self) -> LayerFacts:
+        """Returns digest and sizes of what was written."""
+        return LayerFacts(self._digest.hexdigest(), self._bytes, self._tally.bytes, self._tally.inodes)
+
+    @property
+    def entries(self) -> int:
+        """Entries written so far."""
+        return self._tally.inodes
+
+    # --- entries ------------------------------------------------------------------------------------------------
+
+    def directory(self, name: str, attributes: Attributes) -> None:
+        """Adds a directory."""
+        self._header(name, tarfile.DIRTYPE, attributes)
+
+    def link(self, name: str, target: str, attributes: Attributes) -> None:
+        """Adds a symbolic link."""
+        self._header(name, tarfile.SYMTYPE, attributes, target=target)
+
+    def file(self, name: str, descriptor: int, attributes: Attributes) -> None:
+        """Adds what an open regular file holds; one that was added before by another name becomes a hard link."""
+        found = os.fstat(descriptor)
+        if found.st_nlink > 1:
+            known = self._links.setdefault((found.st_dev, found.st_ino), name)
+            if known != name:
+                self._header(name, tarfile.LNKTYPE, attributes, target=known)
+                return
+        self._header(name, tarfile.REGTYPE, attributes, found.st_size)
+        left = found.st_size
+        while left:
+            data = os.read(descriptor, min(left, _CHUNK))
+            if not data:
+                raise Refused(f"{name}: became shorter while it was read")
+            self._write(data)
+            left -= len(data)
+        self._write(bytes(-found.st_size % tarfile.BLOCKSIZE))
+
+    def content(self, name: str, content: bytes, attributes: Attributes) -> None:
+        """Adds a file."""
+        self._header(name, tarfile.REGTYPE, attributes, len(content))
+        self._write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
+
+    def fifo(self, name: str, attributes: Attributes) -> None:
+        """Adds a named pipe."""
+        self._header(name, tarfile.FIFOTYPE, attributes)
+
+    def whiteout(self, name: str) -> None:
+        """Says that what is below at ``name`` is gone."""
+        parent, _, last = name.rpartition("/")
+        hidden = os.fsdecode(WHITEOUT) + last
+        self._header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
+
+    def opaque(self, name: str) -> None:
+        """Says that nothing of what is below in the directory ``name`` is seen."""
+        self._header(f"{name}/{os.fsdecode(OPAQUE)}", tarfile.REGTYPE, Attributes(0))
+
+    def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
+        self._tally.add(size, is_directory=kind == tarfile.DIRTYPE)
+        info = tarfile.TarInfo(name)
+        info.type, info.size, info.linkname = kind, size, target
+        info.mode, info.uid, info.gid, info.mtime = attributes.mode, attributes.uid, attributes.gid, attributes.mtime
+        self._write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+
+    def _write(self, data: bytes) -> None:
+        self._put(self._deflater.compress(data))
+
+    def _put(self, packed: bytes) -> None:
+        self._digest.update(packed)
+        self._bytes += len(packed)
+        self._file.write(packed)
+
+
+def pack_tree(packer: Packer, directory: int, name: str = "", *, top: bool = True) -> None:
+    """Adds all that an overlay's upper directory holds: its files, and what it marks as deleted.
+
+    Deleted is what a device 0/0 stands for, or an empty file ``.wh.NAME`` (rootfs/copies.py). Devices and sockets are
+    left out.
+
+    Args:
+        directory: its descriptor.
+        name: of the directory in the image; empty for the root, whose own attributes are left to the image below.
+
+    Raises:
+        Refused: nested deeper than anything that reads it could go.
+    """
+    if name.count("/") >= DEEPEST:
+        raise Refused(f"{name[:200]}: more than {DEEPEST} directories in one another")
+    if not top and _is_opaque(directory):
+        packer.opaque(name)
+    for entry in _entries(directory):
+        found = entry.stat(follow_symlinks=False)
+        path, attributes = f"{name}/{entry.name}" if name else entry.name, attributes_of(found)
+        if entry.name.startswith(os.fsdecode(WHITEOUT)):
+            hidden = entry.name.removeprefix(os.fsdecode(WHITEOUT))
+            if hidden not in ("", ".", "..", ".wh..opq") and stat.S_ISREG(found.st_mode) and not found.st_size:
+                packer.whiteout(f"{name}/{hidden}" if name else hidden)
+        elif stat.S_ISDIR(found.st_mode):
+            below = os.open(entry.name, _DIRECTORY, dir_fd=directory)
+            try:
+                packer.directory(path, attributes)
+                pack_tree(packer, below, path, top=False)
+            finally:
+                os.close(below)
+        elif stat.S_ISREG(found.st_mode):
+            file = os.open(entry.name, _FILE, dir_fd=directory)
+            try:
+                packer.file(path, file, attributes)
+            finally:
+                os.close(file)
+        elif stat.S_ISLNK(found.st_mode):
+            packer.link(path, os.readlink(entry.name, dir_fd=directory), attributes)
+        elif stat.S_ISFIFO(found.st_mode):
+            packer.fifo(path, attributes)
+        elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+            packer.whiteout(path)
+
+
+def _entries(directory: int) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        yield from sorted(entries, key=lambda entry: entry.name)
+
+
+def _is_opaque(directory: int) -> bool:
+    for name in OPAQUE_ATTRIBUTES:
+        with suppress(OSError):
+            if os.getxattr(directory, name) == b"y":
+                return True
+    with suppress(OSError):
+        os.stat(os.fsdecode(OPAQUE), dir_fd=directory, follow_symlinks=False)
+        return True
+    return False

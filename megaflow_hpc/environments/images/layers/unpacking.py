@@ -1,0 +1,190 @@
+"""Unpacks a layer's blob to a directory in the form of an overlay's upper directory.
+
+A program of its own does so where there is much to unpack (:func:`main`), or where files are to have the owners that
+the layer says: as uid 0 of a user namespace that has them. The archive is a stranger's: :mod:`megaflow_hpc.host.unpack`
+says how nothing in it is resolved as a path. Devices and sockets are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megaflow_hpc.environments.images.layers.blob import (
+    LARGEST,
+    MOST_ENTRIES,
+    OPAQUE,
+    OPAQUE_ATTRIBUTES,
+    WHITEOUT,
+    LayerFacts,
+    LayerStream,
+)
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host import child
+from megaflow_hpc.host.apptainer import clean_environment, last_line
+from megaflow_hpc.host.tar import Member, Refused, TarReader
+from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain
+
+SMALL = 1 << 18
+"""Bytes of a blob that is unpacked in this process: sooner done than a program is started."""
+
+
+def unpack(blob: str | os.PathLike[str], facts: LayerFacts, target: Path, namespace: Sequence[str] = ()) -> None:
+    """Unpacks a blob below ``target``, which must not be there, and compares it with its digest.
+
+    Args:
+        namespace: argv prefix that enters a user namespace in which files get the owners that the layer says; without
+            one they are the caller's.
+
+    Raises:
+        SandboxError: it is no layer, or not the one of that digest.
+    """
+    if not namespace and facts.bytes <= SMALL:
+        _unpack(os.fspath(blob), facts.digest, target, owners=False)
+        return
+    words = [*namespace, *child.argv_of(sys.modules[__name__]), os.fspath(blob), facts.digest, os.fspath(target)]
+    done = subprocess.run(
+        [*words, "owners" if namespace else ""],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=clean_environment(),
+        cwd="/",
+        check=False,
+    )
+    if done.returncode:
+        raise SandboxError(last_line(done.stderr) or f"{blob}: cannot be unpacked")
+
+
+def _unpack(blob: str, digest: str, target: Path, *, owners: bool) -> None:
+    with open(blob, "rb", buffering=0) as file:
+        try:
+            stream = LayerStream(file)
+            with LayerWriter(target, owners=owners) as layer:
+                reader = TarReader(stream)  # type: ignore[arg-type]
+                for member in reader:
+                    layer.add(member, reader)
+        except Refused as error:
+            raise SandboxError(f"{blob}: not a layer of an image: {error}") from error
+        found, _ = stream.finish()
+    if found != digest:
+        raise SandboxError(
+            f"{blob}: its content has the digest {found}, not the one in its name: it was damaged or replaced; remove "
+            "it, and build or pull its image again"
+        )
+
+
+class LayerWriter(TreeWriter):
+    """Writes a layer's entries below one directory.
+
+    Args:
+        owners: give files the owners that the layer says; without it they are the caller's.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, owners: bool) -> None:
+        super().__init__(root, Budget(LARGEST, MOST_ENTRIES))
+        self._owners = owners
+        self._directories: dict[Parts, Member] = {}
+        self._written: set[Parts] = set()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Sets the attributes of directories, unless something went wrong, and lets go."""
+        if kind is None:
+            for parts, member in sorted(self._directories.items(), reverse=True):
+                descriptor = self._open(parts)
+                if self._owners:
+                    os.chown(descriptor, member.uid, member.gid)
+                # Whoever removes the tree must be able to: the caller is root in what is seen of it.
+                os.chmod(descriptor, member.mode | (0 if self._owners else stat.S_IRWXU))
+                os.utime(descriptor, (member.mtime, member.mtime))
+        super().__exit__(kind, error, trace)
+
+    def add(self, member: Member, reader: TarReader) -> None:
+        """Writes one entry."""
+        parts = plain(member.name)
+        if member.kind == "directory":
+            self.directory(parts)
+            self._directories[parts] = member
+            return
+        if not parts:
+            raise Refused("a member without a name")
+        name = parts[-1]
+        if name == OPAQUE:
+            descriptor = self._open(parts[:-1])
+            if parts[:-1]:  # nothing is below the root of an image
+                _make_opaque(descriptor)
+        elif name.startswith(WHITEOUT):
+            hidden = name.removeprefix(WHITEOUT)
+            if hidden in (b"", b".", b".."):
+                raise Refused(f"{name!r} hides nothing")
+            self._make((*parts[:-1], hidden), lambda parent: os.mknod(hidden, stat.S_IFCHR, 0, dir_fd=parent))
+        elif member.kind == "file":
+            self.file(parts, reader.content(), member.mode & 0o777)
+            self._finish(parts, member)
+        elif member.kind == "hardlink":
+            self._hard_link(parts, plain(member.target))
+        elif member.kind == "symlink":
+            self._make(parts, lambda parent: os.symlink(member.target, name, dir_fd=parent))
+            self._finish(parts, member)
+        elif member.kind == "fifo":
+            self._make(parts, lambda parent: os.mkfifo(name, member.mode & 0o777, dir_fd=parent))
+            self._finish(parts, member)
+
+    def _make(self, parts: Parts, make: Callable[[int], None]) -> None:
+        self.budget.spend(0, 1)
+        parent = self._open(parts[:-1])
+        try:
+            make(parent)
+        except FileExistsError:
+            try:
+                os.unlink(parts[-1], dir_fd=parent)
+            except IsADirectoryError:
+                raise Refused(f"{parts[-1][:200]!r} where there is a directory") from None
+            make(parent)
+        self._written.add(parts)
+
+    def _hard_link(self, parts: Parts, source: Parts) -> None:
+        if source not in self._written or source == parts:
+            raise Refused(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
+        origin = os.dup(self._open(source[:-1]))
+        try:
+            self._make(
+                parts,
+                lambda parent: os.link(
+                    source[-1], parts[-1], src_dir_fd=origin, dst_dir_fd=parent, follow_symlinks=False
+                ),
+            )
+        finally:
+            os.close(origin)
+
+    def _finish(self, parts: Parts, member: Member) -> None:
+        name, parent = parts[-1], self._open(parts[:-1])
+        self._written.add(parts)
+        if self._owners:
+            os.chown(name, member.uid, member.gid, dir_fd=parent, follow_symlinks=False)
+        if member.kind != "symlink":
+            os.chmod(name, member.mode, dir_fd=parent)  # after its owner, which takes setuid away
+        os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
+
+
+def _make_opaque(descriptor: int) -> None:
+    os.setxattr(descriptor, OPAQUE_ATTRIBUTES[0], b"y")
+    with suppress(OSError):
+        os.setxattr(descriptor, OPAQUE_ATTRIBUTES[1], b"y")
+
+
+def main() -> None:
+    """Entry point of the program: ``BLOB DIGEST TARGET [owners]``."""
+    blob, digest, target, owners = sys.argv[1:]
+    os.umask(0o022)
+    try:
+        _unpack(blob, digest, Path(target), owners=bool(owners))
+    except (OSError, SandboxError) as error:
+        sys.exit(str(error))
