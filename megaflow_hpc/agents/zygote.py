@@ -27,7 +27,7 @@ from megaflow_hpc.agents import wire
 from megaflow_hpc.agents.registry import NAMES, create
 from megaflow_hpc.agents.remote import RemoteSandbox
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.parent_death import die_with_parent
+from megaflow_hpc.host.child import die_with_parent
 from megaflow_hpc.types import ModelEndpoint, Task
 
 

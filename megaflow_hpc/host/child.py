@@ -1,8 +1,14 @@
-"""A program of ours beside this process, which must not wait for it: it imports little and starts fast."""
+"""Child processes: none outlives the one that started it, and programs of ours, which import little and start fast.
+
+No process outlives its parent by the kernel's parent-death signal (prctl ``PR_SET_PDEATHSIG``).
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,9 +17,36 @@ from pathlib import Path
 from types import ModuleType
 
 from megaflow_hpc.host.apptainer import clean_environment
-from megaflow_hpc.host.parent_death import dies_with_parent
 
 _LIBRARY = str(Path(__file__).parents[2])
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@functools.cache
+def dies_with_parent() -> tuple[str, ...]:
+    """Returns an argv prefix by which the kernel kills a command when the thread that started it ends.
+
+    Empty where ``setpriv`` is missing.
+    """
+    setpriv = shutil.which("setpriv")
+    return (setpriv, "--pdeathsig", "KILL") if setpriv else ()
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the thread that forked it ends; for a child between fork and exec."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends (a child subreaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+_libc = ctypes.CDLL(None)  # at import: after a fork nothing should be loaded
+
+
+def _prctl(option: int, value: int) -> None:
+    _libc.prctl(option, value, 0, 0, 0)
 
 
 def argv_of(module: ModuleType) -> list[str]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import clean_environment, unshare
-from megaflow_hpc.host.parent_death import dies_with_parent
+from megaflow_hpc.host.child import dies_with_parent
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.host.address import free_port
-from megaflow_hpc.host.parent_death import die_with_parent
+from megaflow_hpc.host.child import die_with_parent
 from megaflow_hpc.host.process import stat_fields
 
 PACKAGES = ("litellm[proxy]", "vllm-router")

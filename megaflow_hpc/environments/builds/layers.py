@@ -19,7 +19,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.parent_death import dies_with_parent
+from megaflow_hpc.host.child import dies_with_parent
 
 _ROOT = SandboxSpec("", nested=True)
 """Who mounts a layer to read it: uid 0 of its namespace."""

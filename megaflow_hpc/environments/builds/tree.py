@@ -19,7 +19,7 @@ import subprocess
 import sys
 
 from megaflow_hpc.host import beneath
-from megaflow_hpc.host.parent_death import dies_with_parent
+from megaflow_hpc.host.child import dies_with_parent
 
 OURS = (".megaflow", ".megaflow-build", ".megaflow-placing")
 """Directories at the top in which the build's own were mounted."""

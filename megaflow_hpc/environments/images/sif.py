@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import open_directories, remove_tree
-from megaflow_hpc.host.parent_death import dies_with_parent
 
 _HEADER = struct.Struct("<32s10s3s3s16s8q")
 _DESCRIPTOR = struct.Struct("<iBIIIqqqqqqq128s384s")

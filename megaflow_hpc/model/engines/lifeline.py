@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megaflow_hpc.host.parent_death import adopt_orphans, die_with_parent
+from megaflow_hpc.host.child import adopt_orphans, die_with_parent
 from megaflow_hpc.host.process import descendants, kill_each, mapped_files
 
 GRACE_S = 8.0

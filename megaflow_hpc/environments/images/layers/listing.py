@@ -22,8 +22,8 @@ from megaflow_hpc.environments.images.layers.packing import Attributes
 from megaflow_hpc.environments.images.layers.view import HIDDEN, Entry
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.apptainer import clean_environment
+from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.parent_death import dies_with_parent
 from megaflow_hpc.host.tar import Refused, TarReader
 from megaflow_hpc.host.unpack import plain
 

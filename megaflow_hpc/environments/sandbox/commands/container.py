@@ -31,7 +31,7 @@ from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.parent_death import dies_with_parent
+from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.process import Identity
 
 _STDERR_KEPT = 16384

@@ -26,8 +26,8 @@ import stat
 import subprocess
 import sys
 
+from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.parent_death import dies_with_parent
 
 DELETED = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
