@@ -60,12 +60,13 @@ def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
     """
     name, args = str(_get(spec, "name")), dict(_get(spec, "args") or {})
     factory = _find(name)
+    signature = inspect.signature(factory)
+    parameters = signature.parameters
     try:
-        parameters = inspect.signature(factory).parameters
         for limit in ("max_turns", "timeout_s"):
             if limit in parameters and limit not in args:
                 args[limit] = _get(spec, limit)
-        inspect.signature(factory).bind(**args)
+        signature.bind(**args)
     except TypeError as error:
         raise ConfigError(f"agent {name!r}: args: {error}; it takes {', '.join(parameters) or 'none'}") from error
     agent: Agent = factory(**args)

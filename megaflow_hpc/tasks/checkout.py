@@ -34,7 +34,10 @@ GONE = 79
 _SETTINGS = ("core.fileMode", "core.autocrlf", "core.eol", "core.symlinks")
 """What of a checkout's configuration decides whether an untouched file counts as changed."""
 
-_LOOK = f"""commit=$(git -c safe.directory='*' rev-parse -q --verify 'HEAD^{{commit}}') || exit 1
+_LOOK = f"""cd -P . && above=$PWD || exit 1
+# Most tasks have no checkout, and a shell learns that sooner than git is started.
+until [ -e "$above/.git" ] || [ -n "$GIT_DIR" ]; do [ -n "$above" ] || exit 1; above=${{above%/*}}; done
+commit=$(git -c safe.directory='*' rev-parse -q --verify 'HEAD^{{commit}}') || exit 1
 top=$(git -c safe.directory='*' rev-parse --show-toplevel) || exit 1
 objects=$(cd "$(git -c safe.directory='*' rev-parse --git-path objects)" && pwd -P) || exit 1
 exclude=$(git -c safe.directory='*' rev-parse --git-path info/exclude)

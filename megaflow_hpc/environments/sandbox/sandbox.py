@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megaflow_hpc.environments.sandbox import transfer
+from megaflow_hpc.environments.sandbox.absence import nothing_at
 from megaflow_hpc.environments.sandbox.bundle import Bundle
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
@@ -374,6 +375,19 @@ class ApptainerSandbox:
         script = f"if [ -f {shlex.quote(place)} ]; then exec head -c {limit} <{shlex.quote(place)}; else exit 1; fi"
         done = await self.exec(script, cwd="/", output_limit=2 * limit)
         return done.stdout_bytes if done.exit_code == 0 else None
+
+    async def lacks(self, path: str) -> bool:
+        """Whether there is certainly nothing at ``path``, or an empty directory, of a sandbox at rest
+        (:meth:`end_processes`); it stays at rest. ``False`` where only a command could tell.
+
+        Args:
+            path: relative to the sandbox's workdir.
+        """
+        place = os.path.normpath(os.path.join(self.workdir, path))
+        found: list[bool] = []
+        if self._at_rest and not self._covered(place):
+            await self.end_processes(lambda paths: found.append(nothing_at(paths, place)))
+        return found == [True]
 
     def _covered(self, path: str) -> bool:
         """Whether a bind of the spec lies over ``path``."""

@@ -82,6 +82,7 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
         SandboxError: the sandbox was lost, or has used up what it may.
     """
     entries = entries_of(task)
+    lacking = [await sandbox.lacks(entry.source) for entry in entries]
     budget = sandbox.download_budget()
     deadline = asyncio.get_running_loop().time() + DOWNLOAD_S
     sources = [entry.source for entry in entries]
@@ -90,8 +91,10 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
         'for p in "$@"; do if [ -d "$p" ]; then set -- "$p"/*; [ -e "$1" ]; else [ -e "$p" ]; fi && echo 1 || echo 0; '
         "done"
     )
-    seen = await sandbox.exec(["/bin/sh", "-c", test, "sh", *sources], cwd="/", timeout_s=COLLECT_S)
-    there = seen.stdout.split()
+    there: list[str] = []
+    if not all(lacking):
+        seen = await sandbox.exec(["/bin/sh", "-c", test, "sh", *sources], cwd="/", timeout_s=COLLECT_S)
+        there = seen.stdout.split()
     found: list[Collected] = []
     for number, entry in enumerate(entries):
         source = sources[number]

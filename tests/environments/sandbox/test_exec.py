@@ -338,6 +338,39 @@ def reading_at_rest(image_run: InSandbox) -> None:
     image_run(use, workdir="/w")
 
 
+LACKED = {"none": True, "none/deeper": True, "/no/such": True, "empty": True}
+LACKED |= dict.fromkeys(
+    ("file", "deep", "dots", "link", "gone", "linked/x", "../w/none/..", "/etc", "/", "/bound"), False
+)
+
+
+def lacking_at_rest(image_run: InSandbox, folder: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        made = await sandbox.exec(
+            "mkdir deep empty dots && touch file deep/file dots/.hidden && ln -s file link && ln -s nowhere gone && "
+            "ln -s / linked && ls /bound && rm /etc/passwd"
+        )
+        assert made.exit_code == 0, made.stderr
+        assert not await sandbox.lacks("none"), "while it runs a command may make it at any time"
+        await sandbox.end_processes()
+        assert {path: await sandbox.lacks(path) for path in LACKED} == LACKED
+        assert told_at_rest(sandbox), "looking starts no container"
+        assert (await sandbox.exec("ls -d deep empty")).stdout == "deep\nempty\n"
+
+    image_run(use, workdir="/w", binds=(f"{folder}:/bound",))
+
+
+def test_what_a_sandbox_at_rest_lacks_is_told_by_the_host(in_any_sandbox: InSandbox, tmp_path: Path) -> None:
+    lacking_at_rest(in_any_sandbox, tmp_path)
+
+
+def test_what_a_copy_at_rest_lacks_is_told_alike(
+    busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    lacking_at_rest(runs(busybox_rootfs, scratch), tmp_path)
+
+
 def test_a_sandbox_at_rest_is_read_by_the_host_and_wakes_for_a_command(in_any_sandbox: InSandbox) -> None:
     reading_at_rest(in_any_sandbox)
 
