@@ -33,10 +33,11 @@ DOORS: dict[str, str] = {
     "environments": "environments/sandbox",
     "environments/builds": "environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
-    "environments/images": "environments/images/dockerfile environments/images/layers",
+    "environments/images": "environments/images/dockerfile environments/images/layers environments/images/registry",
     "environments/images/layers": "environments/images",
     "environments/images/cache": "environments/images",
     "environments/images/dockerfile": "",
+    "environments/images/registry": "",
     "environments/sandbox": "environments/images/cache environments/sandbox/commands environments/sandbox/limits "
     "environments/sandbox/rootfs",
     "environments/sandbox/commands": "environments/sandbox",

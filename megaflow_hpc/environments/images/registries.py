@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaflow_hpc.environments.images.registry.reference import Reference
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 
@@ -63,6 +64,11 @@ class Registries:
         plain = mirror.startswith("http://")
         place = re.sub(r"^https?://", "", mirror).rstrip("/")
         return f"{scheme}://{place}/{path}", ["--no-https"] if plain else []
+
+    def reference(self, source: str) -> Reference:
+        """Returns where the image of a ``docker://`` address is really fetched from."""
+        address, options = self.address(source)
+        return Reference.parse(*split_name(address.partition("://")[2]), plain=bool(options))
 
     def pull(self, source: str, target: Path) -> None:
         """Fetches an image.

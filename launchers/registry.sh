@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Provides a container registry for the tests: from PATH, else from Debian's archive. It is unpacked, not installed: as a
+# package it would start a server on this machine.
+#
+# usage: launchers/registry.sh OUTPUT     (called by launchers/setup)
+# shellcheck source=launchers/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+: "${MEGAFLOW_HOME:?called by launchers/setup}"
+
+output=$1
+apt=$MEGAFLOW_HOME/cache/apt-registry
+found=$(command -v docker-registry || true)
+if [[ -z $found ]]; then
+  rm -rf "$apt/debs" && mkdir -p "$apt/debs"
+  mirror=$(debian_mirror)
+  key=/usr/share/keyrings/debian-archive-keyring.gpg
+  [[ -f $key ]] || key=$PREFIX$key
+  [[ -z $mirror ]] || echo "deb [signed-by=$key] $mirror ${MEGAFLOW_BASE_SUITE:-bookworm} main" >"$apt/sources.list"
+  apt_private "$apt" apt-get update
+  (cd "$apt/debs" && apt_private "$apt" apt-get download docker-registry && dpkg-deb -x docker-registry_*.deb .)
+  found=$apt/debs/usr/bin/docker-registry
+fi
+"$found" --version >/dev/null || die "no docker-registry that runs: put one at $output, or install the package docker-registry"
+mkdir -p "$(dirname "$output")"
+cp "$found" "$output.new"
+mv -f "$output.new" "$output"
+rm -rf "$apt/debs"
+say "a container registry for the tests is at $output"

@@ -1,0 +1,268 @@
+"""Debian's registry on the loopback, images to push into it, and a front before it that counts and can misbehave."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import io
+import json
+import subprocess
+import tarfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from megaflow_hpc.host.address import free_port
+from tests.support.waiting import until
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+INDEX = "application/vnd.oci.image.index.v1+json"
+CONFIG = "application/vnd.oci.image.config.v1+json"
+LAYER = "application/vnd.oci.image.layer.v1.tar"
+COMPRESSED: Mapping[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    "gzip": lambda data: gzip.compress(data, 1, mtime=0),
+    "zstd": lambda data: zstandard.compress(data, 1),
+}
+
+
+def digest_of(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as it is pushed: the blob, and the archive in it."""
+
+    archive: bytes = field(repr=False)
+    compression: str = "gzip"
+
+    @property
+    def blob(self) -> bytes:
+        return COMPRESSED[self.compression](self.archive)
+
+    @property
+    def digest(self) -> str:
+        """In hexadecimal, of the blob."""
+        return hashlib.sha256(self.blob).hexdigest()
+
+
+def layer(files: Mapping[str, bytes], compression: str = "gzip") -> Layer:
+    """A layer of these files; the same files are the same layer."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode, entry.mtime = len(content), 0o644, 1
+            archive.addfile(entry, io.BytesIO(content))
+    return Layer(plain.getvalue(), compression)
+
+
+def tree_layer(tree: Path, compression: str = "gzip") -> Layer:
+    """A layer of a directory's files."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        archive.add(tree, ".")
+    return Layer(plain.getvalue(), compression)
+
+
+@dataclass
+class Registry:
+    """A registry that runs; ``authorization`` is the header with which tests push."""
+
+    address: str
+    authorization: str = ""
+
+    def call(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+        host, _, port = self.address.partition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        try:
+            words = {name.replace("_", "-"): value for name, value in headers.items()}
+            words |= {"Authorization": self.authorization} if self.authorization else {}
+            connection.request(method, path, body, words)
+            answer = connection.getresponse()
+            return answer.status, dict(answer.headers), answer.read()
+        finally:
+            connection.close()
+
+    def push_blob(self, repository: str, data: bytes) -> str:
+        """Pushes a blob unless it is there; its digest."""
+        digest = digest_of(data)
+        if self.call("HEAD", f"/v2/{repository}/blobs/{digest}")[0] != 200:
+            status, headers, body = self.call("POST", f"/v2/{repository}/blobs/uploads/")
+            assert status == 202, body
+            location = headers["Location"].removeprefix(f"http://{self.address}")
+            joined = "&" if "?" in location else "?"
+            put = f"{location}{joined}digest={digest}"
+            status, _, body = self.call("PUT", put, data, Content_Type="application/octet-stream")
+            assert status == 201, body
+        return digest
+
+    def push_manifest(self, repository: str, tag: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Pushes a manifest or an index; its descriptor."""
+        data = json.dumps(manifest).encode()
+        media_type = manifest["mediaType"]
+        status, _, body = self.call("PUT", f"/v2/{repository}/manifests/{tag}", data, Content_Type=media_type)
+        assert status == 201, body
+        return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+    def push(self, repository: str, tag: str, layers: list[Layer], **config: Any) -> dict[str, Any]:
+        """Pushes an image, the lowest layer first; ``config`` are entries of its configuration, ``architecture`` apart.
+        Returns the descriptor of its manifest."""
+        architecture = config.pop("architecture", "amd64")
+        for each in layers:
+            self.push_blob(repository, each.blob)
+        described = {
+            "architecture": architecture,
+            "os": "linux",
+            "config": config,
+            "rootfs": {"type": "layers", "diff_ids": [digest_of(each.archive) for each in layers]},
+        }
+        data = json.dumps(described).encode()
+        self.push_blob(repository, data)
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "config": {"mediaType": CONFIG, "digest": digest_of(data), "size": len(data)},
+            "layers": [
+                {
+                    "mediaType": f"{LAYER}+{each.compression}".removesuffix("+"),
+                    "digest": f"sha256:{each.digest}",
+                    "size": len(each.blob),
+                }
+                for each in layers
+            ],
+        }
+        return self.push_manifest(repository, tag, manifest)
+
+
+@contextmanager
+def registry_server(program: Path, folder: Path, auth: Mapping[str, Any] | None = None) -> Iterator[Registry]:
+    """The registry over a folder of its own; ``auth`` as in its configuration file."""
+    registry = Registry(f"127.0.0.1:{free_port()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "version": "0.1",
+        "log": {"level": "warn", "accesslog": {"disabled": True}},
+        "storage": {"filesystem": {"rootdirectory": str(folder / "data")}},
+        "http": {"addr": registry.address},
+        **({"auth": auth} if auth else {}),
+    }
+    (folder / "config.json").write_text(json.dumps(settings))  # which is YAML, too
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen([str(program), "serve", str(folder / "config.json")], stdout=log, stderr=log)
+    try:
+
+        def answers() -> bool:
+            assert server.poll() is None, (folder / "log").read_text()
+            try:
+                return registry.call("GET", "/v2/")[0] in (200, 401)
+            except OSError:
+                return False
+
+        until(answers, "the registry answers", 30, 0.05)
+        yield registry
+    finally:
+        server.kill()
+        server.wait()
+
+
+Answer = Callable[[BaseHTTPRequestHandler], object]
+
+
+class Front:
+    """Passes everything on to a server behind it, notes it, and answers itself where ``rules`` has a path's end.
+
+    ``asked`` has path and ``Authorization`` of every request, in their order.
+    """
+
+    def __init__(self, behind: str) -> None:
+        self.behind = behind
+        self.address = ""
+        self.asked: list[tuple[str, str | None]] = []
+        self.rules: dict[str, Answer] = {}
+
+    def blobs(self) -> list[str]:
+        """The digests of the blobs that were asked for, in hexadecimal."""
+        return [path.rpartition("sha256:")[2] for path, _ in self.asked if "/blobs/" in path]
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> object:
+        self.asked.append((handler.path, handler.headers.get("Authorization")))
+        for end, rule in self.rules.items():
+            if handler.path.endswith(end):
+                return rule(handler)
+        return self.passed_on(handler) if self.behind else says(404)(handler)
+
+    def passed_on(self, handler: BaseHTTPRequestHandler, most: int | None = None) -> None:
+        """What the server behind says; of its body at most so many bytes, then the connection ends."""
+        host, _, port = self.behind.partition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        try:
+            connection.request(handler.command, handler.path, headers=dict(handler.headers))
+            found = connection.getresponse()
+            handler.send_response(found.status)
+            for name, value in found.getheaders():
+                handler.send_header(name, value)
+            handler.end_headers()
+            handler.wfile.write(found.read()[:most])
+            handler.close_connection = True
+        finally:
+            connection.close()
+
+
+@contextmanager
+def front(behind: str = "") -> Iterator[Front]:
+    """A front that answers at ``address``; with nothing behind it, only what its rules say."""
+    found = Front(behind)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.answer(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    found.address = f"127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def says(status: int, body: bytes = b"", **headers: str) -> Answer:
+    """A rule: this answer, whole."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def endless(handler: BaseHTTPRequestHandler) -> None:
+    """A rule: zeros without end, until the other side goes."""
+    handler.send_response(200)
+    handler.end_headers()
+    try:
+        while True:
+            handler.wfile.write(bytes(1 << 16))
+    except OSError:
+        handler.close_connection = True
