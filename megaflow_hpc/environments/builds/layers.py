@@ -59,7 +59,7 @@ class Layers:
         prefix, root = list(self.namespace), self.base
         if self.layer is not None:
             root = f"{self.layer}.root"
-            prefix = overlay.argv_prefix(self.base, self.layer, root, _ROOT, self.namespace) or []
+            prefix = overlay.argv_prefix([self.base], self.layer, root, _ROOT, self.namespace) or []
             if not prefix:
                 raise SiteError(f"{self.layer}: no overlay can be mounted there; set TMPDIR to another local directory")
         await run([*prefix, *child.argv_of(tree), verb, root, *arguments], stdin)

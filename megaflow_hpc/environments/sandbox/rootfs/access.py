@@ -95,14 +95,19 @@ class Access:
         *,
         copies: bool = False,
         namespace: Sequence[str] | None = None,
+        layers: Sequence[str] = (),
     ) -> None:
+        if layers and (copies or form == "direct"):
+            raise ValueError("layers need an overlay; without one an image is laid out first")
         self.form = form
         self.namespace = namespace
         """Argv prefix that enters the user namespace of the sandbox; ``None``: one of uid 0 alone."""
         self.copies = copies
         """Each sandbox writes to a copy of the image: there is no overlay here."""
         self.rootfs = rootfs
-        """The image's files as the host sees them; the SIF itself with form ``direct``."""
+        """The image's files as the host sees them, without those of ``layers``; the SIF itself with form ``direct``."""
+        self.layers = tuple(layers)
+        """Directories that lie over them, the topmost first, each in the form of an overlay's upper directory."""
         self.release = release
         self._mounted = mounted
 
@@ -121,11 +126,13 @@ class Access:
             return self.namespace or namespace_root(spec) or namespace_user(spec), argv
         merged = f"{layer}.root"
         if self._mounted is not None:
-            prefix: Sequence[str] | None = self._mounted.argv_prefix(layer, merged, spec)
+            prefix: Sequence[str] | None = self._mounted.argv_prefix(self.layers, layer, merged, spec)
         else:
             prefix = None
             if self.form == "tree":
-                prefix = overlay.argv_prefix(self.rootfs, layer, merged, spec, self.namespace)
+                prefix = overlay.argv_prefix((*self.layers, self.rootfs), layer, merged, spec, self.namespace)
+        if prefix is None and self.layers:
+            raise SandboxError(f"{self.rootfs}: no overlay of layers can be mounted at {layer}; set MEGAFLOW_SCRATCH")
         if prefix is None:
             argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
             return namespace_root(spec), argv

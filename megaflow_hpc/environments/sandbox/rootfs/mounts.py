@@ -25,12 +25,12 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox.argv import namespace_root, namespace_user
-from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT
+from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import clean_environment
@@ -64,25 +64,23 @@ class Mounted:
             return False
         return self.holder.alive()
 
-    def argv_prefix(self, layer: str, merged: str, spec: SandboxSpec) -> list[str]:
+    def argv_prefix(self, layers: Sequence[str], layer: str, merged: str, spec: SandboxSpec) -> list[str]:
         """Returns the argv prefix of a container's command line: into the namespaces, and there an overlay at
         ``merged``.
 
         Args:
+            layers: directories that lie over the mount, the topmost first.
             layer: directory of the writable layer; ``upper`` and ``work`` are made in it.
             merged: an empty directory to mount on; the mount is seen by the container alone.
             spec: says who to be from there on.
         """
-        remove_tree(f"{layer}/work")  # a volatile mount leaves a mark there that refuses the next
-        for path in (f"{layer}/upper", f"{layer}/work", merged):
-            os.makedirs(path, mode=0o755, exist_ok=True)
-        for text in (self.root, layer, merged):
-            if any(letter in text for letter in ',:\\"'):
-                raise SandboxError(f"{text}: an overlay takes no path with ',', ':' or '\\'; set MEGAFLOW_SCRATCH")
-        options = f"lowerdir={self.root},upperdir={layer}/upper,workdir={layer}/work,userxattr,volatile"
+        if overlay.odd(layer, merged, *(() if layers else (self.root,))):
+            raise SandboxError(f"{layer}: an overlay takes no path with ',', ':' or '\\'; set MEGAFLOW_SCRATCH")
+        overlay.prepare([*layers, self.path], layer, merged)
         words = ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(self.holder.pid), "--"]
         words += ["unshare", "--mount", "--propagation", "private", "--"]
-        words += ["/bin/sh", "-c", f'{MOUNT}exec "$@"', "sh", options, merged]
+        words += ["/bin/sh", "-c", f'{overlay.MOUNT}exec "$@"', "sh"]
+        words += overlay.mount_arguments([*layers, self.root], layer, merged)
         # A user namespace of the sandbox's own, also for its root: the kernel bounds processes by namespace.
         return [*words, *namespace_root(spec), *namespace_user(spec)]
 

@@ -4,32 +4,42 @@ Apptainer 1.4 mounts one itself, but in a user namespace without ``userxattr``: 
 holds others can be deleted (``rm -rf`` ends with an I/O error), since the mark that hides what was below cannot be set.
 It also tries the mount out first, and each unmounting waits until the file system has written everything of everybody.
 ``volatile`` spares that: a layer need not outlive its node.
+
+An image of layers has a lower directory for each. The kernel takes their names in one page, with all other options: so
+they are mounted from a directory of links that are called 0, 1, 2 … from the bottom up.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 
 from megaflow_hpc.environments.sandbox.argv import as_user, bounded
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
 
-MOUNT = 'mount -t overlay overlay -o "$1" "$2" && shift 2 && '
+MOUNT = 'cd "$1" && mount -t overlay overlay -o "$2" "$3" && cd / && shift 3 && '
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Apptainer makes none in a root that it does not overlay itself."""
 
 
+MOST_LOWERS = 400
+"""Lower directories of one overlay: the kernel takes 500, and what names them has to fit into a page."""
+
+
 def argv_prefix(
-    lower: str, layer: str, merged: str, spec: SandboxSpec, namespace: Sequence[str] | None = None
+    lowers: Sequence[str], layer: str, merged: str, spec: SandboxSpec, namespace: Sequence[str] | None = None
 ) -> list[str] | None:
     """Returns the argv prefix of a container's command line: into namespaces of its own, and there an overlay at
     ``merged``.
 
     Args:
+        lowers: directories of the image, the topmost first.
         layer: directory of the writable layer; ``upper`` and ``work`` are made in it, and what a volatile mount leaves
             in ``work`` goes.
         spec: says who to be from there on.
@@ -38,20 +48,60 @@ def argv_prefix(
     Returns:
         ``None`` where this does not work: then Apptainer's own overlay has to do.
     """
-    if any(letter in text for text in (lower, layer, merged) for letter in ',:\\"'):
+    if odd(layer, merged, *(lowers if len(lowers) == 1 else ())):
         return None
     if os.geteuid() == 0 or not works(os.path.dirname(layer)):
         return None
-    remove_tree(f"{layer}/work")
+    prepare(lowers, layer, merged)
+    script = f'{MOUNT}{bounded(spec)}exec "$@"'
+    result = [*_enter(namespace), "/bin/sh", "-c", script, "sh", *mount_arguments(lowers, layer, merged)]
+    return result if spec.as_root else [*result, *as_user()]
+
+
+def odd(*paths: str) -> bool:
+    """Whether a path has a character that the options of an overlay cannot hold."""
+    return any(letter in path for path in paths for letter in ',:\\"')
+
+
+def prepare(lowers: Sequence[str], layer: str, merged: str) -> None:
+    """Makes the directories of a writable layer and, where the image has none, those that Apptainer mounts on."""
+    remove_tree(f"{layer}/work")  # a volatile mount leaves a mark there that refuses the next
     for path in (f"{layer}/upper", f"{layer}/work", merged):
         os.makedirs(path, mode=0o755, exist_ok=True)
     for name in MOUNT_POINTS:
         place = f"{layer}/upper/{name}"
-        if not os.path.lexists(f"{lower}/{name}") and not os.path.lexists(place):
+        if not os.path.lexists(place) and not _has(lowers, name):
             os.mkdir(place, 0o755)
-    script = f'{MOUNT}{bounded(spec)}exec "$@"'
-    result = [*_enter(namespace), "/bin/sh", "-c", script, "sh", _options(lower, layer), merged]
-    return result if spec.as_root else [*result, *as_user()]
+
+
+def _has(lowers: Sequence[str], name: str) -> bool:
+    """Whether an image has ``name`` at its top; the topmost layer that says anything of it is right."""
+    for lower in lowers:
+        try:
+            found = os.lstat(f"{lower}/{name}")
+        except OSError:
+            continue
+        return not (stat.S_ISCHR(found.st_mode) and found.st_rdev == 0)
+    return False
+
+
+def mount_arguments(lowers: Sequence[str], layer: str, merged: str) -> list[str]:
+    """Returns what :data:`MOUNT` takes: a directory to mount from, which is made here, the options, where to.
+
+    Raises:
+        SandboxError: there are more of them than the kernel takes.
+    """
+    if len(lowers) == 1:
+        return ["/", _options(lowers[0], layer), merged]
+    if len(lowers) > MOST_LOWERS:
+        raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MOST_LOWERS}")
+    links = f"{layer}.lower"
+    remove_tree(links)
+    os.mkdir(links, 0o700)
+    numbers = [str(number) for number in reversed(range(len(lowers)))]
+    for number, lower in zip(numbers, lowers, strict=True):
+        os.symlink(lower, f"{links}/{number}")
+    return [links, _options(":".join(numbers), layer), merged]
 
 
 def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:
@@ -78,15 +128,14 @@ def _try(directory: str) -> bool:
     with tempfile.TemporaryDirectory(dir=directory) as where:
         for name in ("lower/below/deep", "layer/upper", "layer/work", "merged"):
             os.makedirs(f"{where}/{name}")
-        script = f'{MOUNT.partition("&&")[0]} && rm -r "$2/below" && mkdir "$2/below"'
+        script = MOUNT.partition("&& cd /")[0] + '&& rm -r "$3/below" && mkdir "$3/below"'
         argv = [
             *_enter(),
             "/bin/sh",
             "-c",
             script,
             "sh",
-            _options(f"{where}/lower", f"{where}/layer"),
-            f"{where}/merged",
+            *mount_arguments([f"{where}/lower"], f"{where}/layer", f"{where}/merged"),
         ]
         done = subprocess.run(argv, capture_output=True, check=False, timeout=60)
         remove_tree(f"{where}/layer")

@@ -1,0 +1,57 @@
+"""Layers and layered images, made entry by entry."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megaflow_hpc.environments.images.layered import Base, LayeredImage
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.layers.packing import Attributes, Packer
+from megaflow_hpc.environments.images.store import ImageStore
+
+Entries = Mapping[str, str | bytes | None]
+"""What a layer says of a name: a file's content; ``None``: it is gone; a name that ends with ``/`` is a directory,
+whose content ``opaque`` hides what is below in it; content that begins with ``->`` is a link's target."""
+
+OPAQUE = "opaque"
+
+
+def pack(target: Path, entries: Entries, mode: int = 0o755) -> LayerFacts:
+    """Writes a layer's blob to ``target``."""
+    with Packer(target) as packer:
+        for name, content in entries.items():
+            if content is None:
+                packer.whiteout(name)
+            elif name.endswith("/"):
+                packer.directory(name.rstrip("/"), Attributes(0o755))
+                if content == OPAQUE:
+                    packer.opaque(name.rstrip("/"))
+            elif isinstance(content, str) and content.startswith("->"):
+                packer.link(name, content.removeprefix("->"), Attributes(0o777))
+            else:
+                packer.content(name, content.encode() if isinstance(content, str) else content, Attributes(mode))
+    return packer.facts()
+
+
+def add_layer(store: ImageStore, entries: Entries) -> LayerFacts:
+    """Takes a layer into a store."""
+    store.prepare("a layer")
+    with tempfile.TemporaryDirectory(dir=store.root / "work") as place:
+        return store.layers.add(Path(place, "layer"), pack(Path(place, "layer"), entries))
+
+
+def add_image(
+    store: ImageStore, base: str | None, layers: Sequence[Entries | LayerFacts], settings: str = "", workdir: str = ""
+) -> str:
+    """Takes an image in; returns its document's path.
+
+    Args:
+        base: a SIF or a directory; ``None``: the lowest layer is the bottom.
+        layers: bottom first.
+    """
+    facts = [each if isinstance(each, LayerFacts) else add_layer(store, each) for each in layers]
+    image = LayeredImage(Base.of(base) if base else None, tuple(facts), settings, workdir or None)
+    store.prepare("an image")
+    return store.add_layered(image, "a test").path
