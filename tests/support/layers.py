@@ -9,6 +9,7 @@ from pathlib import Path
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.packing import Attributes, Packer
+from megaflow_hpc.environments.images.layers.unpacking import unpack
 from megaflow_hpc.environments.images.store import ImageStore
 
 Entries = Mapping[str, str | bytes | None]
@@ -33,6 +34,15 @@ def pack(target: Path, entries: Entries, mode: int = 0o755) -> LayerFacts:
             else:
                 packer.content(name, content.encode() if isinstance(content, str) else content, Attributes(mode))
     return packer.facts()
+
+
+def unpacked(chain: Sequence[Entries], place: Path) -> list[str]:
+    """Returns the layers as directories below ``place``, the topmost first."""
+    place.mkdir()
+    for number, entries in enumerate(chain):
+        facts = pack(place / f"{number}.blob", entries)
+        unpack(place / f"{number}.blob", facts, place / str(number))
+    return [str(place / str(number)) for number in reversed(range(len(chain)))]
 
 
 def add_layer(store: ImageStore, entries: Entries) -> LayerFacts:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import (
     keep_only,
     make_way,
@@ -313,7 +314,7 @@ def test_deletions_as_fuse_overlayfs_marks_them_are_undone(tmp_path: Path) -> No
     (upper / "usr/bin").mkdir(parents=True)
     for name in (".wh..wh..opq", ".wh.bash", "grep", ".wh.python3", "added"):
         (upper / "usr/bin" / name).write_text("")
-    assert restore_programs(upper, rootfs) == ["usr/bin/bash", "usr/bin/grep"]
+    assert restore_programs(upper, View([Tree(str(rootfs))])) == ["usr/bin/bash", "usr/bin/grep"]
     assert sorted(os.listdir(upper / "usr/bin")) == [".wh.python3", "added"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths, leads
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -17,7 +17,11 @@ def nothing_at(paths: LayerPaths, path: str) -> bool:
     unpacked. Nothing may run in the sandbox. No link of the layer is followed.
     """
     parts = PurePosixPath(path).parts[1:]
-    return ".." not in parts and _nothing_in_layer(paths, parts) and _nothing_in_image(paths, parts)
+    return (
+        ".." not in parts
+        and _nothing_in_layer(paths, parts)
+        and (paths.image is not None and not leads(paths.image, parts))
+    )
 
 
 def _nothing_in_layer(paths: LayerPaths, parts: tuple[str, ...]) -> bool:
@@ -37,16 +41,3 @@ def _nothing_in_layer(paths: LayerPaths, parts: tuple[str, ...]) -> bool:
         return False
     finally:
         os.close(place)
-
-
-def _nothing_in_image(paths: LayerPaths, parts: tuple[str, ...]) -> bool:
-    place = paths.rootfs
-    if not place.is_dir():
-        return False
-    for part in parts:
-        place /= part
-        if not os.path.lexists(place):
-            return True
-        if place.is_symlink():
-            return False
-    return False

@@ -119,7 +119,7 @@ class Bundle:
             return await self.start(spec, watch)
         except SandboxError:
             await self.drop(watch)
-            await self.layer.change(lambda paths: upperdir.mend(paths.upper, paths.rootfs, spec.workdir))
+            await self.layer.change(lambda paths: upperdir.mend(paths.upper, paths.image, spec.workdir))
             return await self.start(spec, watch)
 
     async def drop(self, watch: Watch) -> None:

@@ -121,7 +121,7 @@ async def _judge(
         if fresh:
             taken.extend(upperdir.keep_only(paths.upper, aside, _kept(task)))
         else:
-            restored.extend(upperdir.restore_programs(paths.upper, paths.rootfs))
+            restored.extend(upperdir.restore_programs(paths.upper, paths.image))
         for place in ("tests", "logs/verifier") if sources else ("logs/verifier",):
             upperdir.make_way(paths.upper, place)
 
@@ -171,7 +171,7 @@ async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list
     found: list[str] = []
 
     def change(paths: LayerPaths) -> None:
-        found.extend(upperdir.false_programs(paths.upper, paths.rootfs, path))
+        found.extend(upperdir.false_programs(paths.upper, paths.image, path))
         for name in found:
             upperdir.revert(paths.upper, name)
 

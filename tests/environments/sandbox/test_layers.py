@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.images.layers.unpacking import unpack
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.host.files import remove_tree
-from tests.support.layers import OPAQUE, Entries, pack
+from tests.support.layers import OPAQUE, Entries, unpacked
 
 CHAIN: list[Entries] = [
     {"app/": "", "app/one": "1\n", "app/gone": "x\n", "new/": "", "new/below": "x\n", "etc/hidden": "x\n"},
@@ -20,15 +19,6 @@ CHAIN: list[Entries] = [
 ]
 LOOK = "cat /app/one /link; ls /app /new; ls -d /etc/hidden /usr/share/git-core /srv 2>&1 | grep -c 'No such'"
 SEEN = "one\n2\n/app:\none\ntwo\n\n/new:\nabove\n3\n"
-
-
-def unpacked(chain: list[Entries], place: Path) -> list[str]:
-    """The layers as directories, the topmost first."""
-    place.mkdir()
-    for number, entries in enumerate(chain):
-        facts = pack(place / f"{number}.blob", entries)
-        unpack(place / f"{number}.blob", facts, place / str(number))
-    return [str(place / str(number)) for number in reversed(range(len(chain)))]
 
 
 @pytest.mark.parametrize("count", [0, 147])

@@ -25,6 +25,7 @@ from typing import Literal
 from megaflow_hpc.environments.images.cache import cache
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
 from megaflow_hpc.environments.sandbox.probe import Kind, Site
 from megaflow_hpc.environments.sandbox.rootfs import overlay
@@ -110,6 +111,13 @@ class Access:
         """Directories that lie over them, the topmost first, each in the form of an overlay's upper directory."""
         self.release = release
         self._mounted = mounted
+
+    @property
+    def image(self) -> View | None:
+        """The image's files, of all layers; ``None`` where they cannot be seen from the host."""
+        if not os.path.isdir(self.rootfs):
+            return None
+        return View([Tree(place) for place in (*self.layers, self.rootfs)])
 
     def command_line(
         self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]

@@ -3,6 +3,9 @@
 What an agent changed lies in the overlay's upper directory, which belongs to the user who runs the campaign. So a
 change is undone by removing it there, whatever the agent made of the programs inside: the image's own file shows
 again. The tree is the agent's work: nothing here follows a link in it.
+
+The image is a view of all its layers (images/layers/view.py), so that a program is the image's own whichever of them it
+comes from; ``None`` where its files cannot be seen from the host.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.environments.sandbox.rootfs.copies import DELETED, OPAQUE_MARK, open_to_owner, show_through
 from megaflow_hpc.host.files import remove_tree
 
@@ -67,38 +71,45 @@ def make_way(upper: Path, path: str) -> None:
     revert(upper, path)
 
 
-def restore_programs(upper: Path, rootfs: Path) -> list[str]:
+def restore_programs(upper: Path, image: View | None) -> list[str]:
     """Gives a layer the image's own shells, basic tools, loader and C library back; returns what had been changed.
 
-    Where the image is no directory (``rootfs``), every file of these names counts as one of the image's.
+    Where the image's files cannot be seen, every file of these names counts as one of the image's.
     """
     open_to_owner(upper)
     changed = [name for name in RUNTIME if revert(upper, name)]
     if revert(upper, PRELOAD):
         changed.append(PRELOAD)
-    known = _names_in(rootfs, PROGRAM_DIRS)
     for directory in PROGRAM_DIRS:
-        for entry in _changes(upper, rootfs, directory, changed):
+        for entry in _changes(upper, image, directory, changed):
             name = entry.removeprefix(DELETED)
-            if name in PROGRAMS and (known is None or name in known):
-                changed += _undo(upper, rootfs, directory, entry)
-    triplets = _names_in(rootfs, LIBRARY_DIRS) or set()
-    places = [*LIBRARY_DIRS, *(f"{base}/{n}" for base in LIBRARY_DIRS for n in sorted(triplets) if n.count("-") >= 2)]
-    for directory in places:
-        for entry in _changes(upper, rootfs, directory, changed):
-            if entry.removeprefix(DELETED).startswith(LIBRARIES):
-                changed += _undo(upper, rootfs, directory, entry)
-            elif entry in _PREFERRED:
-                changed += _revert_libraries(upper, f"{directory}/{entry}")
-    if _cache_leads_elsewhere(upper, {f"/{place}" for place in places}):
+            if name in PROGRAMS and _has(image, name, PROGRAM_DIRS):
+                changed += _undo(upper, image, directory, entry)
+    platforms: set[str] = set()
+    for directory in LIBRARY_DIRS:
+        platforms |= _restore_libraries(upper, image, directory, changed)
+    known = sorted(name for name in platforms if _has(image, name, LIBRARY_DIRS))
+    for directory in _below(LIBRARY_DIRS, known):
+        _restore_libraries(upper, image, directory, changed)
+    if _cache_leads_elsewhere(upper, image):
         revert(upper, CACHE)
         changed.append(CACHE)
     return changed
 
 
-def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
+def _restore_libraries(upper: Path, image: View | None, directory: str, changed: list[str]) -> set[str]:
+    """Returns the names there that may be directories of one platform's libraries, such as x86_64-linux-gnu."""
+    entries = _changes(upper, image, directory, changed)
+    for entry in entries:
+        if entry.removeprefix(DELETED).startswith(LIBRARIES):
+            changed += _undo(upper, image, directory, entry)
+        elif entry in _PREFERRED:
+            changed += _revert_libraries(upper, f"{directory}/{entry}")
+    return {name for name in (entry.removeprefix(DELETED) for entry in entries) if _is_platform(name)}
+
+
+def false_programs(upper: Path, image: View | None, search_path: str) -> list[str]:
     """Returns what the layer has under the names of the image's basic tools in further directories of a ``PATH``."""
-    known = _names_in(rootfs, PROGRAM_DIRS)
     found: list[str] = []
     for directory in dict.fromkeys(
         os.path.normpath(word).strip("/") for word in search_path.split(":") if word[:1] == "/"
@@ -108,7 +119,7 @@ def false_programs(upper: Path, rootfs: Path, search_path: str) -> list[str]:
             continue
         if all(_is_directory(upper.joinpath(*parts[: depth + 1])) for depth in range(len(parts))):
             names = PROGRAMS.intersection(os.listdir(upper / directory))
-            found += [f"{directory}/{name}" for name in sorted(names) if known is None or name in known]
+            found += [f"{directory}/{name}" for name in sorted(names) if _has(image, name, PROGRAM_DIRS)]
     return found
 
 
@@ -128,7 +139,7 @@ def _revert_libraries(upper: Path, directory: str) -> list[str]:
     return [path for path in found if revert(upper, path)]
 
 
-def _cache_leads_elsewhere(upper: Path, places: Collection[str]) -> bool:
+def _cache_leads_elsewhere(upper: Path, image: View | None) -> bool:
     """Whether the loader's cache, as the agent left it, has one of the basic libraries outside of the system's."""
     if not _is_directory(upper / "etc"):
         return False
@@ -140,14 +151,17 @@ def _cache_leads_elsewhere(upper: Path, places: Collection[str]) -> bool:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return True
         data = file.read(_LARGEST_CACHE + 1)
+    libraries = [image.names(_resolved(image, directory)) for directory in LIBRARY_DIRS] if image else []
+    platforms = {name for names in libraries for name in names if _is_platform(name)}
+    places = {f"/{place}" for place in (*LIBRARY_DIRS, *_below(LIBRARY_DIRS, platforms))}
     names = (os.path.split(os.fsdecode(found[1])) for found in re.finditer(rb"(/[^\0]+)\0", data))
     elsewhere = any(name.startswith(LIBRARIES) and place not in places for place, name in names)
     return elsewhere or len(data) > _LARGEST_CACHE
 
 
-def mend(upper: Path, rootfs: Path, workdir: str | None) -> None:
+def mend(upper: Path, image: View | None, workdir: str | None) -> None:
     """Makes a container start again, whatever the last one did: its shell, its directories, its work directory."""
-    restore_programs(upper, rootfs)
+    restore_programs(upper, image)
     place = upper
     for part in PurePosixPath((workdir or "/").strip("/")).parts:
         place /= part
@@ -223,43 +237,56 @@ def _move(source: Path, target: Path, parts: Sequence[str]) -> bool:
     return True
 
 
-def _changes(upper: Path, rootfs: Path, directory: str, changed: list[str]) -> list[str]:
+def _changes(upper: Path, image: View | None, directory: str, changed: list[str]) -> list[str]:
     """What the layer has in a directory of the image, after the directory itself is the image's again."""
-    place, below = upper, rootfs
+    place = upper
     for part in PurePosixPath(directory).parts:
-        place, below = place / part, below / part
+        place /= part
+        path = str(place.relative_to(upper))
+        below = image.entry(path) if image else None
         if not os.path.lexists(place):
             if _remove(place):
-                changed.append(str(place.relative_to(upper)))
+                changed.append(path)
             return []
-        if _is_directory(place) and not below.is_symlink():
+        if _is_directory(place) and not (below and below.is_link):
             _show_through(place)
-        elif os.path.lexists(below):
+        elif below:
             _remove(place)
-            changed.append(str(place.relative_to(upper)))
+            changed.append(path)
             return []
         else:
             return []
     return sorted(os.listdir(place))
 
 
-def _undo(upper: Path, rootfs: Path, directory: str, entry: str) -> list[str]:
+def _undo(upper: Path, image: View | None, directory: str, entry: str) -> list[str]:
     """What the agent added is left, unless it comes before the image's own of the same name."""
     name = entry.removeprefix(DELETED)
-    shadows = os.path.lexists(rootfs / directory / name)
     hijacks = directory.startswith("usr/local/")
-    if shadows or hijacks or not rootfs.is_dir():
+    if image is None or hijacks or image.entry(f"{directory}/{name}"):
         _remove(upper / directory / entry)
         return [f"{directory}/{name}"]
     return []
 
 
-def _names_in(rootfs: Path, directories: Iterable[str]) -> set[str] | None:
-    if not rootfs.is_dir():
-        return None
-    return {
-        name for directory in directories if (rootfs / directory).is_dir() for name in os.listdir(rootfs / directory)
-    }
+def _has(image: View | None, name: str, directories: Iterable[str]) -> bool:
+    """Whether an image has ``name`` in one of the directories, which may be links; true of one that cannot be seen."""
+    return image is None or any(image.entry(f"{_resolved(image, directory)}/{name}") for directory in directories)
+
+
+def _resolved(image: View, directory: str) -> str:
+    try:
+        return image.resolve(directory)
+    except OSError:  # links in a circle
+        return directory
+
+
+def _is_platform(name: str) -> bool:
+    return name.count("-") >= 2
+
+
+def _below(directories: Iterable[str], names: Iterable[str]) -> list[str]:
+    return [f"{directory}/{name}" for directory in directories for name in sorted(names)]
 
 
 def _show_through(directory: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -39,8 +40,8 @@ class LayerPaths:
 
     upper: Path
     """The overlay's upper directory: what the sandbox changed."""
-    rootfs: Path
-    """The image below it, read-only; not a directory where the image is not unpacked."""
+    image: View | None
+    """The image below it; ``None`` where its files cannot be seen from the host."""
 
 
 class WritableLayer:
@@ -66,7 +67,7 @@ class WritableLayer:
         """Lets the host change what the sandbox has written, while nothing runs."""
         if self._access.copies and os.path.isdir(os.path.join(self.path, "root")):
             await self._take("gather")
-        await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), Path(self._access.rootfs)))
+        await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), self._access.image))
 
     def take(self, target: Path) -> None:
         """Moves the sandbox's files to ``target``, after the last container: what it changed; the whole tree where the
@@ -92,9 +93,8 @@ class WritableLayer:
                 place = below
             file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
         except FileNotFoundError:
-            images = os.path.isdir(self._access.rootfs) and not self._access.copies
-            known = self._access.copies or (images and not _leads(self._access.rootfs, parts))
-            return known, None
+            image = None if self._access.copies else self._access.image
+            return self._access.copies or (image is not None and not leads(image, parts)), None
         except OSError:  # a link, or what its maker may read and we may not
             return False, None
         finally:
@@ -173,13 +173,12 @@ class WritableLayer:
         return said.decode().strip()
 
 
-def _leads(rootfs: str, parts: Sequence[str]) -> bool:
+def leads(image: View, parts: Sequence[str]) -> bool:
     """Whether a path leads, or a link in it may lead, to something in an image."""
-    place = rootfs
-    for part in parts:
-        place = os.path.join(place, part)
-        if not os.path.lexists(place):
+    for depth in range(1, len(parts) + 1):
+        found = image.entry("/".join(parts[:depth]))
+        if found is None:
             return False
-        if os.path.islink(place):
+        if found.is_link:
             return True
     return True
