@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,22 +105,25 @@ def build(
         SiteError: with Apptainer's own last lines; nothing is left at ``target``.
     """
     argv = [apptainer, "build", *options, str(target), source]
+    process = subprocess.Popen(
+        argv,
+        cwd=cwd,
+        env=clean_environment(proxies=True),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            argv,
-            cwd=cwd,
-            env=clean_environment(proxies=True),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-            check=False,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise SiteError(f"{source}: apptainer build took more than {timeout_s:g} s") from None
-    if done.returncode:
-        output = done.stdout.decode("utf-8", "replace")
+        said, _ = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # and what it has started: it is not reaped yet
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise SiteError(f"{source}: apptainer build took more than {timeout_s:g} s") from None
+        raise
+    if process.returncode:
+        output = said.decode("utf-8", "replace")
         tail = "\n".join("  " + line for line in output.splitlines()[-15:])
         raise SiteError(f"{source}: apptainer build failed: {last_line(output)}\n{tail}")
 
