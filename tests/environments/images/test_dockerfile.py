@@ -13,7 +13,7 @@ import pytest
 
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.dockerfile.context import Context, patterns
+from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
 from megaflow_hpc.environments.images.dockerfile.instructions import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Run
@@ -52,6 +52,10 @@ def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
 )
 def test_words_are_split_and_variables_replaced_as_docker_does(text: str, expected: list[str]) -> None:
     assert [literal(word) for word in words(text, {"A": ["x y"], "EMPTY": []})] == expected
+
+
+def test_a_here_documents_escapes_are_removed_and_its_quotes_are_not() -> None:
+    assert literal(expand("a\\$b \\W \"q\" '$A' \\\\", {"A": ["1"]}, quotes=False)) == "a$b W \"q\" '1' \\"
 
 
 def test_a_variable_that_only_the_image_knows_stays_one_for_the_shell() -> None:
@@ -130,6 +134,22 @@ def test_build_arguments_stand_in_for_defaults_and_env_beats_arg(tmp_path: Path)
     assert context_digest(found) != context_digest(parse(tmp_path, text))
 
 
+def test_the_last_of_arg_and_env_holds_and_a_stage_on_a_stage_has_its_arguments(tmp_path: Path) -> None:
+    text = "FROM a AS one\nENV A=env B=env\nARG A=arg\nARG B\nENV C=$A\nFROM one\nRUN true\n"
+    text += "ARG TARGETVARIANT\nWORKDIR /$A$TARGETVARIANT\n"
+    found = parse(tmp_path, text, http_proxy="http://10.0.0.1:3128", unused="x")
+    run = next(step for step in found.last.steps if isinstance(step, Run))
+    assert run.exports == {"A": "arg", "http_proxy": "http://10.0.0.1:3128"}
+    assert (found.environment, found.workdir) == ({"A": "env", "B": "env", "C": "arg"}, "/arg")
+
+
+def test_the_values_of_one_env_see_what_was_before_it(tmp_path: Path) -> None:
+    text = 'FROM a\nENV A=1 B="$A" PATH=/one:$PATH\nENV PATH=/two:$PATH WAS=$PATH\n'
+    script = "\n".join([*parse(tmp_path, text).last.exports, 'echo "$A|$B|$PATH|$WAS"'])
+    done = subprocess.run(["/bin/sh", "-c", script], env={"PATH": "/bin"}, capture_output=True, text=True, check=True)
+    assert done.stdout == "1||/two:/one:/bin|/one:/bin\n"
+
+
 def test_stages_that_nothing_is_copied_from_are_not_built(tmp_path: Path) -> None:
     found = parse(
         tmp_path,
@@ -198,6 +218,8 @@ def test_what_cannot_be_built_faithfully_is_refused_with_its_line(tmp_path: Path
         ("FROM a\nENV A=b c\n", r"Dockerfile:2: .*can't find = in \"c\". Must be of the form: name=value"),
         ("FROM a\nFETCH x\n", r"Dockerfile:2: unknown instruction: FETCH; correct it"),
         ("FROM a\nRUN --mount=type=cache,target=/x\n", r"Dockerfile:2: RUN without a command"),
+        ("CMD x\nFROM a\n", r"Dockerfile:1: CMD before FROM"),
+        ('FROM a\nCOPY ["it\'s", "/x"]\n', r"Dockerfile:2: \"it's\": a ' is not closed"),
         ("FROM a\nCOPY [x /y\n", r"Dockerfile:2: Invalid ignore pattern '\./\[x': syntax error in pattern; correct it"),
     ],
 )
@@ -301,6 +323,37 @@ def test_wildcards_stay_in_their_directory(tmp_path: Path) -> None:
     assert Context(tmp_path).find("*.py") == ["a.py"]
     assert Context(tmp_path).find("*/*.py") == ["sub/c.py"]
     assert Context(tmp_path).find(".") == ["."]
+    assert Context(tmp_path).find("**/*.py") == ["sub/c.py"]
+    assert Context(tmp_path).find("*.none") == []
+
+
+def test_several_files_that_a_wildcard_finds_are_copied_as_one_is(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    copy, nothing = parse(tmp_path, "FROM a\nCOPY *.txt /e\nCOPY optional* /e/\n").last.steps
+    assert isinstance(copy, Copy)
+    assert isinstance(nothing, Copy)
+    assert (copy.sources, copy.target, copy.into, nothing.sources) == (["a.txt", "b.txt"], "/e", False, [])
+
+
+def test_a_copied_directory_is_as_it_was_but_for_what_is_left_out(tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    for name in ("d/only.log", "d/ignored/x", "d/out/y", "d/sub/out/z", "d/one"):
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        (context / name).write_text(name)
+    (context / "d/two").hardlink_to(context / "d/one")
+    (context / "d/link").symlink_to("one")
+    (context / "d/empty").mkdir(mode=0o711)
+    (context / ".dockerignore").write_text("**/*.log\nd/ignored/*\n")
+    for path in (context / "d/link", context / "d/empty", context / "d/sub", context / "d"):
+        os.utime(path, (10**9, 10**9), follow_symlinks=False)
+    lay_out(Context(context), ["d", "d/empty"], tmp_path / "laid", exclude=["out"])
+    laid = tmp_path / "laid/0/d"
+    found = sorted(str(path.relative_to(laid)) for path in laid.rglob("*"))
+    assert found == ["empty", "ignored", "link", "one", "sub", "sub/out", "sub/out/z", "two"]
+    assert (laid / "one").samefile(laid / "two")
+    assert {path.lstat().st_mtime for path in (laid, laid / "link", laid / "empty", laid / "sub")} == {10**9}
+    assert os.listdir(tmp_path / "laid/1/empty") == []
 
 
 # --- a built image ----------------------------------------------------------------------------------------------------

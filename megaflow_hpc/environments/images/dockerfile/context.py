@@ -25,6 +25,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import beneath
 
 Excluded = Callable[[str], bool]
+Linked = dict[tuple[int, int], Path]
+"""Device and number of a file → the first of its copies."""
 
 MAX_PATTERN_CHARACTERS = 2**16
 MAX_WAYS = 100_000
@@ -100,25 +102,25 @@ class Context:
             with open(beneath.reopen(place, os.O_RDONLY), encoding="utf-8-sig", errors="surrogateescape") as file:
                 return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
 
-    def find(self, source: str, exclude: Sequence[str] = ()) -> list[str]:
-        """Paths relative to the context that a source names; wildcards do not cross ``/``, as in Docker.
+    def find(self, source: str) -> list[str]:
+        """Paths relative to the context that a source names; wildcards do not cross ``/``, and may find nothing.
 
         Raises:
-            ConfigError: outside of the context, or nothing there.
+            ConfigError: outside of the context, or not there.
         """
         clean = posixpath.normpath(source.lstrip("/") or ".")
         if clean == ".." or clean.startswith("../"):
             raise ConfigError(f"{source}: outside of the build context; put the file into {self.root}")
-        if any(character in clean for character in "*?["):
+        wild = any(character in clean for character in "*?[")
+        if wild:
+            clean = re.sub(r"(\\.)|\*+", lambda found: found[1] or "*", clean)  # ** is no more than * here
             matches = patterns([f"./{clean}"])  # so that neither `#` nor `!` at the beginning is special
             depth = clean.count("/") + 1
             names = sorted(name for name in self._names(depth) if matches(name))
         else:
             names = [clean] if self._status(clean) else []
-        excluded = patterns(exclude)
         found = [name for name in names if name == "." or not (self.ignored(name) and not self._holds(name))]
-        found = [name for name in found if not excluded(name)]
-        if not found:
+        if not found and not wild:
             ignored = " that .dockerignore lets through" if names else ""
             raise ConfigError(f"{source}: no such file in {self.root}{ignored}; add it, or correct the line")
         for name in found:
@@ -142,7 +144,9 @@ class Context:
         return self._is_directory(name) and any(True for _ in self.files(name))
 
     def files(self, name: str, excluded: Excluded | None = None) -> Iterator[str]:
-        """Files and links at or below ``name``, relative to the context; directories too if they stay empty.
+        """What is at or below ``name``, relative to the context; a directory that is not left out before what is in it.
+
+        A directory that ``name`` itself names is not among them.
 
         Raises:
             ConfigError: more entries than a build may take.
@@ -156,14 +160,14 @@ class Context:
                 yield name
             return
         bounds = Bounds()
-        waiting = [posixpath.normpath(name)]
+        top = posixpath.normpath(name)
+        waiting = [top]
         while waiting:
             directory = waiting.pop()
-            entries = sorted(self._listed(directory), key=lambda entry: entry.name)
-            if not entries and directory != "." and not self.ignored(directory):
+            if directory != top and not left_out(directory):
                 yield directory
             below = []
-            for entry in entries:
+            for entry in sorted(self._listed(directory), key=lambda entry: entry.name):
                 bounds.count()
                 path = posixpath.normpath(posixpath.join(directory, entry.name))
                 if entry.is_dir(follow_symlinks=False):
@@ -178,7 +182,7 @@ class Context:
         for name in names:
             with self.opened(name, follow=True) as (_, real, _):
                 pass
-            for file in [name, *self.files(real)] if real != posixpath.normpath(name) else self.files(name):
+            for file in dict.fromkeys([posixpath.normpath(name), *self.files(real)]):
                 with self.opened(file) as (place, _, found):
                     digest.update(f"\0{file}\0{found.st_mode:o}\0".encode("utf-8", "surrogateescape"))
                     if stat.S_ISLNK(found.st_mode):
@@ -190,8 +194,11 @@ class Context:
 
     # --- copying ------------------------------------------------------------------------------------------------
 
-    def copy(self, name: str, target: Path, bounds: Bounds) -> os.stat_result:
+    def copy(self, name: str, target: Path, bounds: Bounds, linked: Linked) -> os.stat_result:
         """Copies one file, or one link as a link, with its mode and times; makes a directory. Returns its status.
+
+        Args:
+            linked: files of several names that were copied before.
 
         Raises:
             ConfigError: it is something else, or more than a build may take.
@@ -200,10 +207,15 @@ class Context:
         with self.opened(name) as (place, _, found):
             if stat.S_ISLNK(found.st_mode):
                 os.symlink(os.readlink("", dir_fd=place), target)
+                os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns), follow_symlinks=False)
                 return found
             if stat.S_ISDIR(found.st_mode):
                 target.mkdir(exist_ok=True)
             elif stat.S_ISREG(found.st_mode):
+                other = linked.setdefault((found.st_dev, found.st_ino), target) if found.st_nlink > 1 else target
+                if other != target:
+                    os.link(other, target)
+                    return found
                 with open(beneath.reopen(place, os.O_RDONLY), "rb", 0) as source, open(target, "xb", 0) as copied:
                     while chunk := source.read(_CHUNK):
                         bounds.take(len(chunk))
@@ -226,6 +238,9 @@ def lay_out(
 ) -> None:
     """Copies what ``names`` hold to ``target/<number>/<name>``, archives unpacked where ``extract``.
 
+    Args:
+        exclude: patterns of what is left out of a directory, relative to it; with ``parents`` to the context.
+
     Raises:
         ConfigError: a link leads out of the context, or what a name holds is more than a build may take.
     """
@@ -241,15 +256,9 @@ def lay_out(
             item = place / "parents" / real
             item.parent.mkdir(parents=True)
         if stat.S_ISDIR(found.st_mode):
-            made = {real}
-            context.copy(real, item, bounds)
-            for file in context.files(real, excluded):
-                _make_parents(context, file, real, item, made, bounds)
-                if file != real:
-                    made.add(file)
-                    context.copy(file, item / os.path.relpath(file, real), bounds)
+            _copy_directory(context, real, item, bounds, excluded if parents else _below(real, excluded))
         else:
-            context.copy(real, item, bounds)
+            context.copy(real, item, bounds, {})
             if extract and is_archive(item):
                 packed = item.rename(place.with_name(f"{number}.archive"))
                 item.mkdir()
@@ -257,15 +266,24 @@ def lay_out(
                 packed.unlink()
 
 
-def _make_parents(context: Context, file: str, top: str, item: Path, made: set[str], bounds: Bounds) -> None:
-    missing = []
-    parent = posixpath.dirname(file) or "."
-    while parent not in made and parent != top:
-        missing.append(parent)
-        parent = posixpath.dirname(parent) or "."
-    for each in reversed(missing):
-        context.copy(each, item / os.path.relpath(each, top), bounds)
-        made.add(each)
+def _below(top: str, excluded: Excluded) -> Excluded:
+    return lambda path: excluded(posixpath.relpath(path, top))
+
+
+def _copy_directory(context: Context, top: str, item: Path, bounds: Bounds, excluded: Excluded) -> None:
+    linked: Linked = {}
+    directories: dict[str, os.stat_result] = {}
+    directories[top] = context.copy(top, item, bounds, linked)
+    for path in context.files(top, excluded):
+        missing = [path]
+        while (parent := posixpath.dirname(missing[-1]) or ".") not in directories:
+            missing.append(parent)  # it is left out, and something in it is not
+        for each in reversed(missing):
+            found = context.copy(each, item / os.path.relpath(each, top), bounds, linked)
+            if stat.S_ISDIR(found.st_mode):
+                directories[each] = found
+    for name, found in directories.items():  # what was written into them has changed their times
+        os.utime(item / os.path.relpath(name, top), ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def patterns(lines: Sequence[str], where: str = "") -> Excluded:

@@ -136,7 +136,7 @@ def last_workdir(path: Path) -> str | None:
 
 def context_digest(dockerfile: Dockerfile, base: str = "") -> str:
     """SHA-256 of what a build depends on: the Dockerfile, its base and arguments, and the files it copies."""
-    digest = hashlib.sha256(f"megaflow-dockerfile-3\0{base}\0{sorted(dockerfile.build_args.items())}\0".encode())
+    digest = hashlib.sha256(f"megaflow-dockerfile-4\0{base}\0{sorted(dockerfile.build_args.items())}\0".encode())
     digest.update(dockerfile.path.read_bytes())
     for stage in dockerfile.needed:
         for copy in copies(stage):

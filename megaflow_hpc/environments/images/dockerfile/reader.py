@@ -18,7 +18,15 @@ from e2b_dockerfile_utils import DockerfileInstruction, parse_heredoc
 from megaflow_hpc.environments.images.dockerfile.context import Context
 from megaflow_hpc.environments.images.dockerfile.instructions import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import DEFAULT_SHELL, Copy, Env, Mount, Run, Stage, Workdir
-from megaflow_hpc.environments.images.dockerfile.words import Text, WordError, expand, literal, shell_word
+from megaflow_hpc.environments.images.dockerfile.words import (
+    Reference,
+    Text,
+    WordError,
+    expand,
+    is_known,
+    literal,
+    shell_word,
+)
 from megaflow_hpc.errors import ConfigError
 
 _IGNORED = {
@@ -36,8 +44,17 @@ _ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), 
 _PLATFORM = {
     f"{which}{part}": value
     for which in ("TARGET", "BUILD")
-    for part, value in (("PLATFORM", f"linux/{_ARCHITECTURE}"), ("OS", "linux"), ("ARCH", _ARCHITECTURE))
+    for part, value in (
+        ("PLATFORM", f"linux/{_ARCHITECTURE}"),
+        ("OS", "linux"),
+        ("ARCH", _ARCHITECTURE),
+        ("VARIANT", ""),
+        ("OSVERSION", ""),
+    )
 }
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
+_WITHOUT_ARG = frozenset((*_PROXIES, *(name.lower() for name in _PROXIES)))
+"""Arguments that a build takes without an ``ARG``."""
 
 
 class Reader:
@@ -55,7 +72,6 @@ class Reader:
         self.ignored: list[tuple[int, str, str]] = []
         """Line, instruction and reason of what has no meaning in a sandbox."""
         self._global_args: dict[str, Text] = {}
-        self._args: dict[str, Text] = {}
         self._stage: Stage | None = None
         self._line = 1
 
@@ -74,11 +90,11 @@ class Reader:
 
     def _take(self, found: DockerfileInstruction) -> None:
         name = found.name
+        if self._stage is None and name not in ("ARG", "FROM"):
+            raise WordError(f"{name} before FROM; a Dockerfile starts with FROM")
         if name in _IGNORED:
             self.ignored.append((self._line, name, _IGNORED[name]))
             return
-        if self._stage is None and name not in ("ARG", "FROM"):
-            raise WordError(f"{name} before FROM; a Dockerfile starts with FROM")
         handler = getattr(self, f"_take_{name.lower()}", None)
         if handler is None:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
@@ -105,9 +121,9 @@ class Reader:
                 parent.workdir,
                 parent.user,
                 parent.shell,
+                dict(parent.args),
             )
         self.stages.append(self._stage)
-        self._args = {}
 
     def _stage_named(self, name: str) -> Stage | None:
         stages = self.stages
@@ -129,8 +145,8 @@ class Reader:
             if self._stage is None:
                 self._global_args[name] = [literal(text)]
             else:
-                self._args[name] = text
-        if len(self._args) > _MAX_ARGS:  # each RUN step has them all
+                self._stage.args[name] = text
+        if self._stage and len(self._stage.args) > _MAX_ARGS:  # each RUN step has them all
             raise WordError(f"more than {_MAX_ARGS} arguments; remove those that no RUN needs")
 
     def _take_env(self, found: DockerfileInstruction) -> None:
@@ -142,9 +158,12 @@ class Reader:
         pairs = [
             (literal(expand(name, scope)), expand(value, scope)) for name, value in zip(names, values, strict=True)
         ]
+        # In one line of shell: what a value names is what it was before the instruction.
+        stage.steps.append(Env("export " + " ".join(f"{name}={shell_word(text)}" for name, text in pairs)))
         for name, text in pairs:
-            stage.steps.append(Env(f"export {name}={shell_word(text)}"))
-            stage.variables[name] = text
+            # What only the base image knows is looked up once, by the shell; from then on the variable stands for it.
+            stage.variables[name] = text if is_known(text) else [Reference(name)]
+            stage.args.pop(name, None)
 
     def _take_workdir(self, found: DockerfileInstruction) -> None:
         stage = self._now()
@@ -181,7 +200,8 @@ class Reader:
         else:
             ends = "".join(f"\n{each.content}{each.name}" for each in found.heredocs)
             argv = [*stage.shell, found.args[0] + ends]
-        known = {name: literal(text) for name, text in self._args.items() if name not in stage.variables}
+        known = {name: value for name, value in self._build_args.items() if name in _WITHOUT_ARG}
+        known |= {name: literal(text) for name, text in stage.args.items()}
         mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
         stage.steps.append(Run(argv, stage.workdir or "/", stage.user, known, self._line, mounts))
 
@@ -212,7 +232,7 @@ class Reader:
     def _place(self, found: DockerfileInstruction, allowed: tuple[str, ...]) -> None:
         name, scope = found.name, self._scope()
         options = _options(found, allowed)
-        words = [literal(expand(word, scope, quotes=not found.json)) for word in found.args]
+        words = [literal(expand(word, scope)) for word in found.args]
         *sources, target = words or [""]
         if not sources:
             raise WordError(f"{name} {_value(found)!r}; write {name} SOURCE… TARGET")
@@ -255,8 +275,8 @@ class Reader:
                 raise WordError(f"--from={origin}: a stage cannot copy from itself; name an earlier one")
             origin = stage.name if stage else origin
             return Copy([posixpath.join("/", source) for source in sources], target, into, self._line, origin)
-        names = [name for source in sources for name in self._context.find(source, exclude)]
-        return Copy(names, target, into or len(names) > 1, self._line, exclude=exclude)
+        names = [name for source in sources for name in self._context.find(source)]
+        return Copy(names, target, into, self._line, exclude=exclude)
 
     # --- parts --------------------------------------------------------------------------------------------------
 
@@ -267,7 +287,7 @@ class Reader:
     def _scope(self) -> Mapping[str, Text]:
         if self._stage is None:
             return self._global_args
-        return ChainMap(self._stage.variables, self._args)
+        return ChainMap(self._stage.args, self._stage.variables)
 
     def _text(self, value: str) -> str:
         return literal(expand(value, self._scope()))

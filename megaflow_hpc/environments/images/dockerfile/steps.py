@@ -77,6 +77,8 @@ class Stage:
     workdir: str | None = None
     user: str | None = None
     shell: tuple[str, ...] = DEFAULT_SHELL
+    args: dict[str, Text] = field(default_factory=dict)
+    """Of ``ARG``, where no later ``ENV`` has the name."""
 
     @property
     def exports(self) -> list[str]:

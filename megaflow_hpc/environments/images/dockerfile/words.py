@@ -59,7 +59,7 @@ def shell_word(text: Text) -> str:
 
 
 def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True) -> Text:
-    """``text`` with its variables replaced and, with ``quotes``, its quotes and escapes removed."""
+    """``text`` with its variables replaced, its escapes and, with ``quotes``, its quotes removed."""
     words = _scan(text, scope, quotes=quotes, split=False)
     return words[0] if words else []
 
@@ -90,8 +90,8 @@ def _scan(text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool) ->
             keeps = quote == '"' and following not in '"$\\'
             current.append(character + following if keeps else following)
             position += 2
-        elif character == "\\" and text[position + 1 : position + 2] == "$":
-            current.append("$")
+        elif not quotes and character == "\\" and position + 1 < len(text):
+            current.append(text[position + 1])
             position += 2
         elif quotes and character in "\"'" and quote in ("", character):
             quote = "" if quote else character
