@@ -66,8 +66,8 @@ def register(subparsers: Any) -> None:
         "pull",
         "fetch images into the store",
         "Fetches addresses (docker://, oras://, library://) through the mirrors, if any, and takes SIF files in. With "
-        "--manifest, everything that it lists: from registries, or with --from from a directory of <digest>.sif files, "
-        "whose content is checked.",
+        "--manifest, everything that it lists: from registries, or with --from from a directory with the store's files "
+        "that it names, whose content is checked.",
         "  megaflow-hpc images pull docker://debian:12\n"
         "  megaflow-hpc images pull docker://python:3.12 --mirror docker.io=registry.site.edu/hub\n"
         "  megaflow-hpc images pull --manifest images.json --from /media/carried",

@@ -22,7 +22,9 @@ def open_images(arguments: argparse.Namespace) -> Images:
 
     mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
     registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
-    return Images(ImageStore(arguments.store), registries)
+    images = Images(ImageStore(arguments.store), registries)
+    images.say = note
+    return images
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:

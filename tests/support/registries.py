@@ -7,6 +7,7 @@ import hashlib
 import http.client
 import io
 import json
+import ssl
 import subprocess
 import tarfile
 import threading
@@ -35,6 +36,11 @@ COMPRESSED: Mapping[str, Callable[[bytes], bytes]] = {
 
 def digest_of(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def noise(name: str, size: int = 100_000) -> bytes:
+    """Bytes that do not compress, the same for the same name."""
+    return hashlib.shake_128(name.encode()).digest(size)
 
 
 @dataclass(frozen=True)
@@ -218,8 +224,11 @@ class Front:
 
 
 @contextmanager
-def front(behind: str = "") -> Iterator[Front]:
-    """A front that answers at ``address``; with nothing behind it, only what its rules say."""
+def front(behind: str = "", certificate: Path | None = None) -> Iterator[Front]:
+    """A front that answers at ``address``; with nothing behind it, only what its rules say.
+
+    ``certificate`` is a file with key and certificate, by which it speaks TLS.
+    """
     found = Front(behind)
 
     class Handler(BaseHTTPRequestHandler):
@@ -233,6 +242,10 @@ def front(behind: str = "") -> Iterator[Front]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    if certificate:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     found.address = f"127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()

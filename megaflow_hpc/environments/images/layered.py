@@ -61,13 +61,22 @@ class Base:
 
 @dataclass(frozen=True)
 class LayeredImage:
-    """A base, layers over it (bottom first), and how commands start in it."""
+    """A base, layers over it (bottom first), and how commands start in it.
+
+    A layer that comes twice is there once, where it came last: all that it holds is seen from there, and an overlay
+    takes no directory twice.
+    """
 
     base: Base | None
     layers: tuple[LayerFacts, ...] = ()
     settings: str = ""
     """Lines of shell that set the image's variables, after those of its base."""
     workdir: str | None = None
+
+    def __post_init__(self) -> None:
+        last = {layer.digest: number for number, layer in enumerate(self.layers)}
+        layers = tuple(layer for number, layer in enumerate(self.layers) if last[layer.digest] == number)
+        object.__setattr__(self, "layers", layers)
 
     def document(self) -> bytes:
         """Returns the document, the same bytes for the same image."""

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images.registry.reference import Reference
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host import apptainer as runtime
 
 SCHEMES = ("docker://", "oras://", "library://")
 MIRRORS = "MEGAFLOW_IMAGE_MIRRORS"
 AIR_GAPPED = "MEGAFLOW_AIR_GAPPED"
-PULL_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 _BOOTSTRAP = re.compile(r"^\s*Bootstrap:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 _LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "docker-daemon")
 
@@ -70,27 +67,14 @@ class Registries:
         address, options = self.address(source)
         return Reference.parse(*split_name(address.partition("://")[2]), plain=bool(options))
 
-    def pull(self, source: str, target: Path) -> None:
-        """Fetches an image.
-
-        Raises:
-            SiteError: there is no way out, or the registry does not give it.
-        """
-        self.check(source)
-        free = shutil.disk_usage(target.parent).free
-        if free < 1 << 30:
-            raise SiteError(
-                f"{source}: only {free >> 20} MiB free at {target.parent}; set MEGAFLOW_IMAGE_STORE to a larger place"
-            )
-        address, options = self.address(source)
-        try:
-            runtime.build(runtime.find_apptainer(), target, address, *PULL_OPTIONS, *options)
-        except SiteError as error:
-            through = f" (for {source})" if address != source else ""
-            raise SiteError(
-                f"{error}{through}\n  where registries are out of reach: name a mirror in {MIRRORS}, or fetch it "
-                "elsewhere and bring it here (docs/images.md)"
-            ) from error
+    def failed(self, source: str, error: SiteError) -> SiteError:
+        """Returns the error of a pull with what helps where registries cannot be reached."""
+        address, _ = self.address(source)
+        through = f" (for {source})" if address != source else ""
+        return SiteError(
+            f"{error}{through}\n  where registries are out of reach: name a mirror in {MIRRORS}, or fetch it "
+            "elsewhere and bring it here (docs/images.md)"
+        )
 
     def check(self, source: str) -> None:
         """Raises :class:`SiteError` for an image that would have to be fetched where nothing may be."""

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
+from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore, digest_in
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -125,6 +127,8 @@ class Images:
         self.builder = builder
         self.registries = registries or Registries.configured()
         self.dockerfiles = Dockerfiles()
+        self.say: Callable[[str], None] = lambda line: None
+        """Gets one line for each step of a Dockerfile that is made, and the progress of what is fetched."""
         self.used: dict[str, tuple[str, Path | None]] = {}
         """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
 
@@ -223,7 +227,10 @@ class Images:
             if not self.store.find(source_key(source)):
                 self._check(source, where, name)
             return self._made(
-                source_key(source), source, lambda target: self.registries.pull(source, target), build=build
+                source_key(source),
+                source,
+                lambda target: pull(self.registries, source, target, self.store.layers, self.say),
+                build=build,
             )
         path = Path(mapping.base_dir, source).absolute()
         if path.is_dir():
@@ -249,7 +256,7 @@ class Images:
             asked = "" if name == source else f"{name}: "
             raise SiteError(f"{where}: {asked}{error}") from None
 
-    def _made(self, key: str, source: str, make: Callable[[Path], None], *, build: bool) -> Path:
+    def _made(self, key: str, source: str, make: Callable[[Path], LayeredImage | None], *, build: bool) -> Path:
         """The image of ``key``, made if it is missing; with ``build`` false a file that is not there yet is named."""
         key = key[:KEY_LENGTH]
         found = self.store.find(key)

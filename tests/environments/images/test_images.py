@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ import pytest
 from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.registries import Registries, split_name
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images, definition_digest
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.files import remove_tree
-from tests.support.registry import Registry, serving
+from tests.support.registries import Front, Registry, tree_layer
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -209,41 +210,41 @@ def test_mirrors_stand_for_registries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory, small_rootfs: str) -> Iterator[tuple[Registry, str]]:
-    registry = Registry(Path(small_rootfs), "hub/library/tiny", "1")
-    with serving(registry) as address:
-        yield registry, address
+def hub(registry: Registry, small_rootfs: str) -> str:
+    """What stands for Docker's registry; it has ``tiny:1``."""
+    env = ["FROM_REGISTRY=it's here", "PATH=/usr/bin:/bin"]
+    registry.push("hub/library/tiny", "1", [tree_layer(Path(small_rootfs))], Env=env, WorkingDir="/usr")
+    return "/hub"
 
 
 def test_pull_fetches_through_a_mirror_and_knows_the_image_by_its_own_name(
-    verb: Verb, registry: tuple[Registry, str], tmp_path: Path
+    verb: Verb, between: Front, hub: str
 ) -> None:
-    server, address = registry
-    mirror = f"docker.io=http://{address}/hub"
-    status, out, _ = verb("pull", "docker://tiny:1", "--mirror", mirror, "--json")
+    mirror = f"docker.io=http://{between.address}{hub}"
+    status, out, said = verb("pull", "docker://tiny:1", "--mirror", mirror, "--json")
     assert status == 0
+    assert re.search(r"^docker://tiny:1: \d+\.\d MB to fetch$", said, re.MULTILINE)
     path = Path(json.loads(out)["images"]["docker://tiny:1"])
-    assert "/v2/hub/library/tiny/manifests/1" in server.asked
-    tree = tmp_path / "tree"
-    assert sif.unpack(path, tree, sif.system_partition(path))
-    assert (tree / "usr/bin/sh").exists()
-    assert "FROM_REGISTRY" in (tree / ".singularity.d/env/10-docker2singularity.sh").read_text()
-    remove_tree(tree)
-    asked = len(server.asked)
+    assert between.asked[0][0] == "/v2/hub/library/tiny/manifests/1"
+    image = read_layered(path)
+    assert (image.base, len(image.layers), image.workdir) == (None, 1, "/usr")
+    assert image.settings == "export FROM_REGISTRY='it'\"'\"'s here'\nexport PATH=/usr/bin:/bin\n"
+    asked = len(between.asked)
     assert verb("pull", "docker://tiny:1", "--air-gapped")[0] == 0  # it is there: nobody is asked
-    assert len(server.asked) == asked
+    assert len(between.asked) == asked
     listed = json.loads(verb("list", "--json")[1])["images"]
     assert [(row["sources"], row["path"]) for row in listed] == [(["docker://tiny:1"], str(path))]
 
 
 def test_a_registry_that_does_not_have_it_is_the_sites_error_with_a_remedy(
-    verb: Verb, registry: tuple[Registry, str]
+    verb: Verb, registry: Registry, hub: str
 ) -> None:
-    status, out, said = verb("pull", "docker://absent:1", "--mirror", f"docker.io=http://{registry[1]}/hub")
-    assert (status, out) == (3, "")
-    assert "library/absent:1" in said
-    assert "for docker://absent:1" in said
-    assert "name a mirror in MEGAFLOW_IMAGE_MIRRORS" in said
+    for name in ("docker://absent:1", "oras://docker.io/library/absent:1"):
+        status, out, said = verb("pull", name, "--mirror", f"docker.io=http://{registry.address}{hub}")
+        assert (status, out) == (3, "")
+        assert "library/absent:1" in said
+        assert f"for {name}" in said
+        assert "name a mirror in MEGAFLOW_IMAGE_MIRRORS" in said
 
 
 # --- where nothing can be fetched -------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ def test_an_air_gapped_campaign_names_the_image_it_lacks(
 
 
 def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
-    verb: Verb, make_campaign: Callable[..., Path], registry: tuple[Registry, str], tmp_path: Path
+    verb: Verb, make_campaign: Callable[..., Path], registry: Registry, hub: str, tmp_path: Path
 ) -> None:
     campaign = make_campaign(1)
     text = campaign.read_text()
@@ -287,11 +288,13 @@ def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
     assert status == 1
     assert json.loads(out)["missing"] == ["docker://tiny:1"]
 
-    mirror = f"docker.io=http://{registry[1]}/hub"
+    mirror = f"docker.io=http://{registry.address}{hub}"
     assert verb("build", campaign, "--mirror", mirror, "--manifest", manifest)[0] == 0
     assert verb("manifest", campaign)[0] == 0
     carried = tmp_path / "carried"
-    shutil.copytree(tmp_path / "store" / "sha256", carried)
+    for file in json.loads(manifest.read_text())["images"][0]["files"]:
+        (carried / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tmp_path / "store" / file, carried / file)
     other = tmp_path / "other-store"
 
     status, _, said = verb("pull", "--manifest", manifest, "--store", other)
@@ -307,17 +310,20 @@ def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
     path = Path(json.loads(out)["images"]["docker://tiny:1"])
     assert path.is_relative_to(other)
     assert path.stem == digest_of(path)
+    assert {file.name for file in (other / "layers").glob("*[!n]")} == {
+        each.digest for each in read_layered(path).layers
+    }
     status, out, _ = verb("build", campaign, "--air-gapped", "--store", other, "--json")
     assert (status, json.loads(out)["images"]) == (0, {"base": str(path)})
 
-    damaged = next(carried.glob("*.sif"))
+    damaged = next((carried / "layers").iterdir())
     damaged.chmod(0o644)
     with open(damaged, "r+b") as file:
         file.seek(-5000, os.SEEK_END)
         file.write(b"damage")
     status, _, said = verb("pull", "--manifest", manifest, "--from", carried, "--store", tmp_path / "third")
     assert status == 3
-    assert f"expected {damaged.stem}" in said
+    assert damaged.name in said
     assert list(ImageStore(tmp_path / "third").images()) == []
     manifest.write_text("{}")
     assert verb("pull", "--manifest", manifest)[0] == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import datetime
-import hashlib
+import ipaddress
 import json
 import os
 import signal
@@ -46,6 +46,7 @@ from tests.support.registries import (
     endless,
     front,
     layer,
+    noise,
     registry_server,
     says,
 )
@@ -66,34 +67,12 @@ class Shelf:
     def take(self, digest: str, chunks: Iterable[bytes]) -> None:
         self.kept[digest] = b"".join(chunks)
 
-    def fetch(self, reference: Reference, **options: Any) -> RemoteImage:
-        return fetch(
-            reference, self.kept.__contains__, self.take, lambda done, total: self.told.append((done, total)), **options
-        )
+    def fetch(self, reference: Reference) -> RemoteImage:
+        return fetch(reference, self.kept.__contains__, self.take, lambda done, total: self.told.append((done, total)))
 
 
 def reference(server: Registry | Front, path: str) -> Reference:
     return Reference.parse(server.address, path, plain=True)
-
-
-@pytest.fixture(scope="session")
-def registry_program(base_sif: Path) -> Path:
-    program = base_sif.parent / "registry"
-    if not program.exists():
-        pytest.fail(f"{program} does not exist; launchers/registry.sh {program} provides it, as launchers/setup does")
-    return program
-
-
-@pytest.fixture(scope="module")
-def registry(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    with registry_server(registry_program, tmp_path_factory.mktemp("registry")) as found:
-        yield found
-
-
-@pytest.fixture
-def between(registry: Registry) -> Iterator[Front]:
-    with front(registry.address) as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -106,11 +85,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     return home
-
-
-def noise(name: str, size: int = 100_000) -> bytes:
-    """Bytes that do not compress, the same for the same name."""
-    return hashlib.shake_128(name.encode()).digest(size)
 
 
 # --- what a real registry gives ---------------------------------------------------------------------------------------
@@ -156,7 +130,7 @@ def test_an_image_says_what_it_is(registry: Registry) -> None:
         assert [f"sha256:{each.tar_digest}" for each in image.layers] == [digest_of(each.archive) for each in layers]
     assert shelf.kept == {each.digest: each.blob for each in layers}
     total = sum(len(each.blob) for each in layers)
-    assert shelf.told[-1] == (total, total)
+    assert (shelf.told[0], shelf.told[-1]) == ((0, total), (total, total))
 
 
 def test_an_image_without_settings_and_with_one_layer_twice(registry: Registry, between: Front) -> None:
@@ -207,9 +181,6 @@ def test_what_is_not_there_is_said(registry: Registry) -> None:
         Shelf().fetch(reference(registry, "nowhere"))
     with pytest.raises(SiteError, match=r"127.0.0.1:1 cannot be reached: .*refused"):
         Shelf().fetch(Reference("127.0.0.1:1", "x", plain=True))
-    registry.push("x", "1", [layer({"a": noise("room")})])
-    with pytest.raises(SiteError, match=r"x:1: its layers take 0 MiB, and there is room for 0 MiB"):
-        Shelf().fetch(reference(registry, "x:1"), room=1000)
 
 
 NO_NAMES = ["../../x", "a/../b", "A", "a:t/x", "a:t?x=1", "a#b", "a/", "a//b", "a%2fb", "", "a b", "a:t\r\nHost: x"]
@@ -315,16 +286,42 @@ def test_what_a_credential_file_may_hold(home: Path) -> None:
     assert find_credentials("ghcr.io", "a") is None
 
 
+def certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    """Of 127.0.0.1, signed by itself, for today."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "lab")])
+    today = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(today - datetime.timedelta(1)).not_valid_after(today + datetime.timedelta(1))
+    own = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))])
+    return builder.add_extension(own, critical=False).sign(key, hashes.SHA256())
+
+
+def test_certificates_are_checked(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.push("by/tls", "1", [layer({"a": b""})])
+    key = ec.generate_private_key(ec.SECP256R1())
+    own = certificate(key).public_bytes(serialization.Encoding.PEM)
+    plain = serialization.NoEncryption()
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    (tmp_path / "own").write_bytes(private + own)
+    (tmp_path / "bundle").write_bytes(own)
+    with front(registry.address, tmp_path / "own") as between:
+        asked = Reference.parse(between.address, "by/tls:1")
+        with pytest.raises(SiteError, match=r"127.0.0.1:\d+: .*certificate.*, name its bundle in SSL_CERT_FILE"):
+            Shelf().fetch(asked)
+        assert between.asked == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "bundle"))
+        assert len(Shelf().fetch(asked).layers) == 1
+        between.rules["manifests/1"] = says(307, Location=f"http://{registry.address}/v2/by/tls/manifests/1")
+        with pytest.raises(SiteError, match=r"redirects 'http://.*', which is not https"):
+            Shelf().fetch(asked)
+
+
 class Tokens:
     """A token server as the registry's own specification has it: who knows the password may read."""
 
     def __init__(self, folder: Path) -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tokens")])
-        today = datetime.datetime.now(datetime.UTC)
-        builder = x509.CertificateBuilder(name, name, self.key.public_key(), x509.random_serial_number())
-        builder = builder.not_valid_before(today - datetime.timedelta(1)).not_valid_after(today + datetime.timedelta(1))
-        self.certificate = builder.sign(self.key, hashes.SHA256())
+        self.certificate = certificate(self.key)
         self.bundle = folder / "bundle.pem"
         self.bundle.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         self.asked: list[tuple[str, str | None, bytes]] = []
@@ -459,6 +456,29 @@ def test_a_busy_registry_is_asked_again_and_a_dead_one_given_up(registry: Regist
     with pytest.raises(SiteError, match=r"ended early; \d+ of \d+ bytes came, given up after 5 tries"):
         shelf.fetch(reference(between, "busy:1"))
     assert shelf.kept == {}
+
+
+def test_a_registry_that_is_silent_or_slow_is_given_up(
+    registry: Registry, between: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = layer({"a": noise("slow")})
+    registry.push("slow", "1", [content])
+    released = threading.Event()
+    for path, message in (
+        ("manifests/1", r"timed out.*; given up after 5 tries"),
+        (content.digest, r"0 of \d+ bytes came, given up after 5 tries"),
+    ):
+        between.rules = {path: lambda _: released.wait(60)}
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "TIMEOUT_S", 0.3)
+            with pytest.raises(SiteError, match=message):
+                Shelf().fetch(reference(between, "slow:1"))
+    released.set()
+    between.rules = {}
+    monkeypatch.setattr(client, "GRACE_S", -1.0)
+    monkeypatch.setattr(client, "SLOWEST", 10**9)
+    with pytest.raises(SiteError, match=r"\d+ of \d+ bytes came; it is too slow|did not come within"):
+        Shelf().fetch(reference(between, "slow:1"))
 
 
 def test_ctrl_c_does_not_wait_for_a_registry_that_is_silent(registry: Registry, between: Front) -> None:

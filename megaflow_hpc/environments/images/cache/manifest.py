@@ -1,20 +1,24 @@
 """Manifests of images: what a campaign needs, by source and digest, to be carried to where nothing can be fetched.
 
-Made where there is a network, when everything is in the store; used beside the SIF files on the other side::
+Made where there is a network, when everything is in the store; used beside the store's files on the other side::
 
-    {"format": "megaflow-hpc/images", "format_version": 1,
-     "images": [{"key": …, "source": "docker://debian:12", "digest": "…", "bytes": …}]}
+    {"format": "megaflow-hpc/images", "format_version": 2,
+     "images": [{"key": …, "source": "docker://debian:12", "digest": "…", "bytes": …, "files": ["layers/…", …]}]}
 
-An entry without a digest is one that the store lacked when the manifest was written.
+``files`` are those of the store that the image is, beside its base and what it shares with others: a SIF, or a document
+with its layers and the SIF that these lie over. An entry without a digest is one that the store lacked when the
+manifest was written; version 1 had SIF files alone and did not name them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.environments.images.layered import SUFFIX, is_layered, layer_path, read_layered
 from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.environments.images.resolve import Images, source_key
 from megaflow_hpc.environments.images.store import digest_in
@@ -22,7 +26,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_json
 
 FORMAT = "megaflow-hpc/images"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Say = Callable[[str], None]
 
@@ -31,10 +35,22 @@ def manifest(images: Images) -> dict[str, Any]:
     """Returns the manifest of everything that ``images`` was asked for."""
     rows = []
     for key, (source, path) in images.used.items():
-        digest = digest_in(path) if path else None
-        size = path.stat().st_size if path else None
-        rows.append({"key": key, "source": source, "digest": digest, "bytes": size})
+        row: dict[str, Any] = {"key": key, "source": source, "digest": None, "bytes": None, "files": []}
+        if path and (digest := digest_in(path)):
+            files = [path, *_parts(path)]
+            row |= {"digest": digest, "bytes": sum(file.stat().st_size for file in files)}
+            row["files"] = [f"{file.parent.name}/{file.name}" for file in files]
+        rows.append(row)
     return {"format": FORMAT, "format_version": FORMAT_VERSION, "images": rows}
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a store that an image is beside its own."""
+    if not is_layered(path):
+        return []
+    image = read_layered(path)
+    base = [Path(image.base.path)] if image.base and image.base.digest else []
+    return [*base, *(layer_path(path, layer.digest) for layer in image.layers)]
 
 
 def missing(content: dict[str, Any]) -> list[str]:
@@ -62,7 +78,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: Say) -> dict[str, str]:
-    """Brings what a manifest lists into the store: from ``directory`` of ``<digest>.sif``, else from registries.
+    """Brings what a manifest lists into the store: from ``directory``, which has a store's files as they lie there or
+    side by side, else from registries.
 
     Returns:
         Source → file.
@@ -79,23 +96,23 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
         if known is None and digest and (image := store.image(str(digest))):
             store.name(key, source, image.digest)
             known = Path(image.path)
-        carried = directory / f"{digest}.sif" if directory and digest else None
-        if known is None and carried is not None and carried.is_file():
-            say(f"{source}: from {carried}")
-            known = Path(store.add(carried, source, str(digest)).path)
-            store.name(key, source, str(digest))
+        if known is None and directory is not None and digest:
+            known = _carried(images, directory, source, str(digest), say)
+            if known is not None:
+                store.name(key, source, str(digest))
         if known is None and directory is None and is_remote(source):
             say(f"{source}: pulling")
             known = images.resolve_source(source, "images pull")
             assert key == source_key(source)
         if known is None:
-            lacking.append(f"  {source} {f'({digest}.sif)' if digest else '(not built when the manifest was written)'}")
+            files = ", ".join(row.get("files") or [f"sha256/{digest}.sif"])
+            lacking.append(f"  {source} ({files if digest else 'not built when the manifest was written'})")
         else:
             found[source] = str(known)
     if lacking:
         where = f"in {directory}" if directory else "in a registry"
         remedy = (
-            "copy these files there from STORE/sha256 of where the manifest was made"
+            "copy these files there from the store of where the manifest was made"
             if directory
             else "copy their files here and name the directory with --from, or build them: megaflow-hpc images build"
         )
@@ -103,3 +120,39 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
             f"{len(lacking)} of {len(content['images'])} images are not {where}; {remedy}\n" + "\n".join(lacking)
         )
     return found
+
+
+def _carried(images: Images, directory: Path, source: str, digest: str, say: Say) -> Path | None:
+    """Takes an image out of a directory into the store; ``None`` where one of its files is not there."""
+    store = images.store
+    if file := _lies(directory, "sha256", f"{digest}.sif"):
+        say(f"{source}: from {file}")
+        return Path(store.add(file, source, digest).path)
+    document = _lies(directory, "sha256", f"{digest}{SUFFIX}")
+    if document is None:
+        return None
+    image = read_layered(document)
+    say(f"{source}: from {document}")
+    store.prepare(source)
+    for layer in image.layers:
+        if store.layers.find(layer.digest) is None:
+            if (file := _lies(directory, "layers", layer.digest)) is None:
+                return None
+            with open(file, "rb") as reader:
+                store.layers.take(layer.digest, iter(lambda: reader.read(1 << 22), b""))
+    if image.base and image.base.digest:
+        base = store.image(image.base.digest)
+        if base is None:
+            if (file := _lies(directory, "sha256", f"{image.base.digest}.sif")) is None:
+                return None
+            base = store.add(file, source, image.base.digest)
+        image = replace(image, base=replace(image.base, path=base.path))
+    return Path(store.add_layered(image, source).path)
+
+
+def _lies(directory: Path, room: str, name: str) -> Path | None:
+    """A store's file in a copy of the store, in one directory with all others, or in a copied room beside another."""
+    for place in (directory / room, directory, directory.parent / room):
+        if (place / name).is_file():
+            return place / name
+    return None

@@ -117,41 +117,34 @@ class RemoteImage:
 Take = Callable[[str, Iterable[bytes]], None]
 """Gets a layer's digest and its bytes; what they raise means that nothing of it counts."""
 Told = Callable[[int, int], None]
-"""Gets how many bytes came, of how many that are lacking."""
+"""Gets how many bytes came, of how many that are lacking; first 0, before any is asked for. May raise."""
 
 
 def fetch(
-    reference: Reference,
-    have: Callable[[str], bool],
-    take: Take,
-    told: Told | None = None,
-    *,
-    room: int | None = None,
+    reference: Reference, have: Callable[[str], bool], take: Take, told: Told = lambda done, total: None
 ) -> RemoteImage:
     """Returns an image after every layer of it that ``have(digest)`` lacks was given to ``take``.
 
-    ``take`` and ``told`` are called from several threads, ``take`` once for a digest.
-
-    Args:
-        room: bytes that may be taken.
+    ``take`` and ``told`` are called from several threads, ``take`` once for a digest; one that finds that it has the
+    layer after all leaves the bytes alone, and they are not asked for.
 
     Raises:
-        SiteError: the registry does not give it, it is not an image for this machine, or there is no room.
+        SiteError: the registry does not give it, or it is not an image for this machine.
     """
     client = RegistryClient(reference)
     image = _describe(client)
     lacking = [layer for layer in {layer.digest: layer for layer in image.layers}.values() if not have(layer.digest)]
-    total = sum(layer.bytes for layer in lacking)
-    if room is not None and total > room:
-        raise SiteError(f"{reference}: its layers take {total >> 20} MiB, and there is room for {room >> 20} MiB")
-    _fetch_layers(client, lacking, take, _Counter(total, told))
+    if lacking:
+        total = sum(layer.bytes for layer in lacking)
+        told(0, total)
+        _fetch_layers(client, lacking, take, _Counter(total, told))
     return image
 
 
 class _Counter:
     """Counts what came, over all threads; ``stopped`` ends them."""
 
-    def __init__(self, total: int, told: Told | None) -> None:
+    def __init__(self, total: int, told: Told) -> None:
         self.total, self.told = total, told
         self.stopped = False
         self._done = 0
@@ -163,8 +156,7 @@ class _Counter:
                 raise SiteError("another layer failed")
             with self._lock:
                 self._done += len(chunk)
-                if self.told:
-                    self.told(self._done, self.total)
+                self.told(self._done, self.total)
             yield chunk
 
 

@@ -1,0 +1,194 @@
+"""Images of a registry in the store: each layer once, whoever pulls, and nothing half when a pull is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.environments.images import pull
+from megaflow_hpc.environments.images.layered import read_layered
+from megaflow_hpc.environments.images.pull import exports
+from megaflow_hpc.environments.images.registries import Registries
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.errors import SiteError
+from tests.support.places import ROOT
+from tests.support.registries import Front, Layer, Registry, layer, noise
+from tests.support.waiting import until
+
+Resolve = Callable[[str], Path]
+
+
+@pytest.fixture
+def images(tmp_path: Path, between: Front) -> Images:
+    """A store of this test's, and the registry as a mirror of ``lab.org``."""
+    return Images(ImageStore(tmp_path / "store"), Registries({"lab.org": f"http://{between.address}"}))
+
+
+def pulled(images: Images, name: str) -> Path:
+    return images.resolve_source(f"docker://lab.org/{name}", "test")
+
+
+def stored(images: Images) -> Mapping[str, int]:
+    """Bytes of each file below the store's ``layers``, its notes apart."""
+    files = (images.store.root / "layers").iterdir()
+    return {file.name: file.stat().st_size for file in files if not file.name.endswith(".json")}
+
+
+def test_images_made_as_swe_bench_makes_them_are_stored_at_the_cost_of_what_differs(
+    registry: Registry, between: Front, images: Images
+) -> None:
+    """One base, environments on it, instances on those: 12 images of 3 environments."""
+    base = layer({"usr/lib/base": noise("system", 1_000_000)})
+    blobs = {base.digest: len(base.blob)}
+    names = []
+    for number in range(3):
+        environment = layer({f"opt/{number}": noise(f"packages {number}", 300_000)}, "zstd" if number % 2 else "gzip")
+        blobs[environment.digest] = len(environment.blob)
+        for instance in range(4):
+            name = f"sweb.eval.{number}-{instance}"
+            source = layer({"testbed/source.py": noise(name, 1000)})
+            blobs[source.digest] = len(source.blob)
+            registry.push(name, "latest", [base, environment, source], WorkingDir="/testbed")
+            names.append(name)
+    paths = [pulled(images, name) for name in names]
+    assert len({path.name for path in paths}) == 12
+    assert stored(images) == blobs
+    assert sorted(digest for digest in between.blobs() if digest in blobs) == sorted(blobs)
+    everything = sum(file.stat().st_size for file in images.store.root.rglob("*") if file.is_file())
+    assert everything <= 1.05 * sum(blobs.values())
+    for path in paths:
+        image = read_layered(path)
+        assert (image.base, image.workdir, image.layers[0].digest) == (None, "/testbed", base.digest)
+        assert image.layers[0].inodes == 1
+    asked = len(between.asked)
+    again = Images(ImageStore(images.store.root), images.registries)
+    assert [pulled(again, name) for name in names] == paths
+    assert len(between.asked) == asked
+
+
+def test_layers_without_files_are_left_out_and_one_that_comes_twice_counts_last(
+    registry: Registry, images: Images
+) -> None:
+    one, two, empty = layer({"a": b"1"}), layer({"a": b"2"}), layer({})
+    registry.push("chain", "1", [one, empty, two, one, empty], Env=["A=$HOME 'x'", "no name", "B-C=1", "=2"])
+    image = read_layered(pulled(images, "chain:1"))
+    assert [each.digest for each in image.layers] == [two.digest, one.digest]
+    assert image.settings == "export A='$HOME '\"'\"'x'\"'\"''\n"
+    assert image.workdir is None
+
+
+def test_variables_mean_to_a_shell_what_they_say() -> None:
+    values = {"PATH": "/opt/bin:/bin", "A": "`id`", "B": "x\ny", "C": "$(id) \\ \"'", "D": ""}
+    text = exports([f"{name}={value}" for name, value in values.items()])
+    shown = "".join(f'printf "%s\\0" "${name}"\n' for name in values)
+    done = subprocess.run(["/bin/sh", "-c", text + shown], env={}, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\0")[:-1] == list(values.values())
+
+
+def test_pulls_at_once_fetch_a_shared_layer_once(registry: Registry, between: Front, images: Images) -> None:
+    shared = layer({"shared": noise("shared at once", 200_000)})
+    for number in range(4):
+        registry.push(f"at-once-{number}", "1", [shared, layer({str(number): b"own"})])
+    arrived = threading.Barrier(4)
+
+    def together(handler: BaseHTTPRequestHandler) -> None:
+        arrived.wait(60)
+        between.passed_on(handler)
+
+    for number in range(4):  # all know what they lack before any has fetched it
+        between.rules[f"at-once-{number}/manifests/1"] = together
+    failed: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            pulled(Images(ImageStore(images.store.root), images.registries), f"at-once-{number}:1")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert between.blobs().count(shared.digest) == 1
+    assert len(stored(images)) == 5
+
+
+def test_a_pull_that_is_killed_leaves_nothing_half(registry: Registry, between: Front, images: Images) -> None:
+    """It ends while the second of two layers arrives; the next goes on with that one."""
+    whole, broken = (layer({name: noise(name, 400_000)}, "") for name in ("whole", "broken"))
+    registry.push("killed", "1", [whole, broken])
+    stalled, released = threading.Event(), threading.Event()
+
+    def stalls(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(broken.blob[:300_000])
+        handler.wfile.flush()
+        stalled.set()
+        released.wait(60)
+        handler.close_connection = True
+
+    between.rules[broken.digest] = stalls
+    words = ["images", "pull", "docker://lab.org/killed:1", "--store", str(images.store.root)]
+    mirror = f"lab.org=http://{between.address}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megaflow_hpc", *words, "--mirror", mirror],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert stalled.wait(60)
+        until(lambda: images.store.layers.find(whole.digest), "the first layer is there", every_s=0.01)
+        process.kill()
+        process.wait()
+    finally:
+        released.set()
+        process.kill()
+    assert list(images.store.images()) == []
+    assert list(stored(images)) == [whole.digest]
+    assert images.store.leftovers() != []
+
+    between.rules.clear()
+    between.asked.clear()
+    assert len(read_layered(pulled(images, "killed:1")).layers) == 2
+    assert stored(images) == {each.digest: len(each.blob) for each in (whole, broken)}
+    assert whole.digest not in between.blobs()
+
+
+def test_what_came_wrong_is_not_stored(registry: Registry, between: Front, images: Images) -> None:
+    good, no_archive = layer({"a": b"good"}), Layer(b"no archive, but a layer by its name" * 100, "gzip")
+    registry.push("wrong", "1", [good, no_archive])
+    with pytest.raises(SiteError, match=rf"{no_archive.digest}: not a layer of an image.*\n.*out of reach"):
+        pulled(images, "wrong:1")
+    assert list(images.store.images()) == []
+    assert set(stored(images)) <= {good.digest}
+    assert images.store.leftovers() == []
+
+
+def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
+    registry: Registry, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.push("large", "1", [layer({"a": noise("large", 3_000_000)}, "")])
+    said: list[str] = []
+    images.say = said.append
+    monkeypatch.setattr(pull, "SPARE", 1 << 60)
+    with pytest.raises(SiteError, match=r"2 MiB to fetch, and only \d+ MiB free at .*; set MEGAFLOW_IMAGE_STORE to a"):
+        pulled(images, "large:1")
+    assert said == []
+    monkeypatch.undo()
+    monkeypatch.setattr(pull, "EVERY_S", 0.0)
+    pulled(images, "large:1")
+    assert said[0] == "docker://lab.org/large:1: 3.0 MB to fetch"
+    assert said[-1] == "docker://lab.org/large:1: 3.0 of 3.0 MB, 0 s left"
