@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.apptainer import CONTROL_DIR, only_by_root, unshare
 
-_ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
+ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
 """What uid 0 of a sandbox may, in its own namespaces only: as in Docker, so that scripts written for root run."""
 
 
@@ -64,7 +64,7 @@ def exec_argv(
             argv += ["--fakeroot", "--ignore-subuid"]
         elif not namespace_root(spec):
             argv += ["--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command"]
-        argv += ["--add-caps", ",".join(f"CAP_{name}" for name in _ROOT_MAY)]
+        argv += ["--add-caps", ",".join(f"CAP_{name}" for name in ROOT_MAY)]
     elif os.geteuid() == 0:
         argv += ["--userns"]
     if spec.network != "host":

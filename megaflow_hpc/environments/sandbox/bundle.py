@@ -22,10 +22,17 @@ from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
+
+_RUNNER = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
+
+
+class NotCloned(SandboxError):
+    """A clone did not come up; Apptainer may start the container all the same."""
 
 
 class Bundle:
@@ -34,15 +41,24 @@ class Bundle:
     Args:
         access: the hold on the image; given back by :meth:`remove`.
         start_timeout_s: a container that is not ready by then has failed.
+        templates: what containers may be cloned of.
     """
 
-    def __init__(self, directory: str, access: Access, apptainer: str, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        directory: str,
+        access: Access,
+        apptainer: str,
+        start_timeout_s: float,
+        templates: Templates | None = None,
+    ) -> None:
         self.directory = directory
         self.access = access
         self.layer = WritableLayer(os.path.join(directory, "layer"), access)
         self.container: Container | None = None
         self.start_timeout_s = start_timeout_s
         self._apptainer = apptainer
+        self._templates = templates
         self._containers = 0
         self._laid_out: dict[str, int] = {}
         """Directory of our own bound into the sandbox → bytes that we laid out there before."""
@@ -58,11 +74,19 @@ class Bundle:
             ) from error
 
     async def start(self, spec: SandboxSpec, watch: Watch) -> Container:
-        """Starts a container on the layer as it is.
+        """Starts a container on the layer as it is, by Apptainer where it cannot be cloned.
 
         Raises:
             SandboxError: with Apptainer's last line if it does not come up.
         """
+        if self._templates is not None:
+            try:
+                return await self._start(spec, watch, self._templates)
+            except NotCloned as error:
+                self._templates.refuse(self.access, error)
+        return await self._start(spec, watch, None)
+
+    async def _start(self, spec: SandboxSpec, watch: Watch, templates: Templates | None) -> Container:
         control = os.path.join(self.directory, f"control-{self._containers}")
         self._containers += 1
 
@@ -72,6 +96,7 @@ class Bundle:
             watch.adopt(identity)
 
         container = Container(control, on_started=started)
+        cloned = None
         try:
             await self.layer.ready()
             if new := [own for own in self._own_binds(spec) if own not in self._laid_out]:
@@ -84,16 +109,21 @@ class Bundle:
                 spec,
                 layer=self.layer.path,
                 control=control,
-                command=("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR),
+                command=_RUNNER,
             )
+            if templates is not None:
+                cloned = await templates.find(self.access, spec, prefix, control, _RUNNER)
             temporary = os.path.join(self.directory, "tmp")
-            await container.start(argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=prefix)
+            await container.start(
+                argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=prefix, cloned=cloned
+            )
             self.container = container
             if container.init is not None:
                 watch.attach(container.init)
             container.commands.prepare()
         except SandboxError as error:
-            raise SandboxError(f"{spec.image}: {error}") from error
+            kind = NotCloned if cloned is not None else SandboxError
+            raise kind(f"{spec.image}: {error}") from error
         except OSError as error:
             raise SandboxError(
                 f"{spec.image}: the files of a sandbox cannot be made ({error}): see that scratch at {self.directory} "

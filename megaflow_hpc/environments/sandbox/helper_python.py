@@ -29,7 +29,8 @@ from megaflow_hpc.host.files import remove_tree
 NAME = "python"
 """Name of the kit in a control directory."""
 
-_MODULES = ("_socket",)
+_MODULES = ("_socket", "_ctypes", "_struct", "fcntl")
+_PURE = ("types.py", "struct.py", "ctypes/__init__.py", "ctypes/_endian.py")
 """What helpers import beyond what is built in; of a module that is, no file is needed."""
 _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
 """Modules of ``encodings`` without which an interpreter does not start."""
@@ -58,6 +59,8 @@ def _parts() -> tuple[tuple[str, str], ...]:
     for name in _ENCODINGS:
         path = os.path.join(os.path.dirname(os.__file__), "encodings", f"{name}.py")
         parts.append((f"lib/{version}/encodings/{name}.py", path))
+    for name in _PURE:
+        parts.append((f"lib/{version}/{name}", os.path.join(os.path.dirname(os.__file__), name)))
     return tuple(dict(parts).items())
 
 

@@ -30,6 +30,7 @@ from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSan
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.standby import StandbyPool
+from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer, unshare
 from megaflow_hpc.host.private import own_directories, own_directory, private_directory
@@ -87,6 +88,9 @@ class ApptainerProvider:
         cached = ImageCache(self.cache, self.apptainer)
         self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
         self._prefetcher = Prefetcher(cached, self.images.copied_form)
+        self._templates = Templates(
+            self._own, (self.scratch, self.cache), self.apptainer, self.scratch, start_timeout_s
+        )
         self._closed = False
         sweep(self.scratch)
 
@@ -150,6 +154,7 @@ class ApptainerProvider:
             watchdog=self.watchdog,
             layer_in_memory=self._kind == "memory",
             spare=self._standby.take if spec.mode == "persistent" else None,
+            templates=self._templates,
             kit=self._kit if spec.network == "gateway" and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
@@ -214,6 +219,7 @@ class ApptainerProvider:
         await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
         await self._standby.close()
+        await self._templates.close()
         await asyncio.to_thread(self.watchdog.close)
         await asyncio.to_thread(sweep_mounts, self.scratch)
         try:

@@ -31,6 +31,7 @@ from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.session import ShellSession
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import LimitError, SandboxError
 from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.types import ExecResult
@@ -63,11 +64,12 @@ class ApptainerSandbox:
         layer_in_memory: bool = False,
         spare: Callable[[SandboxSpec], Awaitable[ApptainerSandbox | None]] | None = None,
         kit: Callable[[], Path] | None = None,
+        templates: Templates | None = None,
     ) -> None:
         self.spec = spec
         self._first_spec = spec
         self.workdir = spec.workdir or "/"
-        self._bundle = Bundle(directory, access, apptainer, start_timeout_s)
+        self._bundle = Bundle(directory, access, apptainer, start_timeout_s, templates)
         self._output_limit = output_limit
         self._on_stop = on_stop
         self._uploads = 0

@@ -20,13 +20,14 @@ import os
 import subprocess
 import time
 import tty
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher, write_new
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
+from megaflow_hpc.environments.sandbox.commands.template import APPTAINER_ENVIRONMENT, Clone
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import SandboxError
@@ -35,8 +36,6 @@ from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.process import Identity
 
 _STDERR_KEPT = 16384
-_ONE_THREAD = {"GOMAXPROCS": "1", "GOGC": "off"}
-"""For Apptainer, which lives some 50 ms: less time in threads and garbage collection that it does not need."""
 
 ENDED_FROM_WITHIN = b"gone"
 """PID 1's last word when a command has killed every process but it."""
@@ -50,7 +49,7 @@ class Container:
         self.init: Identity | None = None
         """The container's PID 1, as the host sees it."""
         self._on_started = on_started
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Clone | None = None
         self._stderr_pipe = -1
         self.commands = CommandDispatcher(control, self._spawn, self._why_ended, self._give_up)
         self._answer = b""
@@ -71,7 +70,8 @@ class Container:
 
     @property
     def host_pid(self) -> int | None:
-        """Pid of Apptainer's own process on the host."""
+        """Pid of the process on the host that all of the container's are below: Apptainer's own, or of a clone its
+        PID 1."""
         return self._process.pid if self._process else None
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -85,33 +85,38 @@ class Container:
         text = environment_text(env, as_root, workdir).encode("utf-8", "surrogateescape")
         write_new(os.path.join(self.control, "env"), text)
 
-    async def start(self, argv: Sequence[str], *, temporary: str, timeout_s: float, prefix: Sequence[str] = ()) -> None:
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        temporary: str,
+        timeout_s: float,
+        prefix: Sequence[str] = (),
+        cloned: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
+    ) -> None:
         """Runs ``argv``, whose last words must be the runner, until it says that it is ready.
 
         Its first two processes exist then, and no other before ``commands.prepare()``: limits set on them hold for all.
 
         Args:
             prefix: words before it that change what it runs as, and with that its parent-death signal.
+            cloned: starts the runner in place of ``argv``, given its standard error and who is told of its process.
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._stderr_pipe, errors = _terminal()
         try:
-            # In a user namespace no setuid bit gives rights, so that the filter takes none from Apptainer.
-            self._process = launcher(filtered=bool(prefix)).call(
-                lambda: subprocess.Popen(
-                    [*prefix, *dies_with_parent(), *argv],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    env={**clean_environment(temporary), **_ONE_THREAD},
-                    cwd="/",
-                    start_new_session=True,
-                )
-            )
+            if cloned is not None:
+                self._process = await cloned(errors, self._on_started or (lambda _: None))
+                self.init = Identity.of(self._process.pid)
+            else:
+                self._process = self._run(argv, temporary, errors, prefix)
         except OSError as error:
             os.close(self._stderr_pipe)
             raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
+        except BaseException:
+            os.close(self._stderr_pipe)
+            raise
         finally:
             os.close(errors)
         assert self._process.stdout
@@ -122,7 +127,7 @@ class Container:
             os.set_blocking(pipe, False)
             loop.add_reader(pipe, reader, pipe)
         try:
-            if (identity := Identity.of(self._process.pid)) and self._on_started:
+            if cloned is None and self._on_started and (identity := Identity.of(self._process.pid)):
                 self._on_started(identity)
             await asyncio.wait_for(self._ready, timeout_s)
         except TimeoutError:
@@ -131,8 +136,24 @@ class Container:
         except BaseException:
             await self.kill()
             raise
-        init = namespace_init(self._process.pid)
-        self.init = self.commands.init = Identity.of(init) if init else None
+        if cloned is None:
+            init = namespace_init(self._process.pid)
+            self.init = Identity.of(init) if init else None
+        self.commands.init = self.init
+
+    def _run(self, argv: Sequence[str], temporary: str, errors: int, prefix: Sequence[str]) -> subprocess.Popen[bytes]:
+        # In a user namespace no setuid bit gives rights, so that the filter takes none from Apptainer.
+        return launcher(filtered=bool(prefix)).call(
+            lambda: subprocess.Popen(
+                [*prefix, *dies_with_parent(), *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**clean_environment(temporary), **APPTAINER_ENVIRONMENT},
+                cwd="/",
+                start_new_session=True,
+            )
+        )
 
     def _why_ended(self) -> str | None:
         return None if self.alive else self.last_words()
@@ -165,7 +186,7 @@ class Container:
         await self._reap(process)
         self._release()
 
-    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
+    async def _reap(self, process: subprocess.Popen[bytes] | Clone) -> None:
         """Waits until no process of the container is left, and Apptainer's own, which follows within milliseconds."""
         deadline = time.monotonic() + KILL_GRACE_S
         pause = 0.0002
@@ -194,7 +215,7 @@ class Container:
         else:
             self._judgement = loop.create_task(self._judge(process))
 
-    async def _judge(self, process: subprocess.Popen[bytes]) -> None:
+    async def _judge(self, process: subprocess.Popen[bytes] | Clone) -> None:
         """Who ended the container? From within only all processes but PID 1 can be killed, and then it says so."""
         await self._reap(process)
         if self._from_within or self._breach:

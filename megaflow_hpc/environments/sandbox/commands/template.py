@@ -1,0 +1,211 @@
+"""One container that Apptainer started, of which sandboxes are cloned: the host's side of ``cloner.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megaflow_hpc.environments.sandbox.commands.launcher import launcher
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import clean_environment, last_line
+from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.process import Identity
+
+APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
+"""For Apptainer, which lives some 50 ms: less time in threads and garbage collection that it does not need."""
+
+_AT_ONCE = 32
+"""Requests on their way; more wait, so that the socket never fills."""
+
+END_S = 10.0
+
+
+class Clone:
+    """The first process of a cloned sandbox, in the form of :class:`subprocess.Popen`: it is nobody's child here."""
+
+    def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int, on_end: Callable[[], None]) -> None:
+        self.pid = pid
+        self._on_end = on_end
+        self.stdin = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout = os.fdopen(stdout, "rb", buffering=0)
+        self._pidfd = pidfd
+
+    def poll(self) -> int | None:
+        """Returns ``None`` while it lives."""
+        if self._pidfd >= 0:
+            poller = select.poll()
+            poller.register(self._pidfd, select.POLLIN)
+            if not poller.poll(0):
+                return None
+            os.close(self._pidfd)
+            self._pidfd = -1
+            self._on_end()
+        return 0
+
+    def kill(self) -> None:
+        """Ends every process of the sandbox."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+class Template:
+    """A container whose one process waits for requests to clone. Belongs to the event loop that started it.
+
+    Args:
+        log: a file for what Apptainer says.
+    """
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self._number = 0
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._asked: dict[int, asyncio.Future[int]] = {}
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether sandboxes can be cloned of it."""
+        return self._socket is not None and self._ready.done() and not self._ready.exception()
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        temporary: str,
+        timeout_s: float,
+        prefix: Sequence[str],
+        on_started: Callable[[Identity], None],
+    ) -> None:
+        """Runs ``argv``, whose last words must be the cloner, until it says that it is ready.
+
+        Raises:
+            SandboxError: it does not; with Apptainer's last words.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log, "wb") as log:
+            self._process = launcher(filtered=True).call(
+                lambda: subprocess.Popen(
+                    [*prefix, *dies_with_parent(), *argv],
+                    stdin=theirs.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    env={**clean_environment(temporary), **APPTAINER_ENVIRONMENT},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            )
+        self._socket = ours
+        ours.setblocking(False)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
+        if identity := Identity.of(self._process.pid):
+            on_started(identity)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        except TimeoutError:
+            raise SandboxError(f"no template was ready after {timeout_s:g} s: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        with open(self._log, "rb") as log:
+            return last_line(log.read(16384).decode("utf-8", "replace"))
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self._end()
+        elif data == b"ready":
+            self._ready.set_result(None)
+        else:
+            number, _, said = data.partition(b"\0")
+            asked = self._asked.pop(int(number), None)
+            if asked is None or asked.done():  # who asked has gone, and closed the pipe that it waits for
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            elif descriptors:
+                asked.set_result(descriptors[0])
+            else:
+                asked.set_exception(SandboxError(f"it cannot be cloned: {said.decode(errors='replace')}"))
+
+    def _end(self) -> None:
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        error = SandboxError(f"its template has ended: {self._last_words()}")
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._asked.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()
+        self._asked.clear()
+
+    async def clone(
+        self,
+        fields: Sequence[str],
+        errors: int,
+        on_started: Callable[[Identity], None],
+        on_end: Callable[[], None],
+    ) -> Clone:
+        """Starts a sandbox.
+
+        Args:
+            fields: what ``cloner.py`` reads after the number of a request.
+            errors: its standard error.
+            on_started: called with its first process before that does anything: limits set then hold for all.
+            on_end: called when it is found to have ended.
+        """
+        asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        pipes = [os.pipe() for _ in range(3)]
+        (stdin, our_stdin), (our_stdout, stdout), (go, our_go) = pipes
+        kept = {our_stdin, our_stdout, our_go}
+        pidfd = -1
+        try:
+            async with self._slots:
+                if self._socket is None:
+                    raise SandboxError(f"its template has ended: {self._last_words()}")
+                self._number += 1
+                self._asked[self._number] = asked
+                message = "\0".join((str(self._number), *fields)).encode("utf-8", "surrogateescape")
+                socket.send_fds(self._socket, [message], [stdin, stdout, errors, go])
+                pidfd = await asked
+            with open(f"/proc/self/fdinfo/{pidfd}") as file:
+                pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+            if identity := Identity.of(pid):
+                on_started(identity)
+            os.write(our_go, b"x")
+            kept = {our_go}
+        except BaseException:
+            if pidfd >= 0:
+                os.close(pidfd)
+            raise
+        finally:
+            for descriptor in {stdin, stdout, go} | kept:
+                os.close(descriptor)
+        return Clone(pidfd, pid, our_stdin, our_stdout, on_end)
+
+    async def stop(self) -> None:
+        """Ends the container, and with it every sandbox that was cloned of it. Idempotent."""
+        self._end()
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                await asyncio.to_thread(process.wait, END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                await asyncio.to_thread(process.wait)

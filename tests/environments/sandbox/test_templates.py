@@ -1,0 +1,188 @@
+"""Sandboxes that are clones of a container are as those that Apptainer starts, and end as they do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.templates import supported
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.host.process import Identity, descendants, parent
+from tests.support.waiting import until_async
+
+SEEN = {
+    "environment": "env | grep -v MEGAFLOW_COMMAND | sort",
+    "first environment": "tr '\\0' '\\n' </proc/1/environ | cut -d= -f1 | sort",
+    "rights": "grep -E 'Cap|NoNewPrivs|Seccomp|Uid|Gid|Groups|Sig(Blk|Ign)' /proc/self/status",
+    "limits": "cat /proc/self/limits",
+    "owners": "cut -c1-10 /proc/self/uid_map /proc/self/gid_map; cat /proc/self/setgroups; id",
+    "bound": "cat /proc/sys/user/max_user_namespaces",
+    "devices": "stat -c '%A %N %t %T' /dev/* | grep -v console",
+    "network": "tail -n +3 /proc/net/dev | cut -d: -f1; ls /proc/sys/net/ipv4/conf",
+    "name": "hostname; pwd; umask; cat /proc/1/cmdline /proc/self/oom_score_adj",
+    "names": "cat /etc/resolv.conf",
+}
+
+
+def cloned(sandbox: ApptainerSandbox) -> bool:
+    return sandbox.host_pid == sandbox.pid
+
+
+def mounts(text: str) -> list[tuple[str, str, str]]:
+    """(place, options of the mount, file system), but for Apptainer's terminal."""
+    fields = [line.split() for line in text.splitlines()]
+    found = [(line[4], line[5], line[line.index("-") + 1]) for line in fields]
+    return sorted(one for one in found if one[0] != "/dev/console")
+
+
+async def seen(sandbox: ApptainerSandbox) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, command in SEEN.items():
+        result = await sandbox.exec(command)
+        assert result.exit_code == 0, result
+        found[name] = re.sub(r"s\d+-[0-9a-f]+-\d+", "s", result.stdout)
+    found["mounts"] = mounts((await sandbox.exec("cat /proc/self/mountinfo")).stdout)
+    return found
+
+
+@pytest.mark.parametrize("network", ["none", "host"])
+def test_a_clone_has_what_a_container_of_apptainer_has(rootfs: str, scratch: Path, network: str) -> None:
+    async def main() -> list[tuple[bool, dict[str, object]]]:
+        async with ApptainerProvider(scratch) as provider:
+            spec = SandboxSpec(rootfs, env={"ONE": "two  words"}, workdir="/app", disk_mb=50, network=network)  # type: ignore[arg-type]
+            both = [await provider.start(spec) for _ in range(2)]
+            return [(cloned(sandbox), await seen(sandbox)) for sandbox in both]
+
+    assert supported()
+    (first_cloned, first), (second_cloned, second) = asyncio.run(main())
+    assert (first_cloned, second_cloned) == (False, True)
+    for name, what in first.items():
+        assert second[name] == what, name
+
+
+def test_nothing_of_the_template_is_left_inside(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFLOW_START", "clone")
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                commands = (
+                    f"ls -d {scratch} /.megaflow/cloner.py /.megaflow/python; umount / /proc /sys /dev",
+                    "unshare --user true || unshare --mount true || echo refused",
+                    "ls /proc | grep -c '^[0-9]'; cat /proc/*/comm",
+                    "ls -l /proc/1/fd | grep -c socket",
+                )
+                return [(await sandbox.exec(command)).stdout for command in commands]
+
+    paths, namespaces, processes, sockets = asyncio.run(main())
+    assert (paths, namespaces, sockets) == ("", "refused\n", "0\n")
+    assert "python" not in processes
+    assert "loader" not in processes
+
+
+def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places that it mounts on are the agent's files when the next container starts."""
+    monkeypatch.setenv("MEGAFLOW_START", "clone")
+    trap = scratch / "trap"
+    trap.mkdir(parents=True, exist_ok=True)
+    (trap / "resolv.conf").write_text("host's\n")
+
+    async def main() -> str:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+
+                def set_traps(paths: object) -> None:
+                    upper = Path(sandbox.directory, "layer", "upper")
+                    shutil.rmtree(upper / "etc", ignore_errors=True)
+                    (upper / "etc").symlink_to(trap)
+                    shutil.rmtree(upper / "dev", ignore_errors=True)
+                    (upper / "dev").symlink_to("/srv")
+
+                await sandbox.end_processes(set_traps)
+                assert cloned(sandbox) or sandbox.pid is None
+                return (await sandbox.exec("ls /srv; cat /etc/resolv.conf; echo x >/etc/resolv.conf")).stdout
+
+    said = asyncio.run(main())
+    assert "null" in said
+    assert "host's" not in said
+    assert (trap / "resolv.conf").read_text() == "host's\n"
+    assert os.listdir(trap) == ["resolv.conf"]
+
+
+def test_a_template_that_is_killed_takes_its_sandboxes_along_and_the_next_start_makes_another(
+    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_START", "clone")
+
+    async def main() -> str:
+        async with ApptainerProvider(scratch) as provider:
+            spec = SandboxSpec(rootfs)
+            sandbox = await provider.start(spec)
+            assert sandbox.pid is not None
+            template = Identity.of(parent(sandbox.pid))
+            assert template is not None
+            template.kill()
+            await until_async(lambda: not template.alive(), "the template has ended")
+            with pytest.raises(SandboxError, match="from outside"):
+                await sandbox.exec("true")
+            await sandbox.stop()
+            async with await provider.start(spec) as other:
+                assert cloned(other)
+                return (await other.exec("echo on")).stdout
+
+    assert asyncio.run(main()) == "on\n"
+
+
+def test_nothing_is_left_when_the_provider_is_closed(rootfs: str, scratch: Path) -> None:
+    before = set(descendants(os.getpid()))
+
+    async def main() -> int:
+        async with ApptainerProvider(scratch) as provider:
+            sandboxes = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(6)))
+            await asyncio.gather(*(sandbox.exec("sleep 60 & echo") for sandbox in sandboxes))
+            clones = sum(map(cloned, sandboxes))
+            for sandbox in sandboxes[:3]:
+                await sandbox.stop()
+            return clones
+
+    assert asyncio.run(main()) == 5
+    assert set(descendants(os.getpid())) == before
+    assert os.listdir(scratch / "owners") == []
+
+
+def test_an_image_that_takes_no_template_is_started_by_apptainer(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    """Here the place where the host's scratch is to be seen is a link of the image's."""
+    image = tmp_path / "image"
+    shutil.copytree(rootfs, image, symlinks=True)
+    top = Path(os.path.realpath(scratch)).parts[1]
+    shutil.rmtree(image / top, ignore_errors=True)
+    (image / top).symlink_to("/srv")
+    cache = scratch / "linked"
+
+    async def main() -> list[bool]:
+        async with ApptainerProvider(scratch, cache) as provider:
+            sandboxes = [await provider.start(SandboxSpec(str(image))) for _ in range(3)]
+            assert [(await sandbox.exec("echo on")).stdout for sandbox in sandboxes] == ["on\n"] * 3
+            return list(map(cloned, sandboxes))
+
+    assert asyncio.run(main()) == [False] * 3
+
+
+def test_how_sandboxes_start_is_decided_by_hand_in_three_words(
+    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> list[bool]:
+        async with ApptainerProvider(scratch) as provider:
+            return [cloned(await provider.start(SandboxSpec(rootfs))) for _ in range(2)]
+
+    monkeypatch.setenv("MEGAFLOW_START", "apptainer")
+    assert asyncio.run(main()) == [False, False]
+    monkeypatch.setenv("MEGAFLOW_START", "faster")
+    with pytest.raises(ConfigError, match="MEGAFLOW_START=faster"):
+        asyncio.run(main())
