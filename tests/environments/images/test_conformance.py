@@ -1,0 +1,98 @@
+"""Dockerfiles against BuildKit: what it made of each case was recorded (``bench/builder_peers``), file by file.
+
+Every case is read here, and refused exactly where the table of differences says so. Some are built; all of them are by
+``python -m tests.bench.builder_peers ours``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+from megaflow_hpc.errors import ConfigError
+from tests.bench.builder_peers import ANSWERS, Ours
+from tests.environments.images.conformance.answers import Answer, compare
+from tests.environments.images.conformance.cases import CASES, make_base, write
+from tests.environments.images.conformance.differences import LATER, MORE, REFUSED
+
+BUILT = (
+    "add several tars",
+    "arg after env in words",
+    "arg of parent stage",
+    "copy empty directory",
+    "copy file below link that leads up",
+    "copy file over name of two",
+    "copy file to link to file",
+    "copy several",
+    "delete and make directory",
+    "delete in one step make in next",
+    "directory by link",
+    "env expansion",
+    "env path twice",
+    "env quotes",
+    "heredoc copy escapes",
+    "heredoc copy several",
+    "heredoc run redirected",
+    "ignore exception",
+    "ignore slash forms",
+    "link by directory",
+    "mode alone changed",
+    "one name of two changed",
+    "rename directory",
+    "run chown",
+    "run hard link",
+    "stage twice",
+    "user and copy",
+    "wildcard matches directory",
+    "wildcard optional",
+)
+"""Cases that are built in every run of the suite: one for each thing that can go wrong."""
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Answer]:
+    """What BuildKit made of each case."""
+    answers: dict[str, Answer] = json.loads(ANSWERS.read_text(encoding="utf-8"))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def ours(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    place = tmp_path_factory.mktemp("builds")
+    return Ours(make_base(place / "base", base_sif.with_name("busybox")), place)
+
+
+def test_every_case_was_built_by_buildkit(known: dict[str, Answer]) -> None:
+    assert list(known) == list(CASES)
+    assert not {*REFUSED, *LATER} & {name for name, answer in known.items() if "fails" in answer}
+    assert all("fails" in known[name] for name in MORE)
+
+
+def test_what_buildkit_builds_is_read_or_refused_as_the_table_says(known: dict[str, Answer], tmp_path: Path) -> None:
+    said: dict[str, str] = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        context = tmp_path / str(number)
+        context.mkdir()
+        write(context, {**case.files, "Dockerfile": case.text})
+        try:
+            Dockerfile.read(context / "Dockerfile", build_args=case.args)
+        except ConfigError as error:
+            said[name] = str(error)
+    refused = {name: text for name, text in said.items() if "fails" not in known[name]}
+    assert refused.keys() == REFUSED.keys()
+    assert [name for name, text in refused.items() if not re.search(REFUSED[name], text)] == []
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_an_image_has_the_files_that_buildkits_has(
+    known: dict[str, Answer], ours: Ours, tmp_path: Path, name: str
+) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    write(context, {**CASES[name].files, "Dockerfile": CASES[name].text})
+    found = ours.build(context, CASES[name].args)
+    assert not compare(known[name], found), CASES[name].text
