@@ -35,14 +35,15 @@ DOORS: dict[str, str] = {
     "environments/sandbox/rootfs",
     "environments/images": "environments/images/dockerfile environments/images/layers environments/images/registry",
     "environments/images/layers": "environments/images",
-    "environments/images/cache": "environments/images",
+    "environments/images/cache": "environments/images environments/images/layers",
     "environments/images/dockerfile": "",
     "environments/images/registry": "",
     "environments/sandbox": "environments/images/cache environments/sandbox/commands environments/sandbox/limits "
     "environments/sandbox/rootfs",
     "environments/sandbox/commands": "environments/sandbox",
     "environments/sandbox/limits": "environments/sandbox environments/sandbox/commands",
-    "environments/sandbox/rootfs": "environments/images/cache environments/images/layers environments/sandbox",
+    "environments/sandbox/rootfs": "environments/images environments/images/cache environments/images/layers "
+    "environments/sandbox",
     # Task formats are peers; they know sandboxes, and no pod.
     "tasks": "config environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.images.layers.merging import OPAQUE_MARK
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
@@ -297,7 +298,7 @@ def test_an_agents_own_marks_of_deletion_delete_nothing(tmp_path: Path) -> None:
     (layer / "kept").mkdir(parents=True)
     copies.lay_out(str(image), str(layer))
     root = layer / "root"
-    for name in (".wh...", ".wh..", ".wh.", copies.OPAQUE_MARK, ".wh.bin", "etc/.wh.one", "etc/.wh..wh..opq"):
+    for name in (".wh...", ".wh..", ".wh.", OPAQUE_MARK, ".wh.bin", "etc/.wh.one", "etc/.wh..wh..opq"):
         (root / name).touch()
     with suppress(OSError):  # not every file system has them
         os.setxattr(root, "user.overlay.opaque", b"y")

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.layered import is_layered, read_layered
 from megaflow_hpc.errors import SandboxError
 
 LABEL = "megaflow.workdir"
 
 
 def working_directory(image: str | os.PathLike[str]) -> str | None:
-    """Returns the absolute path that a SIF or an unpacked image names; ``None`` if it names none or is unreadable."""
+    """Returns the absolute path that an image names; ``None`` if it names none or is unreadable."""
     path = Path(image)
     try:
+        if is_layered(path):
+            layered = read_layered(path)
+            return layered.workdir or (working_directory(layered.base.path) if layered.base else None)
         if path.is_dir():
             labels = json.loads((path / ".singularity.d" / "labels.json").read_bytes())
             found = labels.get(LABEL)

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.layered import LayeredImage, is_layered, read_layered
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import digest_in, known_size
 from megaflow_hpc.errors import SandboxError
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What is known of an image without reading it. ``digest`` is ``None`` where no store holds it."""
+    """What is known of an image without reading it. ``digest`` is ``None`` where no store holds it.
+
+    Of an image of layers the sizes are those of its base and all of them; a directory has none.
+    """
 
     path: str
     digest: str | None
@@ -22,6 +27,17 @@ class ImageFacts:
     unpacked_bytes: int
     inodes: int
     squashfs_offset: int
+    base: ImageFacts | None = None
+    """What the layers lie over."""
+    layers: tuple[LayerFacts, ...] = ()
+    """Each once, bottom first."""
+    settings: str = ""
+    """Lines of shell that set its variables (:class:`.layered.LayeredImage`)."""
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether it is a document that names a base and layers."""
+        return is_layered(self.path)
 
     @property
     def key(self) -> str:
@@ -37,9 +53,14 @@ class ImageFiles:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, ...], ImageFacts]] = {}
+        self._documents: dict[str, tuple[tuple[int, ...], LayeredImage]] = {}
 
     def facts(self, image: str) -> ImageFacts:
-        """Returns the facts of an image; raises :class:`SandboxError` where there is no such file, or it is no SIF."""
+        """Returns the facts of an image.
+
+        Raises:
+            SandboxError: there is no such file, it is no image, or its base is not the one that it was built on.
+        """
         try:
             found = os.stat(image)
         except OSError as error:
@@ -48,6 +69,8 @@ class ImageFiles:
                 "an image"
             ) from None
         now = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        if is_layered(image):
+            return self._layered(image, now)
         known = self._known.get(image)
         if known and known[0] == now:
             return known[1]
@@ -55,6 +78,38 @@ class ImageFiles:
         partition = sif.system_partition(path)
         unpacked = known_size(path) or sif.unpacked_bytes(path, partition)
         facts = ImageFacts(path, digest_in(path), found.st_size, unpacked, partition.inodes, partition.offset)
+        self._known[image] = (now, facts)
+        return facts
+
+    def _layered(self, image: str, now: tuple[int, ...]) -> ImageFacts:
+        document = self._documents.get(image)
+        if document is None or document[0] != now:
+            document = self._documents[image] = (now, read_layered(os.path.realpath(image)))
+            self._known.pop(image, None)
+        layered, base = document[1], None
+        if layered.base is not None:
+            layered.base.check(image)
+            place = layered.base.path
+            base = ImageFacts(os.path.realpath(place), None, 0, 0, 0, 0) if os.path.isdir(place) else self.facts(place)
+        known = self._known.get(image)
+        if known and known[1].base == base:
+            return known[1]
+        # The topmost of a layer that comes twice says all that the lower one did, and no overlay takes it twice.
+        layers = tuple(reversed({layer.digest: layer for layer in reversed(layered.layers)}.values()))
+        if base is None and not layers:
+            raise SandboxError(f"{image}: an image without a base and without layers")
+        parts: list[LayerFacts | ImageFacts] = [*layers, *([base] if base else [])]
+        facts = ImageFacts(
+            os.path.realpath(image),
+            Path(os.path.realpath(image)).stem,
+            sum(part.bytes for part in parts),
+            sum(part.unpacked_bytes for part in parts),
+            sum(part.inodes for part in parts),
+            0,
+            base,
+            layers,
+            layered.settings,
+        )
         self._known[image] = (now, facts)
         return facts
 

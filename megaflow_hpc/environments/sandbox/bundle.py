@@ -103,7 +103,7 @@ class Bundle:
                 self._laid_out |= await asyncio.to_thread(lambda: {own: _size(own) for own in new})
             self.measured_by(watch, spec)
             self.access.check()
-            container.prepare(spec.env, spec.as_root, spec.workdir)
+            container.prepare(spec.env, spec.as_root, spec.workdir, self.access.settings)
             prefix, argv = self.access.command_line(
                 self._apptainer,
                 spec,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.images.layers.merging import OPAQUE_MARK
 from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -108,7 +109,7 @@ def test_an_overlays_layer_is_understood(tmp_path: Path) -> None:
     (layer / "upper" / "etc").mkdir()
     os.mknod(layer / "upper" / "bin" / "grep", 0o020000, 0)
     (layer / "upper" / "etc" / "mine").write_text("mine")
-    (layer / "upper" / "etc" / copies.OPAQUE_MARK).touch()
+    (layer / "upper" / "etc" / OPAQUE_MARK).touch()
     copies.lay_out(str(image), str(layer))
     assert sorted(listing(layer / "root")) == ["bin", "bin/link", "bin/sh", "etc", "etc/mine"]
 

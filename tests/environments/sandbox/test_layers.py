@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.host.files import remove_tree
-from tests.support.layers import OPAQUE, Entries, unpacked
+from tests.support.layers import OPAQUE, Entries, add_image, add_layer, unpacked
 
 CHAIN: list[Entries] = [
     {"app/": "", "app/one": "1\n", "app/gone": "x\n", "new/": "", "new/below": "x\n", "etc/hidden": "x\n"},
@@ -37,3 +42,95 @@ def test_a_sandbox_sees_what_the_topmost_layers_say(rootfs: str, scratch: Path, 
 
     asyncio.run(main())
     remove_tree(tmp_path / "layers")
+
+
+SETTINGS = 'export GREETING="hello"\nexport PATH="/app/bin:$PATH"\n'
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ImageStore]:
+    """In memory, where hundreds of layers are soon written."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        yield ImageStore(Path(place, "store"))
+
+
+def within(image: str, scratch: Path, use: Callable[[ApptainerSandbox], Awaitable[Any]], **spec: Any) -> Any:
+    async def main() -> Any:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(image, **spec)) as sandbox:
+                return await use(sandbox)
+
+    return asyncio.run(main())
+
+
+async def look(sandbox: ApptainerSandbox) -> str:
+    seen = await sandbox.exec(f'{LOOK}; echo "$GREETING" "${{PATH%%:*}}"')
+    deleted = await sandbox.exec("rm -rf /app /link && mkdir /app && touch /new/more && ls -A /app /new")
+    assert (deleted.exit_code, deleted.stdout) == (0, "/app:\n\n/new:\nabove\nmore\n"), deleted.stderr
+    return seen.stdout
+
+
+@pytest.mark.parametrize("way", ["tree", "mount", "direct", "copy"])
+@pytest.mark.parametrize("base", ["sif", "directory"])
+def test_an_image_of_layers_is_the_same_whichever_way_a_node_takes_it(
+    base_sif: Path, rootfs: str, scratch: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str, base: str
+) -> None:
+    monkeypatch.setenv(*("MEGAFLOW_LAYER", "copy") if way == "copy" else ("MEGAFLOW_IMAGE_FORM", way))
+    image = add_image(store, str(base_sif) if base == "sif" else rootfs, CHAIN, SETTINGS)
+    assert within(image, scratch, look) == SEEN + "hello /app/bin\n"
+
+
+def test_an_image_without_a_base_starts(busybox_rootfs: str, scratch: Path, store: ImageStore) -> None:
+    """The lowest layer brings a shell, as an image of a registry does; no file of the runtime's is in it."""
+    programs: dict[str, str | bytes | None] = {
+        "bin/": "",
+        "bin/busybox": Path(busybox_rootfs, "bin/busybox").read_bytes(),
+    }
+    programs |= {f"bin/{name}": "->busybox" for name in ("sh", "cat", "ls", "head", "rm", "mkdir", "kill")}
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        return (await sandbox.exec("cat /app/one; ls /app /bin")).stdout
+
+    seen = within(add_image(store, None, [programs, {"app/": "", "app/one": "1\n"}]), scratch, use)
+    assert seen == "1\n/app:\none\n\n/bin:\nbusybox\ncat\nhead\nkill\nls\nmkdir\nrm\nsh\n"
+
+
+@pytest.fixture(scope="module")
+def chain(store: ImageStore) -> list[LayerFacts]:
+    return [add_layer(store, {"chain/": "", f"chain/{number}": f"{number}"}) for number in range(600)]
+
+
+@pytest.mark.parametrize("count", [1, 10, 60, 150, 600])
+def test_a_chain_of_any_length_can_be_used(
+    rootfs: str, scratch: Path, store: ImageStore, chain: list[LayerFacts], count: int
+) -> None:
+    image = add_image(store, rootfs, chain[:count])
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
+        return (await sandbox.exec("ls /chain | wc -l")).stdout, (await sandbox.exec(f"cat /chain/{count - 1}")).stdout
+
+    assert within(image, scratch, use) == (f"{count}\n", str(count - 1))
+
+
+def test_a_snapshot_and_a_sandbox_that_stands_by_have_the_layers(
+    rootfs: str, scratch: Path, store: ImageStore, tmp_path: Path
+) -> None:
+    image = add_image(store, rootfs, CHAIN, SETTINGS)
+
+    async def main() -> None:
+        spec = SandboxSpec(image, mode="persistent")
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(spec) as first:
+                await first.exec("rm /app/one; echo mine > /app/mine")
+                kept = await first.snapshot(tmp_path / "kept")
+                assert await provider.standing_by(spec)
+                await first.reset()
+                assert (await first.exec(LOOK)).stdout == SEEN
+            async with await provider.start(spec, kept) as second:
+                assert (await second.exec("ls /app; cat /link")).stdout == "mine\ntwo\n2\n"
+                await second.end_processes()
+                assert await second.read("/app/mine") == b"mine\n"
+                assert await second.read("/app/one") is None
+                assert await second.read("/app/two") == b"2\n"
+
+    asyncio.run(main())

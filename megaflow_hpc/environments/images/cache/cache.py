@@ -1,11 +1,14 @@
 """Brings images to this node: once each, checked, in the order they will be needed, within a budget.
 
-A copy has a *form*: ``tree``, the image's files unpacked, or ``sif``, the file itself. The third form, ``direct``,
-copies nothing: the image is used where it lies. An image of a store bears its digest in its name, and its content is
-compared with it while it is read for the copy; a copy that is there was compared, so nobody reads the image again.
-Images of no store (a SIF that the campaign file names) are known by path, size and time of change.
+An image is one copy or several (:mod:`.parts`): of layers, its base and each layer are copies of their own, which other
+images share. In the form ``direct`` a SIF is used where it lies. An image of a store bears its digest in its name, and
+so do layers: content is compared with it while it is read for the copy; a copy that is there was compared, so nobody
+reads the image again. Images of no store (a SIF that the campaign file names) are known by path, size and time of
+change.
 
-What is used is leased and never removed; :mod:`.cache` keeps the books.
+What is used is leased and never removed; :mod:`.shelf` keeps the books. Room for all that an image lacks is made at
+once, for one waiting process after the other, and who waits keeps nothing: so two that have half of what they need
+cannot wait for each other.
 """
 
 from __future__ import annotations
@@ -15,22 +18,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal
 
-from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.cache.shelf import POLL_S, Room, Shelf
-from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles, read_checked, stamp
-from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
-from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.environments.images.cache.parts import Form, Part, Plan, plan
+from megaflow_hpc.environments.images.cache.shelf import Room, Shelf, Turn
+from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles
+from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.files import remove_tree
 
-Form = Literal["tree", "sif", "direct"]
+__all__ = ["Form", "ImageCache", "Lease"]
 
 SHARE_OF_DISK = 0.8
 """The default budget: this part of what is free on scratch and what the cache has already."""
-MARGIN_INODES = 64
 
 _MARKED: dict[str, int] = {}
 """Copy → leases that are out or waited for. A process has one mark on disk for all, whichever cache object it was."""
@@ -40,17 +40,21 @@ _GUARD = threading.Lock()
 
 
 class Lease:
-    """The right to use an image on this node until :meth:`release`. ``path``: its tree or its SIF file."""
+    """The right to use an image on this node until :meth:`release`. ``path``: its tree or its SIF file; ``layers``:
+    directories that lie over it, the topmost first."""
 
-    def __init__(self, path: str, cache: ImageCache | None = None, name: str = "") -> None:
+    def __init__(
+        self, path: str, layers: Sequence[str] = (), cache: ImageCache | None = None, parts: Sequence[Part] = ()
+    ) -> None:
         self.path = path
-        self._cache, self._name = cache, name
+        self.layers = tuple(layers)
+        self._cache, self._parts = cache, parts
 
     def release(self) -> None:
         """Gives the right back. Idempotent."""
         cache, self._cache = self._cache, None
         if cache is not None:
-            cache._give_back(self._name)
+            cache._give_back(self._parts)
 
 
 class ImageCache:
@@ -72,6 +76,7 @@ class ImageCache:
         self._shelf = Shelf(root, Room(0, 0))
         self._shelf.budget = _budget(root, self._shelf, budget_bytes, budget_inodes)
         self._files = ImageFiles()
+        self._plans: dict[tuple[str, Form], tuple[ImageFacts, Plan]] = {}
         self._shelf.tidy()
 
     # --- use ----------------------------------------------------------------------------------------------------
@@ -85,33 +90,25 @@ class ImageCache:
         """
         if os.path.isdir(image):
             return Lease(os.path.realpath(image))
-        if form == "direct":
-            return Lease(self.facts(image).path)  # its header was read, not its content: only parts of it will be
-        facts = self.facts(image)
-        name = _name(facts, form)
+        wanted = self._plan(image, form)
+        if lease := self._held(wanted):
+            return lease
         deadline = time.monotonic() + timeout_s
-        self._mark(name)
         try:
-            if lease := self._lease(name, form, sure=False):
-                return lease
-            with self._shelf.locked(name, exclusive=False, deadline=deadline):
-                if lease := self._lease(name, form, sure=self._shelf.here(name)):
-                    return lease
-            began = time.time()
-            with self._shelf.locked(name, exclusive=True, deadline=deadline):
-                if not self._shelf.here(name):
-                    self._stage(facts, form, name, deadline)
-                    self._shelf.log.add(name, facts.path, began, self._shelf.identity, ahead=False)
-                lease = self._lease(name, form, sure=True)
-                assert lease is not None
-                return lease
+            with Turn(self._shelf, deadline) as turn:
+                while True:
+                    self._mark(wanted.parts)
+                    try:
+                        if self._complete(wanted, turn):
+                            return self._lease(wanted)
+                    except BaseException:
+                        self._unmark(wanted.parts)
+                        raise
+                    self._unmark(wanted.parts)
+                    turn.wait(lambda: all(self._shelf.here(part.name) for part in wanted.parts))
         except TimeoutError as error:
-            self._unmark(name)
             why = str(error) or "another process that stages it does not get on"
             raise SandboxError(f"{image}: not staged within {timeout_s:g} s: {why}") from None
-        except BaseException:
-            self._unmark(name)
-            raise
 
     def ready(self, image: str, form: Form = "tree") -> Lease | None:
         """Returns a lease if the image is here already, else ``None``. Never waits; takes some tens of microseconds."""
@@ -119,18 +116,15 @@ class ImageCache:
             return Lease(os.path.realpath(image))
         if form == "direct":
             return None
-        name = _name(self.facts(image), form)
-        self._mark(name)
-        lease = self._lease(name, form, sure=False)
-        try:
-            if lease is None:
-                with self._shelf.locked(name, exclusive=False, deadline=0.0):
-                    lease = self._lease(name, form, sure=self._shelf.here(name))
-        except TimeoutError:
-            pass  # somebody is staging or removing it
-        if lease is None:
-            self._unmark(name)
-        return lease
+        wanted = self._plan(image, form)
+        if lease := self._held(wanted):
+            return lease
+        self._mark(wanted.parts)
+        with suppress(TimeoutError):  # somebody is staging or removing a part of it
+            if all(self._here(part, 0.0) for part in wanted.parts):
+                return self._lease(wanted)
+        self._unmark(wanted.parts)
+        return None
 
     def prefetch(
         self,
@@ -149,26 +143,14 @@ class ImageCache:
             form: that of all, or the form of each.
             until: asked between copies; once it is true nothing more is staged.
         """
-        wanted = [
-            (facts := self.facts(image), each, _name(facts, each))
-            for image in images
-            if not os.path.isdir(image) and (each := form(image) if callable(form) else form) != "direct"
+        plans = [
+            self._plan(image, form(image) if callable(form) else form) for image in images if not os.path.isdir(image)
         ]
-        self._shelf.announce([name for _, _, name in wanted])
-        for number, (facts, each, name) in enumerate(wanted):
-            if until():
+        wanted = [each.parts for each in plans if each.parts]
+        self._shelf.announce(list(dict.fromkeys(part.name for parts in wanted for part in parts)))
+        for number, parts in enumerate(wanted):
+            if until() or not self._stage_ahead([part for part in parts if not self._shelf.here(part.name)]):
                 return number
-            if self._shelf.here(name):
-                continue
-            began = time.time()  # before the lock: whoever finds it taken begins with the next one later
-            try:
-                with self._shelf.locked(name, exclusive=True, deadline=0.0):
-                    if not self._shelf.here(name):
-                        if not self._stage_ahead(facts, each, name):
-                            return number
-                        self._shelf.log.add(name, facts.path, began, self._shelf.identity, ahead=True)
-            except TimeoutError:
-                continue
         return len(images)
 
     def facts(self, image: str) -> ImageFacts:
@@ -217,108 +199,155 @@ class ImageCache:
                 freed += entry.size.bytes
         return freed
 
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def _plan(self, image: str, form: Form) -> Plan:
+        facts = self.facts(image)
+        known = self._plans.get((image, form))
+        if known is None or known[0] is not facts:
+            known = self._plans[image, form] = (facts, plan(facts, form, self.apptainer))
+        return known[1]
+
+    def _key(self, part: Part) -> str:
+        return f"{self._shelf.root}/{part.name}"
+
+    def _mark(self, parts: Sequence[Part]) -> None:
+        with _GUARD:
+            for part in parts:
+                key = self._key(part)
+                if not _MARKED.get(key):
+                    self._shelf.mark(part.name)
+                _MARKED[key] = _MARKED.get(key, 0) + 1
+
+    def _unmark(self, parts: Sequence[Part]) -> None:
+        with _GUARD:
+            for part in parts:
+                key = self._key(part)
+                _MARKED[key] -= 1
+                if not _MARKED[key]:
+                    del _MARKED[key]
+                    self._shelf.release(part.name)
+
+    def _held(self, wanted: Plan) -> Lease | None:
+        """A lease on copies of which this process has others, which proves that they are here."""
+        keys = [self._key(part) for part in wanted.parts]
+        with _GUARD:
+            if not all(_HELD.get(key) for key in keys):
+                return None
+            for key in keys:
+                _HELD[key] += 1
+                _MARKED[key] += 1
+        return self._lease_of(wanted)
+
+    def _lease(self, wanted: Plan) -> Lease:
+        """A lease on copies that this process has marked, and that are here."""
+        new = []
+        with _GUARD:
+            for part in wanted.parts:
+                key = self._key(part)
+                if not _HELD.get(key):
+                    new.append(part.name)
+                _HELD[key] = _HELD.get(key, 0) + 1
+        for name in new:
+            self._shelf.touch(name)
+        return self._lease_of(wanted)
+
+    def _lease_of(self, wanted: Plan) -> Lease:
+        bottom = wanted.bottom if isinstance(wanted.bottom, str) else self._place(wanted.bottom)
+        return Lease(bottom, [self._place(part) for part in wanted.layers], self, wanted.parts)
+
+    def _place(self, part: Part) -> str:
+        return f"{self._shelf.root}/images/{part.name}/{part.inside}"
+
+    def _give_back(self, parts: Sequence[Part]) -> None:
+        with _GUARD:
+            for part in parts:
+                key = self._key(part)
+                _HELD[key] -= 1
+                if not _HELD[key]:
+                    del _HELD[key]
+        self._unmark(parts)
+
     # --- staging ------------------------------------------------------------------------------------------------
 
-    def _mark(self, name: str) -> None:
-        path = str(self._shelf.path(name))
+    def _here(self, part: Part, deadline: float) -> bool:
+        """Whether a copy that this process has marked is here, and so will stay; waits for who stages or removes it."""
         with _GUARD:
-            if not _MARKED.get(path):
-                self._shelf.mark(name)
-            _MARKED[path] = _MARKED.get(path, 0) + 1
+            if _HELD.get(self._key(part)):
+                return True
+        with self._shelf.locked(part.name, exclusive=False, deadline=deadline):
+            return self._shelf.here(part.name)
 
-    def _unmark(self, name: str) -> None:
-        path = str(self._shelf.path(name))
-        with _GUARD:
-            _MARKED[path] -= 1
-            if not _MARKED[path]:
-                del _MARKED[path]
-                self._shelf.release(name)
+    def _complete(self, wanted: Plan, turn: Turn) -> bool:
+        """Stages what is not here of an image whose parts are marked, and waits for what others are staging.
 
-    def _lease(self, name: str, form: Form, *, sure: bool) -> Lease | None:
-        """A lease on a copy this process has marked: if it is ``sure`` to be here, or another lease proves that."""
-        path = self._shelf.path(name)
-        with _GUARD:
-            held = _HELD.get(str(path), 0)
-            if not (held or sure):
-                return None
-            _HELD[str(path)] = held + 1
-        if not held:
-            self._shelf.touch(name)
-        return Lease(str(path / ("rootfs" if form == "tree" else "image.sif")), self, name)
+        Returns:
+            ``False`` if something has to be staged, and either others are to come first or there is no room yet.
+        """
+        while True:
+            with ExitStack() as locks:
+                own, others = self._missing(wanted.parts, locks)
+                if not own and not others:
+                    return True
+                if own:
+                    self._check_size(wanted)
+                    if not turn.come() or not self._shelf.reserve({part.name: part.size for part in own}, ahead=False):
+                        return False
+                    turn.leave()
+                    self._make(own, ahead=False)
+            for part in others:  # they have made room already, and wait for nobody
+                self._here(part, turn.deadline)
 
-    def _give_back(self, name: str) -> None:
-        path = str(self._shelf.path(name))
-        with _GUARD:
-            _HELD[path] -= 1
-            if not _HELD[path]:
-                del _HELD[path]
-        self._unmark(name)
+    def _missing(self, parts: Sequence[Part], locks: ExitStack) -> tuple[Sequence[Part], Sequence[Part]]:
+        """The parts that are not here: those whose locks are ours from now on, and those whose are others'."""
+        own, others = [], []
+        for part in parts:
+            with suppress(TimeoutError):
+                if self._here(part, 0.0):
+                    continue
+            try:
+                lock = ExitStack()
+                lock.enter_context(self._shelf.locked(part.name, exclusive=True, deadline=0.0))
+                if self._shelf.here(part.name):
+                    lock.close()
+                else:
+                    locks.push(lock)
+                    own.append(part)
+            except TimeoutError:
+                others.append(part)
+        return own, others
 
-    def _stage(self, facts: ImageFacts, form: Form, name: str, deadline: float) -> None:
-        """Makes a copy that somebody waits for, as soon as there is room. Its lock is held exclusively."""
-        size = self._size(facts, form)
+    def _check_size(self, wanted: Plan) -> None:
+        size = sum((part.size for part in wanted.parts), Room(0, 0))
         if not size <= self.budget:
             raise SandboxError(
-                f"{facts.path}: needs {size.bytes / 1e9:.3g} GB and {size.inodes} files on this node, the cache may "
+                f"{wanted.image}: needs {size.bytes / 1e9:.3g} GB and {size.inodes} files on this node, the cache may "
                 f"take {self.budget.bytes / 1e9:.3g} GB and {self.budget.inodes}; raise MEGAFLOW_CACHE_GB and "
                 "MEGAFLOW_CACHE_INODES, or set MEGAFLOW_SCRATCH to a larger place"
             )
-        ticket = self._shelf.queue_up()
-        pause = POLL_S[0]
-        try:
-            while self._shelf.first_in_queue() != ticket or not self._shelf.reserve(name, size, ahead=False):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"everything in {self._shelf.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, POLL_S[1])
-        finally:
-            self._shelf.leave_queue(ticket)
-        self._make(facts, form, name, size)
 
-    def _stage_ahead(self, facts: ImageFacts, form: Form, name: str) -> bool:
-        """Makes a copy if there is room that nobody waits for. Its lock is held exclusively."""
-        size = self._size(facts, form)
-        if self._shelf.first_in_queue() is not None or not self._shelf.reserve(name, size, ahead=True):
-            return False
-        self._make(facts, form, name, size)
+    def _stage_ahead(self, parts: Sequence[Part]) -> bool:
+        """Makes copies if there is room that nobody waits for; what others are making is left to them."""
+        with ExitStack() as locks:
+            own, _ = self._missing(parts, locks)
+            if own:
+                sizes = {part.name: part.size for part in own}
+                if self._shelf.first_in_queue() is not None or not self._shelf.reserve(sizes, ahead=True):
+                    return False
+                self._make(own, ahead=True)
         return True
 
-    def _size(self, facts: ImageFacts, form: Form) -> Room:
-        return Room(facts.bytes, 4) if form == "sif" else Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
-
-    def _make(self, facts: ImageFacts, form: Form, name: str, size: Room) -> None:
+    def _make(self, parts: Sequence[Part], *, ahead: bool) -> None:
+        """Makes copies for which there is room. Their locks are held exclusively."""
         try:
-            make = self._copy if form == "sif" else self._unpack
-            self._shelf.put(name, lambda place: make(facts, place, size))
+            for part in parts:
+                began = time.time()
+                self.copied_bytes += self._shelf.put(part.name, part.size, part.make)
+                self._shelf.unreserve(part.name)
+                self._shelf.log.add(part.name, part.source, began, self._shelf.identity, ahead=ahead)
         finally:
-            self._shelf.unreserve(name)
-
-    def _copy(self, facts: ImageFacts, place: Path, size: Room) -> Room:
-        read_checked(facts, place / "image.sif")
-        self.copied_bytes += facts.bytes
-        return size
-
-    def _unpack(self, facts: ImageFacts, place: Path, size: Room) -> Room:
-        before = stamp(facts.path)
-        if facts.digest:
-            read_checked(facts, None)  # what is unpacked next is read from memory, where there is enough
-        self.copied_bytes += facts.bytes
-        target = place / "rootfs"
-        try:
-            partition = sif.Partition(facts.squashfs_offset, facts.bytes - facts.squashfs_offset, facts.inodes)
-            if not sif.unpack(Path(facts.path), target, partition):
-                runtime.build(self.apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
-        except SiteError as error:
-            raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
-        if stamp(facts.path) != before:
-            raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
-        return size
-
-
-def _name(facts: ImageFacts, form: Form) -> str:
-    return f"{facts.key}-{form}"
+            for part in parts:
+                self._shelf.unreserve(part.name)
 
 
 def _budget(root: Path, shelf: Shelf, bytes_: int | None, inodes: int | None) -> Room:

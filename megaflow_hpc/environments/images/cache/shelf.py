@@ -4,7 +4,7 @@
 
     CACHE/                                 private, on local scratch; shared by every rank and job of the user
       lock                                 held while sizes are added up
-      images/<key>-<form>/                 a copy: rootfs/ or image.sif, and entry.json with its size
+      images/<key>-<form>/                 a copy (parts.py): rootfs/ or image.sif, and entry.json with its size
       locks/<key>-<form>                   shared: taking a lease; exclusive: staging or removing
       leases/<key>-<form>/<pid>-<start>    a process that uses it or waits for it; one that is dead holds nothing
       queue/<time>.<pid>-<start>           who waits for room; the first to come is served first
@@ -24,7 +24,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,13 +223,15 @@ class Shelf:
 
     # --- making room --------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, size: Room, *, ahead: bool) -> bool:
-        """Makes room for a copy by removing others, the least recently used first; ``False`` if there is not enough.
+    def reserve(self, sizes: Mapping[str, Room], *, ahead: bool) -> bool:
+        """Makes room for copies, by name, by removing others, the least recently used first; ``False`` if there is not
+        enough for all of them together.
 
         What is in use stays. What some process will want next goes only where someone waits for the room (``ahead`` is
         false), and first what will be wanted last.
         """
         doomed: list[Path] = []
+        size = sum(sizes.values(), Room(0, 0))
         with self._all():
             entries = self.entries()
             taken = self.taken(entries)
@@ -248,14 +250,15 @@ class Shelf:
                     taken -= entry.size
             enough = taken + size <= self.budget
             if enough:
-                self._mark(name).write_text(f"{size.bytes} {size.inodes}")
+                for name, each in sizes.items():
+                    self._mark(name).write_text(f"{each.bytes} {each.inodes}")
         for place in doomed:
             with suppress(OSError):
                 remove_tree(place)
         return enough
 
     def unreserve(self, name: str) -> None:
-        """Gives room back that :meth:`reserve` made."""
+        """Gives room back that :meth:`reserve` made for one copy."""
         self._mark(name).unlink(missing_ok=True)
 
     def withdraw(self, name: str) -> Path | None:
@@ -274,16 +277,18 @@ class Shelf:
         except (TimeoutError, FileNotFoundError):
             return None
 
-    def put(self, name: str, make: Callable[[Path], Room]) -> None:
-        """Makes a copy: ``make(directory)`` writes it and returns its size. Call with its lock held exclusively."""
+    def put(self, name: str, size: Room, make: Callable[[Path], int]) -> int:
+        """Makes a copy of a size: ``make(directory)`` writes it, and says what is returned. Call with its lock held
+        exclusively."""
         place = self.root / "partial" / f"{self.identity}.{secrets.token_hex(4)}"
         place.mkdir(mode=0o700)
         try:
-            size = make(place)
+            found = make(place)
             write_json(place / "entry.json", {"bytes": size.bytes, "inodes": size.inodes})
             remove_tree(self.path(name))  # without entry.json: never a whole copy
             os.rename(place, self.path(name))
             self.touch(name)
+            return found
         except OSError as error:
             raise SandboxError(f"{self.root}: no image can be staged here: {error.strerror or error}") from error
         finally:
@@ -322,6 +327,53 @@ class Shelf:
             yield
         finally:
             os.close(descriptor)
+
+
+class Turn:
+    """One process's place among those that wait for room, taken when it is first asked for.
+
+    Args:
+        deadline: monotonic.
+    """
+
+    def __init__(self, shelf: Shelf, deadline: float) -> None:
+        self.deadline = deadline
+        self._shelf = shelf
+        self._ticket = ""
+        self._pause = POLL_S[0]
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def come(self) -> bool:
+        """Whether nobody has waited for longer."""
+        self._ticket = self._ticket or self._shelf.queue_up()
+        return self._shelf.first_in_queue() == self._ticket
+
+    def leave(self) -> None:
+        """Gives the place back."""
+        ticket, self._ticket = self._ticket, ""
+        if ticket:
+            self._shelf.leave_queue(ticket)
+
+    def wait(self, here: Callable[[], bool]) -> None:
+        """Waits a while: until it is this process's turn, or what it waits for is ``here``.
+
+        Raises:
+            TimeoutError: it is not before the deadline.
+        """
+        while True:
+            if time.monotonic() >= self.deadline:
+                raise TimeoutError(
+                    f"everything in {self._shelf.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
+                )
+            time.sleep(self._pause)
+            self._pause = min(2 * self._pause, POLL_S[1])
+            if here() or self.come():
+                return
 
 
 def _alive(name: str) -> bool:

@@ -34,22 +34,30 @@ SMALL = 1 << 18
 """Bytes of a blob that is unpacked in this process: sooner done than a program is started."""
 
 
-def unpack(blob: str | os.PathLike[str], facts: LayerFacts, target: Path, namespace: Sequence[str] = ()) -> None:
+def unpack(
+    blob: str | os.PathLike[str],
+    facts: LayerFacts,
+    target: Path,
+    namespace: Sequence[str] = (),
+    *,
+    marks: bool = False,
+) -> None:
     """Unpacks a blob below ``target``, which must not be there, and compares it with its digest.
 
     Args:
         namespace: argv prefix that enters a user namespace in which files get the owners that the layer says; without
             one they are the caller's.
+        marks: what the layer hides is marked by files, as in the blob, and not as an overlay reads it.
 
     Raises:
         SandboxError: it is no layer, or not the one of that digest.
     """
     if not namespace and facts.bytes <= SMALL:
-        _unpack(os.fspath(blob), facts.digest, target, owners=False)
+        _unpack(os.fspath(blob), facts.digest, target, owners=False, marks=marks)
         return
     words = [*namespace, *child.argv_of(sys.modules[__name__]), os.fspath(blob), facts.digest, os.fspath(target)]
     done = subprocess.run(
-        [*words, "owners" if namespace else ""],
+        [*words, "owners" if namespace else "", "marks" if marks else ""],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -63,11 +71,11 @@ def unpack(blob: str | os.PathLike[str], facts: LayerFacts, target: Path, namesp
         raise SandboxError(last_line(done.stderr) or f"{blob}: cannot be unpacked")
 
 
-def _unpack(blob: str, digest: str, target: Path, *, owners: bool) -> None:
+def _unpack(blob: str, digest: str, target: Path, *, owners: bool, marks: bool) -> None:
     with open(blob, "rb", buffering=0) as file:
         try:
             stream = LayerStream(file)
-            with LayerWriter(target, owners=owners) as layer:
+            with LayerWriter(target, owners=owners, marks=marks) as layer:
                 reader = TarReader(stream)  # type: ignore[arg-type]
                 for member in reader:
                     layer.add(member, reader)
@@ -86,11 +94,13 @@ class LayerWriter(TreeWriter):
 
     Args:
         owners: give files the owners that the layer says; without it they are the caller's.
+        marks: leave the blob's own marks of what is hidden, as empty files.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, owners: bool) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:
         super().__init__(root, Budget(LARGEST, MOST_ENTRIES))
         self._owners = owners
+        self._marks = marks
         self._directories: dict[Parts, Member] = {}
         self._written: set[Parts] = set()
 
@@ -116,7 +126,9 @@ class LayerWriter(TreeWriter):
         if not parts:
             raise Refused("a member without a name")
         name = parts[-1]
-        if name == OPAQUE:
+        if self._marks and name.startswith(WHITEOUT):
+            self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
+        elif name == OPAQUE:
             descriptor = self._open(parts[:-1])
             if parts[:-1]:  # nothing is below the root of an image
                 _make_opaque(descriptor)
@@ -181,10 +193,10 @@ def _make_opaque(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Entry point of the program: ``BLOB DIGEST TARGET [owners]``."""
-    blob, digest, target, owners = sys.argv[1:]
+    """Entry point of the program: ``BLOB DIGEST TARGET [owners] [marks]``, the last two perhaps empty."""
+    blob, digest, target, owners, marks = sys.argv[1:]
     os.umask(0o022)
     try:
-        _unpack(blob, digest, Path(target), owners=bool(owners))
+        _unpack(blob, digest, Path(target), owners=bool(owners), marks=bool(marks))
     except (OSError, SandboxError) as error:
         sys.exit(str(error))

@@ -76,13 +76,13 @@ class Container:
 
     # --- life ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None) -> None:
-        """Writes what PID 1 reads; it makes ``workdir``."""
+    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> None:
+        """Writes what PID 1 reads; it makes ``workdir``, and sources ``settings``, lines of shell of the image's."""
         check_variables(env)
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
         write_new(os.path.join(self.control, "runner.sh"), runner)
-        text = environment_text(env, as_root, workdir).encode("utf-8", "surrogateescape")
+        text = environment_text(env, as_root, workdir, settings).encode("utf-8", "surrogateescape")
         write_new(os.path.join(self.control, "env"), text)
 
     async def start(

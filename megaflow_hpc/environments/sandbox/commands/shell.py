@@ -24,9 +24,9 @@ _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
 """A path and plain words: ``/bin/sh -c`` would do nothing but start that program."""
 
 
-def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None) -> str:
+def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
     """Returns what PID 1 sources: exports, without the runtime's own, which tell the host's paths; and making
-    ``workdir``."""
+    ``workdir``. ``settings`` are the image's lines, before ``env``."""
     lines = [
         "while IFS= read -r line; do",
         "  line=${line#export }; line=${line#declare -x }",
@@ -36,6 +36,7 @@ def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None 
         "END",
         "unset line PROMPT_COMMAND PS1",
         'case "$LD_LIBRARY_PATH" in /.singularity.d/libs) unset LD_LIBRARY_PATH ;; esac',
+        *settings.splitlines(),
         "ulimit -c 0",
     ]
     if (descriptors := inherited()) is not None:

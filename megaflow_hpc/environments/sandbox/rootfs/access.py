@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.images.cache import cache
-from megaflow_hpc.environments.images.cache.cache import ImageCache
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Lease
 from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.images.image_file import ImageFacts
+from megaflow_hpc.environments.images.layered import is_layered
 from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
 from megaflow_hpc.environments.sandbox.probe import Kind, Site
@@ -97,6 +100,7 @@ class Access:
         copies: bool = False,
         namespace: Sequence[str] | None = None,
         layers: Sequence[str] = (),
+        settings: str = "",
     ) -> None:
         if layers and (copies or form == "direct"):
             raise ValueError("layers need an overlay; without one an image is laid out first")
@@ -109,6 +113,8 @@ class Access:
         """The image's files as the host sees them, without those of ``layers``; the SIF itself with form ``direct``."""
         self.layers = tuple(layers)
         """Directories that lie over them, the topmost first, each in the form of an overlay's upper directory."""
+        self.settings = settings
+        """Lines of shell that set the image's variables, beside those that the runtime finds in its files."""
         self.release = release
         self._mounted = mounted
 
@@ -220,7 +226,10 @@ class ImageAccess:
         return self._writes  # type: ignore[return-value]
 
     def form(self, image: str) -> Form:
-        """The form for an image, decided once: ``MEGAFLOW_IMAGE_FORM`` (tree, mount, direct), else by cost."""
+        """The form for an image, decided once: ``MEGAFLOW_IMAGE_FORM`` (tree, mount, direct), else by cost.
+
+        Images of layers over one base have one form, that of the base; their layers are unpacked in any.
+        """
         known = self._forms.get(image)
         if known is None:
             known = self._forms[image] = self._decide(image)
@@ -230,54 +239,86 @@ class ImageAccess:
         if self.writes == "copy":
             return "tree"
         named = os.environ.get("MEGAFLOW_IMAGE_FORM", "auto")
-        if named in ("tree", "mount", "direct"):
-            return named  # type: ignore[return-value]
-        if named != "auto":
+        if named not in ("tree", "mount", "direct", "auto"):
             raise ConfigError(f"MEGAFLOW_IMAGE_FORM={named}: expected tree, mount, direct or auto")
-        if os.path.isdir(image):
+        if named == "tree" or os.path.isdir(image):
             return "tree"
-        site = self._site()
         facts = self.images.facts(image)
+        if facts.is_layered:
+            if facts.base is None or named == "direct" or not self._stacks(facts):
+                return "tree"
+            form = self.form(facts.base.path)
+            return "tree" if form == "direct" else form
+        if named != "auto":
+            return named  # type: ignore[return-value]
+        site = self._site()
         form, _ = choose(
             Room(facts.unpacked_bytes, facts.inodes),
             self.images.room(),
-            self._expected.get(image, MANY),
+            self._starts(image),
             scratch=self._kind,
             can_mount=not site.mount,
             can_direct=not site.mount or site.setuid,
         )
         return form
 
+    def _starts(self, image: str) -> float:
+        """How many sandboxes of an image, or of images over it, this node will start."""
+        over = [starts for other, starts in self._expected.items() if other == image or self._base_of(other) == image]
+        return sum(over) if over else MANY
+
+    def _base_of(self, image: str) -> str | None:
+        if not is_layered(image):
+            return None
+        with suppress(SandboxError):  # whoever starts one will hear of it
+            base = self.images.facts(image).base
+            return base.path if base else None
+        return None
+
+    def _stacks(self, facts: ImageFacts) -> bool:
+        """Whether an overlay can be had of an image's layers; without one they are laid out as one tree."""
+        if len(facts.layers) >= overlay.MOST_LOWERS or overlay.odd(str(self._scratch)):
+            return False
+        return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(str(self._scratch))
+
     def copied_form(self, image: str) -> cache.Form:
         """Returns what of an image is brought to this node before a sandbox uses it."""
         form = self.form(image)
+        if form == "tree":
+            stacked = os.path.isdir(image) or self._stacks(self.images.facts(image))
+            return "tree" if stacked else "whole"
         return ("sif" if self._kind == "disk" else "direct") if form == "mount" else form
 
     def ready(self, image: str) -> Access | None:
         """Returns an image that is unpacked here already, else ``None``; never waits."""
         if self._forms.get(image, "tree" if os.path.isdir(image) else None) != "tree":
             return None
-        lease = self.images.ready(image, "tree")
-        return Access("tree", lease.path, lease.release, copies=self.writes == "copy") if lease else None
+        lease = self.images.ready(image, self.copied_form(image))
+        return self._access("tree", image, lease) if lease else None
 
     def acquire(self, image: str) -> Access:
         """Returns the image in its form; blocks while it is staged or mounted."""
         form = "tree" if os.path.isdir(image) else self.form(image)
         if form == "tree" or form == "direct":
-            lease = self.images.acquire(image, form)
-            return Access(form, lease.path, lease.release, copies=self.writes == "copy")
+            return self._access(form, image, self.images.acquire(image, self.copied_form(image)))
         facts = self.images.facts(image)
-        copy = Room(facts.bytes, 4) <= self.images.room() and self._kind == "disk"
+        base = facts.base or facts
+        copy = Room(base.bytes, 4) <= self.images.room() and self._kind == "disk"
         lease = self.images.acquire(image, "sif" if copy else "direct")
-        key = os.path.basename(os.path.dirname(lease.path)) if copy else facts.digest or ""
         try:
-            mounted = mount(lease.path, facts.squashfs_offset, key[:40], self._scratch)
+            mounted = mount(lease.path, base.squashfs_offset, base.key, self._scratch)
         except BaseException:
             lease.release()
             raise
+        return self._access("mount", image, lease, mounted)
 
+    def _access(self, form: Form, image: str, lease: Lease, mounted: Mounted | None = None) -> Access:
         def release() -> None:
-            mounted.release()
+            if mounted is not None:
+                mounted.release()
             lease.release()
 
-        return Access("mount", mounted.path, release, mounted)
+        settings = "" if os.path.isdir(image) else self.images.facts(image).settings
+        place = mounted.path if mounted is not None else lease.path
+        copies = self.writes == "copy"
+        return Access(form, place, release, mounted, copies=copies, layers=lease.layers, settings=settings)

@@ -19,19 +19,16 @@ it may read the owner's files whatever their modes say. It imports little, so th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import stat
 import subprocess
 import sys
 
+from megaflow_hpc.environments.images.layers.merging import DELETED, move, open_to_owner, put_over, show_through
 from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import remove_tree
 
-DELETED = ".wh."
-OPAQUE_MARK = ".wh..wh..opq"
-OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
 _BLOCK = 1 << 20
 _COUNTED = 4096
 """Bytes as which every file counts at least, as where the layer is measured (limits/disk.py)."""
@@ -56,7 +53,7 @@ def lay_out(image: str, layer: str) -> int:
         raise OSError((copied.stderr.strip().splitlines() or ["cp failed"])[-1])
     size = max(_du("-B1", partial), _COUNTED * _du("--inodes", partial))
     if os.path.isdir(upper):
-        _put_over(upper, partial)
+        put_over(upper, partial)
         remove_tree(upper)
     os.rename(partial, root)
     return size
@@ -65,66 +62,6 @@ def lay_out(image: str, layer: str) -> int:
 def _du(option: str, path: str) -> int:
     measured = subprocess.run(["du", "-s", option, "--", path], stdout=subprocess.PIPE, check=False).stdout
     return int(measured.split()[0]) if measured else 0
-
-
-def _put_over(upper: str, root: str, top: bool = True) -> None:
-    """Moves what is in ``upper`` to its places in ``root``, and removes what it marks as deleted."""
-    mode = open_to_owner(upper)
-    if not top and _is_opaque(upper):  # a root is never made anew: such a mark there is the agent's
-        _empty(root)
-    with os.scandir(upper) as entries:
-        for entry in list(entries):
-            found, place = entry.stat(follow_symlinks=False), os.path.join(root, entry.name)
-            if entry.name == OPAQUE_MARK:
-                continue
-            if entry.name.startswith(DELETED):
-                if (name := entry.name.removeprefix(DELETED)) not in ("", ".", ".."):
-                    remove_tree(os.path.join(root, name))
-            elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
-                remove_tree(place)
-            elif entry.is_dir(follow_symlinks=False) and os.path.isdir(place) and not os.path.islink(place):
-                _put_over(entry.path, place, top=False)
-            else:
-                remove_tree(place)
-                _move(entry.path, place)
-    shutil.copystat(upper, root)
-    os.chmod(root, mode)
-
-
-def open_to_owner(directory: str | os.PathLike[str]) -> int:
-    """Lets a directory's owner, who may be no root, read it and write there; returns the mode it had."""
-    mode = stat.S_IMODE(os.lstat(directory).st_mode)
-    if mode & 0o700 != 0o700:
-        os.chmod(directory, mode | 0o700)
-    return mode
-
-
-def _move(source: str, target: str) -> None:
-    try:
-        os.rename(source, target)
-    except PermissionError:  # a directory's own mode forbids that its ``..`` changes
-        mode = open_to_owner(source)
-        os.rename(source, target)
-        os.chmod(target, mode)
-
-
-def _is_opaque(directory: str) -> bool:
-    if os.path.lexists(os.path.join(directory, OPAQUE_MARK)):
-        return True
-    for name in OPAQUE:
-        try:
-            if os.getxattr(directory, name, follow_symlinks=False) == b"y":
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def show_through(directory: str | os.PathLike[str]) -> None:
-    """Takes the attributes off a directory by which it would hide the image's."""
-    for name in OPAQUE:
-        with contextlib.suppress(OSError):
-            os.removexattr(directory, name, follow_symlinks=False)
 
 
 def gather(image: str, layer: str) -> None:
@@ -150,7 +87,7 @@ def _take_changes(image: str, root: str, upper: str) -> bool:
         if entry.name.startswith(DELETED):
             continue
         if entry.name not in before:
-            _move(entry.path, place)
+            move(entry.path, place)
         elif entry.is_dir(follow_symlinks=False) and os.path.isdir(below) and not os.path.islink(below):
             os.mkdir(place, 0o755)
             if not _take_changes(below, entry.path, place):
@@ -159,7 +96,7 @@ def _take_changes(image: str, root: str, upper: str) -> bool:
         elif same(entry.path, below):
             continue
         else:
-            _move(entry.path, place)
+            move(entry.path, place)
         differs = True
     for name in before - {entry.name for entry in now}:
         os.close(os.open(os.path.join(upper, DELETED + name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -191,11 +128,6 @@ def same(one: str, other: str) -> bool:
                     return True
     except PermissionError:
         return False
-
-
-def _empty(directory: str) -> None:
-    for name in os.listdir(directory):
-        remove_tree(os.path.join(directory, name))
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, open_to_owner, show_through
 from megaflow_hpc.environments.images.layers.view import View
-from megaflow_hpc.environments.sandbox.rootfs.copies import DELETED, OPAQUE_MARK, open_to_owner, show_through
 from megaflow_hpc.host.files import remove_tree
 
 RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")

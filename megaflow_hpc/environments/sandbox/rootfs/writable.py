@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaflow_hpc.environments.images.layers.merging import DELETED
 from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
@@ -154,7 +155,7 @@ class WritableLayer:
         try:
             await asyncio.to_thread(snapshot.copy, Path(self.path, "root"), Path(twin.path, "root"))
             await twin._take("gather")
-            return await asyncio.to_thread(snapshot.take, Path(twin.path, "upper"), target, image, copies.DELETED)
+            return await asyncio.to_thread(snapshot.take, Path(twin.path, "upper"), target, image, DELETED)
         finally:
             await asyncio.to_thread(remove_tree, twin.path)
 

@@ -1,0 +1,179 @@
+"""What of an image is copied to a node: its base and each of its layers, or all of it laid out as one tree.
+
+====================  ==========================================  ====================================
+copy                  holds                                       made of
+====================  ==========================================  ====================================
+``<key>-tree``        ``rootfs/``, the image's files              a SIF, or a base and all its layers
+``<key>-sif``         ``image.sif``                               a SIF
+``<digest>-layer``    ``rootfs/``, an overlay's upper directory   a layer's blob
+====================  ==========================================  ====================================
+
+A layer that several images have is one copy. Everything that has a digest is compared with it while it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.images.image_file import ImageFacts, read_checked, stamp
+from megaflow_hpc.environments.images.layered import layer_path
+from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
+from megaflow_hpc.environments.images.layers.merging import put_over
+from megaflow_hpc.environments.images.layers.unpacking import unpack
+from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.files import remove_tree
+
+Form = Literal["tree", "sif", "direct", "whole"]
+"""Of a base: unpacked, the file itself, used where it lies; layers are unpacked beside it. ``whole``: one tree of all,
+which is ``tree`` where there are no layers."""
+
+MARGIN_INODES = 64
+_LAYER_INODES = 8
+"""Of a layer's copy, beside its files: its directory, its size, its lock and its marks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One copy: ``make(directory)`` writes it, below the name ``inside``, and returns the bytes it has read."""
+
+    name: str
+    source: str
+    """What it is made of, as the log names it."""
+    size: Room
+    inside: str
+    make: Callable[[Path], int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an image in one form is made of."""
+
+    image: str
+    bottom: Part | str
+    """A copy, or what is used where it lies."""
+    layers: tuple[Part, ...] = ()
+    """Over it, the topmost first."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All copies, the bottom first."""
+        return (*((self.bottom,) if isinstance(self.bottom, Part) else ()), *reversed(self.layers))
+
+
+def plan(facts: ImageFacts, form: Form, apptainer: str) -> Plan:
+    """Returns what has to be on this node for an image in a form."""
+    if facts.is_layered and form == "whole":
+        return Plan(facts.path, _laid_out(facts, apptainer))
+    if not facts.is_layered:
+        return Plan(facts.path, _base(facts, form, apptainer))
+    layers = tuple(_layer(facts, layer) for layer in reversed(facts.layers))
+    if facts.base is None:
+        return Plan(facts.path, layers[-1], layers[:-1])
+    return Plan(facts.path, _base(facts.base, form, apptainer), layers)
+
+
+def _base(facts: ImageFacts, form: Form, apptainer: str) -> Part | str:
+    if form == "direct" or os.path.isdir(facts.path):
+        return facts.path
+    if form == "sif":
+        return Part(f"{facts.key}-sif", facts.path, Room(facts.bytes, 4), "image.sif", lambda at: _copy(facts, at))
+    size = Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
+    return Part(
+        f"{facts.key}-tree", facts.path, size, "rootfs", lambda at: _unpack_sif(facts, at / "rootfs", apptainer)
+    )
+
+
+def _layer(facts: ImageFacts, layer: LayerFacts) -> Part:
+    blob = str(layer_path(facts.path, layer.digest))
+    size = Room(layer.unpacked_bytes, layer.inodes + _LAYER_INODES)
+    return Part(
+        f"{layer.digest[:40]}-layer", blob, size, "rootfs", lambda at: _unpack_layer(blob, layer, at / "rootfs")
+    )
+
+
+def _laid_out(facts: ImageFacts, apptainer: str) -> Part:
+    bytes_, inodes = facts.unpacked_bytes, facts.inodes
+    if facts.base is not None and os.path.isdir(facts.base.path):
+        found = _measure(facts.base.path)
+        bytes_, inodes = bytes_ + found.bytes, inodes + found.inodes
+    size = Room(bytes_, inodes + MARGIN_INODES)
+    return Part(f"{facts.key}-tree", facts.path, size, "rootfs", lambda at: _lay_out(facts, at, apptainer))
+
+
+def _copy(facts: ImageFacts, place: Path) -> int:
+    read_checked(facts, place / "image.sif")
+    return facts.bytes
+
+
+def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
+    before = stamp(facts.path)
+    if facts.digest:
+        read_checked(facts, None)  # what is unpacked next is read from memory, where there is enough
+    try:
+        partition = sif.Partition(facts.squashfs_offset, facts.bytes - facts.squashfs_offset, facts.inodes)
+        if not sif.unpack(Path(facts.path), target, partition):
+            runtime.build(apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
+    except SiteError as error:
+        raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
+    if stamp(facts.path) != before:
+        raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
+    return facts.bytes
+
+
+def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = False) -> int:
+    try:
+        os.stat(blob)
+    except OSError as error:
+        raise SandboxError(
+            f"{blob}: the layer is not there ({error.strerror}); build or pull its image again"
+        ) from None
+    unpack(blob, layer, target, marks=marks)
+    return layer.bytes
+
+
+def _lay_out(facts: ImageFacts, place: Path, apptainer: str) -> int:
+    """The base's files, and each layer's put over them: an overlay's view, without one."""
+    root, above = place / "rootfs", place / "layer"
+    count = 0
+    if facts.base is None:
+        root.mkdir()
+    elif os.path.isdir(facts.base.path):
+        _copy_tree(facts.base.path, root)
+    else:
+        count = _unpack_sif(facts.base, root, apptainer)
+    mode = root.stat().st_mode & 0o7777 | 0o700
+    for layer in facts.layers:
+        count += _unpack_layer(str(layer_path(facts.path, layer.digest)), layer, above, marks=True)
+        put_over(str(above), str(root))
+        remove_tree(above)
+        root.chmod(mode)
+    return count
+
+
+def _copy_tree(source: str, target: Path) -> None:
+    inside = runtime.unshare() if os.geteuid() else ()  # it reads the owner's files whatever their modes say
+    words = [*inside, *dies_with_parent(), "cp", "-a", "--reflink=auto", "--", source, str(target)]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        raise SandboxError(f"{source}: cannot be copied: {runtime.last_line(done.stderr)}")
+
+
+def _measure(directory: str) -> Room:
+    bytes_ = inodes = 0
+    for place, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            found = os.lstat(os.path.join(place, name))
+            bytes_ += max(BLOCK, found.st_blocks * 512)
+            inodes += 1
+    return Room(bytes_, inodes)
