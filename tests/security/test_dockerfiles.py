@@ -441,7 +441,7 @@ def test_a_step_that_replaces_the_images_own_settings_writes_nothing_on_the_host
     for attack in (
         f"ln -s {home} /.singularity.d",
         f"mkdir /.singularity.d; ln -s {home} /.singularity.d/env",
-        f"mkdir -p /.singularity.d/env; ln -s {home}/planted /.singularity.d/env/90-environment.sh",
+        f"mkdir -p /.singularity.d/env; ln -s {home}/planted /.singularity.d/env/92-megaflow.sh",
         f"mkdir -p /.singularity.d; ln -s {home}/key /.singularity.d/labels.json",
         f"ln -s {home} /.megaflow-from; ln -s {home} /.megaflow-build/x",
         f"mkdir /.singularity.d; ln -s {home}/planted /.singularity.d/Singularity",
@@ -568,7 +568,7 @@ def test_files_keep_their_owners_and_stages_their_links(built: Built, context: P
     assert (tree / "from/file").read_text() == "in\n"
     assert not (tree / "opt").exists()
     assert not list(tree.glob(".megaflow*"))
-    assert "export WHO=me" in (tree / ".singularity.d/env/90-environment.sh").read_text()
+    assert "export WHO=me" in (tree / ".singularity.d/env/92-megaflow.sh").read_text()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+from megaflow_hpc.environments.images.layered import is_layered
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 
@@ -22,7 +23,7 @@ def build(
     timeout_s: float = 120.0,
     **limits: Any,
 ) -> Path:
-    """Builds the Dockerfile ``text`` in ``context``, beside which the store lies; returns the SIF.
+    """Builds the Dockerfile ``text`` in ``context``, beside which the store lies; returns the image.
 
     Args:
         limits: of the builder.
@@ -37,6 +38,10 @@ def build(
 
 
 def unpacked(image: Path, target: Path) -> Path:
-    """Unpacks the files of a SIF below ``target``, which must not be there."""
+    """Unpacks the files of an image below ``target``, which must not be there."""
+    if is_layered(image):
+        packed = target.with_name(f"{target.name}.sif")
+        Builder().export(image, packed)
+        image = packed
     assert sif.unpack(image, target, sif.system_partition(image))
     return target

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from megaflow_hpc.environments.images.dockerfile.steps import Copy, Mount, Run, Workdir
+from megaflow_hpc.environments.builds.accounts import Account
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, Mount, Run
 
 STEPS_DIR = "/.megaflow-build"
 """Where the sandbox sees, read-only, what its copies put in place: ``<number>/<i>/item``."""
@@ -58,89 +59,68 @@ place() { # directory of items, target, into|as, owner, mode
 """As Docker copies: of a directory its contents; a file under its own name where the target is a directory."""
 
 _AS_USER = """\
-as_user() { # user[:group], text for the shell
-  who=${1%%:*} group=; case "$1" in *:*) group=${1#*:} ;; esac
-  uid= gid= home=/
-  while IFS=: read -r name _ number primary _ place _; do
-    if [ "$name" = "$who" ] || [ "$number" = "$who" ]; then uid=$number gid=$primary home=$place; break; fi
-  done </etc/passwd
-  if [ -z "$uid" ]; then
-    case "$who" in *[!0-9]*) echo "USER $who: the image has no such user" >&2; exit 1 ;; esac
-    uid=$who gid=0
-  fi
-  if [ -n "$group" ]; then
-    gid=; while IFS=: read -r name _ number _; do if [ "$name" = "$group" ]; then gid=$number; fi; done </etc/group
-    gid=${gid:-$group}
-  fi
-  export HOME=$home
-  become="$(tools command -v setpriv) --reuid $uid --regid $gid --clear-groups" # busybox has one that cannot
-  if $become /bin/sh -c : 2>/dev/null; then exec $become /bin/sh -c "$2"; fi
-  exec "$(tools command -v su)" -s /bin/sh "$who" -c "$2"
+as_user() { # uid, gid, further groups, name, text for the shell
+  further=--clear-groups
+  if [ -n "$3" ]; then further="--groups $3"; fi
+  become="$(tools command -v setpriv) --reuid $1 --regid $2 $further" # busybox has one that cannot
+  if $become /bin/sh -c : 2>/dev/null; then exec $become /bin/sh -c "$5"; fi
+  exec "$(tools command -v su)" -s /bin/sh "$4" -c "$5"
 }
 """
 
 _COVER = """\
-cover() { if [ -e "$1" ]; then tools mv "$1" "$1.megaflow-covered"; fi; }
-uncover() {
-  tools rm -rf "$1"
-  if [ -e "$1.megaflow-covered" ]; then tools mv "$1.megaflow-covered" "$1"; else tools mkdir -p "$1"; fi
+cover() { # target; sets aside what is there, and prints the topmost of what has to be made for it
+  if [ -e "$1" ]; then tools mv "$1" "$1.megaflow-covered"; echo "$1"; return; fi
+  top=$1 place=${1%/*}
+  while [ -n "$place" ] && [ ! -d "$place" ]; do top=$place place=${place%/*}; done
+  echo "$top"
+}
+uncover() { # target, what cover printed
+  tools rm -rf "$1" "$2"
+  if [ -e "$1.megaflow-covered" ]; then tools mv "$1.megaflow-covered" "$1"; fi
 }
 """
 
 
-def first_text() -> str:
-    """Returns what every stage begins with: users other than root need a way in, and a place for their files."""
-    return f"{_PROLOGUE}tools chmod a+rx /\ntools mkdir -p /tmp /var/tmp\ntools chmod 1777 /tmp /var/tmp\n"
-
-
-def workdir_text(step: Workdir) -> str:
-    """Returns what makes the directory of a ``WORKDIR``."""
-    return f"{_PROLOGUE}tools mkdir -p -- {shlex.quote(step.path)}\n"
-
-
-def copy_text(step: Copy, number: int, exports: Sequence[str]) -> str:
-    """Returns what puts the items of a ``COPY`` or ``ADD`` in place.
-
-    Args:
-        number: directory of the items in :data:`STEPS_DIR`.
-        exports: lines that set the variables which hold here.
-    """
-    return "\n".join((_PROLOGUE + _PLACE, *exports, _place(step, number))) + "\n"
-
-
-def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int]) -> str:
+def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int], who: Account, *, home: bool, room: bool) -> str:
     """Returns what runs a ``RUN``.
 
     Args:
+        who: runs it.
+        home: set ``HOME``: no ``ENV`` does.
+        room: give everybody a place for temporary files, which the image lacks.
         exports: lines that set the variables which hold here.
         numbers: for each of its mounts the directory of its items in :data:`STEPS_DIR`; 0 for one that has none.
     """
     lines = [_PROLOGUE + (_PLACE + _COVER if step.mounts else "")]
-    if not _is_root(step.user):
-        lines += [_AS_USER]
+    lines += [_AS_USER] if who.uid or who.gid else []
+    # Users other than root need a place for their files, which a base may keep for its owner.
+    lines += ["tools mkdir -p /tmp /var/tmp && tools chmod 1777 /tmp /var/tmp"] if room else []
     # PATH and the like are the image's from here on; what this script itself needs it finds by `tools`.
     lines += exports
-    for mount, number in zip(step.mounts, numbers, strict=True):
-        lines += _mount(mount, number)
+    for index, (mount, number) in enumerate(zip(step.mounts, numbers, strict=True)):
+        lines += _mount(mount, index, number)
     # Not indented: that would alter strings of several lines.
     lines += ["("] if step.mounts else []
-    lines += [f"cd {shlex.quote(step.workdir)}"]
+    workdir = shlex.quote(step.workdir)
+    lines += [f"if [ ! -d {workdir} ]; then tools mkdir -p {workdir}; fi", f"cd {workdir}"]
+    lines += [f"export HOME={shlex.quote(who.home)}"] if home else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in step.exports.items()]
     command = " ".join(map(shlex.quote, step.argv))
     command = f"exec {command}"
-    lines += [command if _is_root(step.user) else f"as_user {shlex.quote(step.user or '')} {shlex.quote(command)}"]
+    name = (step.user or "").partition(":")[0]
+    words = (str(who.uid), str(who.gid), ",".join(map(str, who.groups)), name, command)
+    lines += ["as_user " + " ".join(map(shlex.quote, words)) if who.uid or who.gid else command]
     lines += [")"] if step.mounts else []
-    lines += [f"uncover {shlex.quote(mount.target)}" for mount in reversed(step.mounts)]
+    for index, mount in reversed(list(enumerate(step.mounts))):
+        lines += [f'uncover {shlex.quote(mount.target)} "$megaflow_made_{index}"']
     return "\n".join(lines) + "\n"
 
 
-def _is_root(user: str | None) -> bool:
-    return user in (None, "", "root", "0", "root:root", "0:0")
-
-
-def _mount(mount: Mount, number: int) -> list[str]:
+def _mount(mount: Mount, index: int, number: int) -> list[str]:
     target = shlex.quote(mount.target)
-    lines = [f"cover {target}", _place(mount.copy, number) if mount.copy else f"tools mkdir -p {target}"]
+    lines = [f'megaflow_made_{index}="$(cover {target})"']
+    lines += [_place(mount.copy, number) if mount.copy else f"tools mkdir -p {target}"]
     return lines + ([f"tools chown {shlex.quote(mount.owner)} {target}"] if mount.owner else [])
 
 

@@ -3,7 +3,10 @@
 ::
 
     copy ROOT TARGET SOURCE…    what lies at each SOURCE of the image → TARGET/<number>/<its name>
-    pack ROOT FILE              the image → a squashfs; its further settings come by standard input
+    place FILE ITEMS            a layer with ITEMS put in place; how, and over which layers, comes by standard input
+    layer FILE UPPER            a layer of what an overlay's upper directory holds
+    join TARGET BASE LAYER…     a base and layers over it, the lowest first → one tree
+    pack ROOT FILE              the image → a squashfs
 
 The files are whatever a step has made. They are never opened by a path: every link in one is read as a process in the
 image would read it, and what is written goes into directories that are no links.
@@ -12,21 +15,30 @@ image would read it, and what is written goes into directories that are no links
 from __future__ import annotations
 
 import errno
+import json
 import os
 import posixpath
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
+from megaflow_hpc.environments.builds.placing import Placement, Placer
+from megaflow_hpc.environments.images.layers import merging
+from megaflow_hpc.environments.images.layers.packing import Packer, pack_tree
+from megaflow_hpc.environments.images.layers.view import Tree, View
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import beneath
 from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.tar import Refused
 
 OURS = (".megaflow", ".megaflow-build", ".megaflow-placing")
 """Directories at the top in which the build's own were mounted."""
 
-_SETTINGS = (".singularity.d", "env")
-_SETTINGS_FILE = "90-environment.sh"
-_MOST_SETTINGS = 1 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
 """Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
@@ -52,50 +64,66 @@ def copy(root: str, target: str, *sources: str) -> None:
             raise OSError(errno.EIO, why[-1][:500], source)
 
 
-def pack(root: str, file: str) -> None:
-    """Becomes the program that packs an image, after its settings were written into it."""
-    settings = sys.stdin.buffer.read()
-    top = os.open(root, _DIRECTORY)
+def place(file: str, items: str) -> None:
+    """Writes a layer of items that are put in place; prints its facts."""
+    said = json.load(sys.stdin)
+    how = Placement(**said["how"] | {"owner": tuple(said["how"]["owner"]) if said["how"]["owner"] else None})
+    with Packer(Path(file)) as packer:
+        Placer(packer, View([Tree(layer) for layer in said["layers"]])).place(Path(items), how)
+    _print(packer)
+
+
+def layer(file: str, upper: str) -> None:
+    """Writes a layer of an overlay's upper directory, without what the build itself mounted there; prints its facts."""
+    top = os.open(upper, _DIRECTORY)
     for name in OURS:
-        try:
+        with suppress(OSError):  # there is none, or the image has something there itself
             os.rmdir(name, dir_fd=top)
-        except OSError:
-            continue  # there is none, or the image has something there itself
-    if settings:
-        _add(top, settings)
+    with Packer(Path(file)) as packer:
+        pack_tree(packer, top)
+    _print(packer)
+
+
+def _print(packer: Packer) -> None:
+    print(json.dumps(asdict(packer.facts())))
+
+
+def join(target: str, base: str, *layers: str) -> None:
+    """Copies the files of an image, and puts copies of layers over them."""
+    _copy(os.path.realpath(base), target)
+    for each in layers:
+        _copy(os.path.realpath(each), f"{target}.layer")
+        merging.put_over(f"{target}.layer", target)
+        remove_tree(f"{target}.layer")
+
+
+def _copy(source: str, target: str) -> None:
+    words = [*dies_with_parent(), "cp", "-a", "--reflink=auto", "--", source, target]
+    done = subprocess.run(words, stderr=subprocess.PIPE, check=False)
+    if done.returncode:
+        why = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["cp failed"]
+        raise OSError(errno.EIO, why[-1][:500], source)
+
+
+def pack(root: str, file: str) -> None:
+    """Becomes the program that packs an image."""
     os.execvp("mksquashfs", ["mksquashfs", root, file, *_SQUASHFS])
-
-
-def _add(place: int, settings: bytes) -> None:
-    for name in _SETTINGS:
-        try:
-            os.mkdir(name, 0o755, dir_fd=place)
-        except FileExistsError:
-            pass
-        place = os.open(name, _DIRECTORY, dir_fd=place)
-    before = b"#!/bin/sh\n"
-    try:
-        with open(os.open(_SETTINGS_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place), "rb") as known:
-            if stat.S_ISREG(os.fstat(known.fileno()).st_mode):
-                before = known.read(_MOST_SETTINGS)
-    except OSError:
-        pass  # none, or a link: the image's own way to break itself
-    try:
-        os.unlink(_SETTINGS_FILE, dir_fd=place)
-    except FileNotFoundError:
-        pass
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(_SETTINGS_FILE, flags, 0o755, dir_fd=place), "wb") as written:
-        written.write(before + b"\n" + settings)
 
 
 def main() -> None:
     """Entry point of the process."""
     verb, *arguments = sys.argv[1:]
+    verbs: dict[str, Callable[..., None]] = {
+        "copy": copy,
+        "place": place,
+        "layer": layer,
+        "join": join,
+        "pack": pack,
+    }
+    os.umask(0o022)
     try:
-        if verb == "copy":
-            copy(*arguments)
-        else:
-            pack(*arguments)
+        verbs[verb](*arguments)
+    except (ConfigError, Refused) as error:
+        sys.exit(f"{error}")
     except OSError as error:
         sys.exit(f"{error.filename or arguments[0]}: {error.strerror}")

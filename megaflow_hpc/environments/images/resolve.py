@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
+from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
@@ -66,15 +67,23 @@ class ImageMapping:
 class DockerfileBuilder(Protocol):
     """Makes an image of a Dockerfile: :class:`megaflow_hpc.environments.builds.builder.Builder`."""
 
-    def build(self, target: Path, dockerfile: Dockerfile, images: Mapping[str, str], timeout_s: float) -> None:
-        """Writes a SIF.
+    def build(
+        self,
+        dockerfile: Dockerfile,
+        images: Mapping[str, str],
+        layers: LayerStore,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> LayeredImage:
+        """Builds an image whose layers are in ``layers`` then.
 
         Args:
             images: a file or a directory for each of ``dockerfile.bases``.
+            say: gets one line for each step that has to be made.
 
         Raises:
             ConfigError: a source that cannot be copied.
-            SiteError: a step that failed, or took too long; nothing is left.
+            SiteError: a step that failed, or took too long.
         """
         ...
 
@@ -186,11 +195,11 @@ class Images:
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
         key = context_digest(dockerfile, "\0".join(_identity(path) for path in bases.values()))
 
-        def make(target: Path) -> None:
+        def make(target: Path) -> LayeredImage:
             if self.builder is None:
                 raise SiteError(f"{dockerfile.path}: not in the image store, and nothing here builds Dockerfiles")
             files = {name: str(path) for name, path in bases.items()}
-            self.builder.build(target, dockerfile, files, min(timeout_s, MOST_BUILD_S))
+            return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MOST_BUILD_S), self.say)
 
         return self._made(key, str(dockerfile.path), make, build=build)
 

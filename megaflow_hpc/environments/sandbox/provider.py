@@ -12,6 +12,7 @@ Scratch must be local: an overlay's upper directory cannot lie on NFS.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,18 @@ def default_scratch() -> Path:
 def scratch_directories() -> list[Path]:
     """Returns what :func:`default_scratch` has returned on this node, for the janitor: mostly one, or none yet."""
     return own_directories(Path(scratch_base()[0]), f"megaflow-{os.getuid()}")
+
+
+def workplace(scratch: Path, name: str) -> Path:
+    """Makes a directory of this process's on scratch for the caller, who removes it; the janitor does if the process is
+    killed."""
+    identity = Identity.of(os.getpid())
+    assert identity is not None
+    own = private_directory(private_directory(private_directory(scratch) / "owners") / str(identity))
+    return private_directory(own / f"{name}{os.getpid()}-{next(_numbers)}")
+
+
+_numbers = itertools.count(1)
 
 
 class ApptainerProvider:
@@ -170,9 +183,8 @@ class ApptainerProvider:
         return helper_python.kit(self.scratch)
 
     def workplace(self) -> Path:
-        """Makes a directory on scratch for the caller, who removes it; the janitor does if this process is killed."""
-        self._number += 1
-        return private_directory(self._own / f"w{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}")
+        """See :func:`workplace`."""
+        return workplace(self.scratch, "w")
 
     async def standing_by(self, spec: SandboxSpec) -> bool:
         """Waits for what starts in the background; returns whether a sandbox of mode ``persistent`` stands by for

@@ -257,14 +257,13 @@ class ApptainerSandbox:
                 self._on_stop(self)
 
     async def finish(self, target: str | os.PathLike[str]) -> None:
-        """Ends every process and moves the files of the writable layer to ``target``, on the same file system; then
-        stops.
+        """Ends every process and moves what the sandbox has changed to ``target``, on the same file system; then stops.
 
-        Where there is no overlay these are the image's as well (:meth:`.WritableLayer.take`).
+        The form is that of an overlay's upper directory; where there is no overlay, files mark what was deleted.
         """
         async with self._changing:
             await self._end(None)
-            await asyncio.to_thread(self._bundle.layer.take, Path(target))
+            await self._bundle.layer.take(Path(target))
         await self.stop()
 
     def _renew(self) -> None:

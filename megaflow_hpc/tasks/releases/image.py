@@ -19,6 +19,7 @@ from typing import Any
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.resolve import BUILD_S
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 from megaflow_hpc.host.atomic import write_json
@@ -73,7 +74,10 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         dockerfile.write_text(f"FROM base\nCOPY wheels /opt/wheels\nRUN {command}\nWORKDIR {WORKDIR}\n")
         say(f"{target}: building over {base}")
         image = Path(scratch) / "image.sif"
-        Builder().build(image, Dockerfile.read(dockerfile), {"base": str(base)}, BUILD_S)
+        builder, images = Builder(), ImageStore(Path(scratch) / "store")
+        images.prepare(str(target))
+        layered = builder.build(Dockerfile.read(dockerfile), {"base": str(base)}, images.layers, BUILD_S)
+        builder.export(images.add_layered(layered, str(target)).path, image)
         stamp_file.unlink(missing_ok=True)
         os.replace(image, target)
     write_json(stamp_file, stamp, 0o644)

@@ -168,7 +168,7 @@ class Reader:
     def _take_workdir(self, found: DockerfileInstruction) -> None:
         stage = self._now()
         stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self._text(_value(found))))
-        stage.steps.append(Workdir(stage.workdir, self._line))
+        stage.steps.append(Workdir(stage.workdir, self._line, stage.user))
 
     def _take_user(self, found: DockerfileInstruction) -> None:
         self._now().user = self._text(_value(found))

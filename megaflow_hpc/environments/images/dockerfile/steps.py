@@ -61,6 +61,8 @@ class Workdir:
 
     path: str
     line: int
+    user: str | None = None
+    """Who owns it then."""
 
 
 Step = Run | Copy | Env | Workdir

@@ -5,12 +5,14 @@ A listing is made once for each layer and kept while its maker lives; it holds s
 
 from __future__ import annotations
 
+import calendar
 import os
 import re
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +34,7 @@ _SELF = ""
 _KINDS = {"-": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK}
 _MEMBERS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _IMPLICIT = Entry(stat.S_IFDIR, Attributes(0o755))
-_LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) \S+ \S+ squashfs-root(.*)", re.DOTALL)
+_LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) (\S+ \S+) squashfs-root(.*)", re.DOTALL)
 
 
 class Listing:
@@ -150,13 +152,21 @@ def of_sif(image: str) -> Listing:
         raise SandboxError(f"{image}: its files cannot be listed: {done.stderr.decode('utf-8', 'replace')[-300:]}")
     for line in os.fsdecode(done.stdout).split("\n"):
         if found := _LINE.fullmatch(line):
-            letter, bits, uid, gid, path = found.groups()
+            letter, bits, uid, gid, moment, path = found.groups()
             target = ""
             if letter == "l":
                 path, _, target = path.partition(" -> ")
             kind = _KINDS.get(letter, stat.S_IFREG)
-            listing.add(path, Entry(kind, Attributes(_mode(bits), int(uid), int(gid)), target))
+            listing.add(path, Entry(kind, Attributes(_mode(bits), int(uid), int(gid), _seconds(moment)), target))
     return listing
+
+
+def _seconds(moment: str) -> int:
+    """Of a time to the minute, as it is listed; UTC."""
+    try:
+        return max(0, calendar.timegm(time.strptime(moment, "%Y-%m-%d %H:%M")))
+    except ValueError:
+        return 0
 
 
 def _mode(bits: str) -> int:

@@ -23,7 +23,7 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
 
-MOUNT = 'cd "$1" && mount -t overlay overlay -o "$2" "$3" && cd / && shift 3 && '
+MOUNT = 'cd "$1" && mount -t overlay overlay -o "$2" "$3" && cd / && shift 3 || exit 1; '
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Apptainer makes none in a root that it does not overlay itself."""
 

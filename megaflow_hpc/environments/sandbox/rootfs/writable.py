@@ -70,10 +70,12 @@ class WritableLayer:
             await self._take("gather")
         await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), self._access.image))
 
-    def take(self, target: Path) -> None:
-        """Moves the sandbox's files to ``target``, after the last container: what it changed; the whole tree where the
-        image was copied."""
-        os.rename(os.path.join(self.path, "root" if self._access.copies else "upper"), target)
+    async def take(self, target: Path) -> None:
+        """Moves what the sandbox changed to ``target``, in the form of an overlay's upper directory, after the last
+        container."""
+        if self._access.copies:
+            await self._take("gather")
+        await asyncio.to_thread(os.rename, os.path.join(self.path, "upper"), target)
 
     def read(self, path: str, limit: int) -> tuple[bool, bytes | None]:
         """Reads a file as a container would see it, while nothing runs.

@@ -1,0 +1,52 @@
+"""Makes a SIF of an image and its layers, for those who have no store: one file, the same files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaflow_hpc.environments.builds.program import run_tree
+from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.images.image_config import LABEL
+from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host import child
+from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, last_line
+
+_SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
+
+
+async def write_sif(workshop: Workshop, image: LayeredImage, target: Path) -> None:
+    """Packs all files of an image into a SIF at ``target``.
+
+    Raises:
+        SiteError: a program that is needed is missing, or failed.
+    """
+    architecture = _SIF_ARCHITECTURE.get(platform.machine())
+    if architecture is None:
+        raise SiteError(f"{platform.machine()}: images cannot be made on this architecture; build them elsewhere")
+    if shutil.which("mksquashfs", path=clean_environment()["PATH"]) is None:
+        raise SiteError("mksquashfs: not on PATH, which images are packed with; install squashfs-tools")
+    await workshop.open()
+    squashfs, labels = workshop.place("squashfs"), workshop.place("labels")
+    async with workshop.merged(image) as (prefix, root):
+        await run_tree(prefix, "pack", root, str(squashfs))
+    labels.mkdir()
+    document = labels / "inspect-metadata.json"
+    known = {LABEL: image.workdir} if image.workdir else {}
+    document.write_text(json.dumps({"data": {"attributes": {"labels": known}}, "type": "container"}))
+    apptainer = find_apptainer()
+    await _run([apptainer, "sif", "new", str(target)])
+    add = [apptainer, "sif", "add"]
+    kind = ["--datatype", "4", "--partfs", "1", "--parttype", "2", "--partarch", architecture]
+    await _run([*add, *kind, str(target), str(squashfs)])
+    await _run([*add, "--datatype", "6", "--filename", document.name, str(target), str(document)])
+
+
+async def _run(argv: Sequence[str]) -> None:
+    status, _, errors = await child.run(argv)
+    if status:
+        raise SiteError(last_line(errors.decode("utf-8", "replace")))

@@ -1,0 +1,265 @@
+"""One Dockerfile's build: every step that changes files makes a layer over those before it, or is found made already.
+
+What a step makes is known by what goes into it: the image it starts from, its words, variables, user and network, and
+the content of what it copies. So a step that any task has made before is not made again. ``COPY``, ``ADD`` and
+``WORKDIR`` start nothing; ``RUN`` runs in a sandbox of its own over the layers below it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.environments.builds.accounts import account, owner
+from megaflow_hpc.environments.builds.listings import Listings
+from megaflow_hpc.environments.builds.placing import Mode, Placement, Placer
+from megaflow_hpc.environments.builds.script import run_text
+from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.images.dockerfile.context import lay_out
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, Run, Stage, Step, Workdir
+from megaflow_hpc.environments.images.layer_store import LayerStore
+from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.layers.packing import Attributes, Packer
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.files import remove_tree
+
+KEY_VERSION = "megaflow-step-1"
+KEY_LENGTH = 40
+SETTINGS = ".singularity.d/env/92-megaflow.sh"
+"""Where Apptainer reads an image's variables, after those that its base sets (90-environment.sh)."""
+
+_SHOWN_LINES = 15
+_SHOWN_CHARACTERS = 4000
+
+
+class StageBuilds:
+    """Builds the stages of one Dockerfile that its last one needs.
+
+    Args:
+        bases: image name → image, of those that it starts or copies from.
+        spec: of the sandboxes that steps run in.
+        say: gets one line for each step that is made.
+    """
+
+    def __init__(
+        self,
+        dockerfile: Dockerfile,
+        bases: Mapping[str, LayeredImage],
+        layers: LayerStore,
+        listings: Listings,
+        workshop: Workshop,
+        spec: SandboxSpec,
+        say: Callable[[str], None],
+    ) -> None:
+        self._dockerfile = dockerfile
+        self._images = dict(bases)
+        self._layers = layers
+        self._listings = listings
+        self._workshop = workshop
+        self._spec = spec
+        self._say = say
+
+    async def build(self) -> LayeredImage:
+        """Returns the image of the last stage; its layers are in the store.
+
+        Raises:
+            ConfigError: a source that cannot be copied, a user that is not there.
+            SiteError: a step that failed, with what it printed at last.
+        """
+        for stage in self._dockerfile.needed:
+            self._images[stage.name] = await self._stage(stage)
+        last = self._dockerfile.last
+        image = self._images[last.name]
+        settings = "".join(f"{line}\n" for line in last.exports)
+        image = replace(image, settings=image.settings + settings, workdir=last.workdir or image.workdir)
+        return image.over([self._settings_layer(image)]) if settings else image
+
+    async def _stage(self, stage: Stage) -> LayeredImage:
+        image = self._images[stage.base]
+        exports: list[str] = []
+        for step in stage.steps:
+            if isinstance(step, Env):
+                exports.append(step.text)
+                continue
+            try:
+                layer = await self._step(image, step, exports)
+            except (ConfigError, OSError) as error:
+                raise ConfigError(f"{self._dockerfile.path}:{step.line}: {error}") from error
+            image = image.over([layer] if layer else [])
+        return image
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    async def _step(self, image: LayeredImage, step: Copy | Run | Workdir, exports: Sequence[str]) -> LayerFacts | None:
+        key = self._key(image, step, exports)
+        if known := self._layers.step(key):
+            return known[0]
+        with self._layers.making(key) as place:
+            if known := self._layers.step(key):
+                return known[0]
+            source = f"{self._dockerfile.path.name}:{step.line}"
+            self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
+            file = place / "layer"
+            if isinstance(step, Run):
+                facts = await self._run(image, step, exports, file)
+            elif isinstance(step, Copy):
+                facts = await self._copy(image, step, file)
+            else:
+                facts = await asyncio.to_thread(self._make_directory, image, step, file)
+            layer = self._layers.add(file, facts) if facts.inodes else None
+            self._layers.note_step(key, layer, source)
+            return layer
+
+    def _key(self, image: LayeredImage, step: Copy | Run | Workdir, exports: Sequence[str]) -> str:
+        content = asdict(step)
+        del content["line"]
+        digest = hashlib.sha256(f"{KEY_VERSION}\0{identity(image)}\0{type(step).__name__}\0".encode())
+        copies: list[Copy] = [step] if isinstance(step, Copy) else []
+        if isinstance(step, Run):
+            copies = [mount.copy for mount in step.mounts if mount.copy]
+            content |= {"exports before": list(exports), "network": self._spec.network}
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogateescape"))
+        for copy in copies:
+            if copy.origin is None:
+                self._dockerfile.context.update(digest, copy.sources)
+            else:
+                digest.update(f"\0{identity(self._images[copy.origin])}".encode())
+        return digest.hexdigest()[:KEY_LENGTH]
+
+    def _make_directory(self, image: LayeredImage, step: Workdir, file: Path) -> LayerFacts:
+        view = self._listings.view(image)
+        who = account(view, step.user)
+        found = view.entry(view.resolve(step.path))
+        with Packer(file) as packer:
+            if found is None or not found.is_directory:
+                Placer(packer, view).directory(step.path, (who.uid, who.gid))
+        return packer.facts()
+
+    async def _copy(self, image: LayeredImage, step: Copy, file: Path) -> LayerFacts:
+        view = await asyncio.to_thread(self._listings.view, image)
+        if step.mode:
+            Mode(step.mode)  # refused before anything is copied
+        how = Placement(
+            step.target,
+            step.into,
+            owner(view, step.owner) if step.owner else None,
+            step.mode,
+            own_owner=step.origin is not None,
+            replaces=step.extract,
+        )
+        items = file.with_name("items")
+        if step.origin is None:
+            return await asyncio.to_thread(_placed, self._dockerfile, step, items, how, view, file)
+        await self._workshop.open()
+        items = self._workshop.place("items")
+        await self._copy_out(step, items)
+        facts = await self._workshop.placed(image, items, asdict(how), file)
+        await asyncio.to_thread(remove_tree, items)
+        return facts
+
+    async def _copy_out(self, step: Copy, items: Path) -> None:
+        assert step.origin is not None
+        try:
+            await self._workshop.copy_out(self._images[step.origin], step.sources, items)
+        except SiteError as error:
+            raise SiteError(f"{self._dockerfile.path}:{step.line}: --from={step.origin}: {error}") from error
+
+    async def _run(self, image: LayeredImage, step: Run, exports: Sequence[str], file: Path) -> LayerFacts:
+        view = await asyncio.to_thread(self._listings.view, image)
+        who = account(view, step.user)
+        places = [view.entry(view.resolve(path)) for path in ("tmp", "var/tmp")]
+        room = any(found is None or found.attributes.mode & 0o1777 != 0o1777 for found in places)
+        home = not any(line.startswith("export HOME=") for line in exports)
+        await self._workshop.open()
+        numbers = []
+        for number, mount in enumerate(step.mounts, 1):
+            numbers.append(number if mount.copy else 0)
+            if mount.copy:
+                items = self._workshop.items / str(number)
+                if mount.copy.origin is None:
+                    await asyncio.to_thread(_lay_out, self._dockerfile, mount.copy, items)
+                else:
+                    await self._copy_out(mount.copy, items)
+        async with await self._workshop.start(image, self._spec) as sandbox:
+            text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
+            await self._carry_out(sandbox, step.line, text)
+            facts = await self._workshop.layer_of(sandbox, file)
+        for laid in os.listdir(self._workshop.items):
+            await asyncio.to_thread(remove_tree, self._workshop.items / laid)
+        return facts
+
+    async def _carry_out(self, sandbox: ApptainerSandbox, line: int, text: str) -> None:
+        result = await sandbox.exec(text, cwd="/")
+        if not result.exit_code:
+            return
+        lines = [*result.stdout.splitlines()[-_SHOWN_LINES:], *result.stderr.splitlines()[-_SHOWN_LINES:]]
+        lines += [f"{self._dockerfile.path.name}:{line}: exit status {result.exit_code}"]
+        if self._spec.network == "none":
+            lines += ["steps have no network here; environment.build_network: host gives them the host's"]
+        text = "".join(each if each.isprintable() or each in "\n\t" else "?" for each in "\n".join(lines))
+        shown = "\n".join(f"  {each}" for each in text[-_SHOWN_CHARACTERS:].split("\n"))
+        raise SiteError(f"{self._dockerfile.path}: the build failed at line {line}\n{shown}")
+
+    def _settings_layer(self, image: LayeredImage) -> LayerFacts:
+        """A layer with the variables of an image, all of them: it hides that of an image below."""
+        content = f"#!/bin/sh\n{image.settings}".encode("utf-8", "surrogateescape")
+        key = hashlib.sha256(f"{KEY_VERSION}\0settings\0".encode() + content).hexdigest()[:KEY_LENGTH]
+        known = self._layers.step(key)
+        if known and known[0]:
+            return known[0]
+        with self._layers.making(key) as place:
+            with Packer(place / "layer") as packer:
+                for directory in (".singularity.d", ".singularity.d/env"):
+                    packer.directory(directory, Attributes(0o755))
+                packer.content(SETTINGS, content, Attributes(0o755))
+            layer = self._layers.add(place / "layer", packer.facts())
+            self._layers.note_step(key, layer, "settings")
+        return layer
+
+
+def identity(image: LayeredImage) -> str:
+    """Returns what stands for an image's files: its base, and its layers by their digests."""
+    base = image.base
+    known = base and (base.digest or f"{base.path}\0{base.bytes}\0{base.mtime_ns}")
+    text = "\0".join([known or "", *(layer.digest for layer in image.layers)])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _title(step: Step) -> str:
+    if isinstance(step, Run):
+        words = " ".join(step.argv[2:] if step.argv[1:2] == ["-c"] else step.argv)
+        return f"RUN {words.splitlines()[0][:80] if words.split() else words}"
+    if isinstance(step, Copy):
+        return f"COPY {' '.join([*step.sources, *step.texts, step.target])[:80]}"
+    return f"WORKDIR {step.path}" if isinstance(step, Workdir) else ""
+
+
+def _placed(dockerfile: Dockerfile, step: Copy, items: Path, how: Placement, view: Any, file: Path) -> LayerFacts:
+    try:
+        _lay_out(dockerfile, step, items)
+        with Packer(file) as packer:
+            Placer(packer, view).place(items, how)
+    finally:
+        remove_tree(items)
+    return packer.facts()
+
+
+def _lay_out(dockerfile: Dockerfile, copy: Copy, place: Path) -> None:
+    place.mkdir()
+    lay_out(dockerfile.context, copy.sources, place, extract=copy.extract, parents=copy.parents, exclude=copy.exclude)
+    for number, (name, content) in enumerate(copy.texts.items()):
+        target = place / f"text{number}" / (name if copy.into else os.path.basename(copy.target) or name)
+        target.parent.mkdir()
+        target.write_text(content, encoding="utf-8", errors="surrogateescape")
+        target.chmod(0o644)
+        os.utime(target, (0, 0))

@@ -1,0 +1,166 @@
+"""What the steps of one build run in, made when the first step needs it: sandboxes, a namespace, unpacked trees."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from megaflow_hpc.environments.builds.program import facts_of, run_tree
+from megaflow_hpc.environments.builds.script import STEPS_DIR
+from megaflow_hpc.environments.builds.trees import Hold, Trees, unpack_sif
+from megaflow_hpc.environments.images.layer_store import LayerStore
+from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.layers.unpacking import unpack
+from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
+from megaflow_hpc.environments.sandbox.rootfs import overlay
+from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.apptainer import unshare
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.subordinate import all_ids, namespace
+
+_ROOT = SandboxSpec("", nested=True)
+"""Who mounts layers to read them: uid 0 of its namespace."""
+RESOLVER = "/etc/resolv.conf"
+
+
+class Workshop:
+    """The place of one build's steps, as an async context manager. Made by :meth:`open`."""
+
+    def __init__(self, layers: LayerStore, trees: Trees, scratch: str | os.PathLike[str] | None) -> None:
+        self._layers = layers
+        self._trees = trees
+        self._scratch = scratch
+        self._stack = AsyncExitStack()
+        self._provider: ApptainerProvider | None = None
+
+    async def __aenter__(self) -> Workshop:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def open(self) -> None:
+        """Makes provider, namespace and directories, unless they are there."""
+        if self._provider is not None:
+            return
+        self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
+        self._work = self._provider.workplace()
+        self._stack.push_async_callback(asyncio.to_thread, remove_tree, self._work)
+        for name in ("items", "uppers"):
+            (self._work / name).mkdir()
+        self._hold: Hold = self._stack.enter_context(self._trees.holding())
+        self.namespace: Sequence[str] = self._stack.enter_context(namespace())
+        scratch = str(self._provider.scratch)
+        self._copies = os.geteuid() == 0 or self._provider.images.writes == "copy" or not overlay.works(scratch)
+        self._number = 0
+
+    @property
+    def items(self) -> Path:
+        """Directory that the steps' sandboxes see as :data:`.script.STEPS_DIR`."""
+        return self._work / "items"
+
+    @property
+    def pretends(self) -> bool:
+        """Whether other uids than 0 are pretended by the host's fakeroot, if it has one: there are no others."""
+        return all_ids() == unshare()
+
+    def place(self, kind: str) -> Path:
+        """Returns a new path for something of this build, which goes with it."""
+        self._number += 1
+        return self._work / "uppers" / f"{kind}{self._number}"
+
+    async def trees(self, image: LayeredImage) -> list[Path]:
+        """Returns the directories of an image's layers and base, the topmost first."""
+        found = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
+        if image.base is not None:
+            path, key = image.base.path, hashlib.sha256(repr(image.base).encode()).hexdigest()
+            make = partial(_link, path) if os.path.isdir(path) else partial(unpack_sif, path, self.namespace)
+            found.append(await asyncio.to_thread(self._hold.get, key, make))
+        return found
+
+    def _layer(self, layer: LayerFacts) -> Path:
+        blob = self._layers.path(layer.digest)
+        return self._hold.get(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
+
+    async def start(self, image: LayeredImage, spec: SandboxSpec) -> ApptainerSandbox:
+        """Returns a sandbox over an image's trees."""
+        assert self._provider is not None
+        lowers = await self._lowers(image)
+        binds = [f"{self.items}:{STEPS_DIR}:ro", *spec.binds]
+        if spec.network == "host" and not os.path.lexists(lowers[-1] / RESOLVER.lstrip("/")):
+            binds += [f"{RESOLVER}:{RESOLVER}:ro"]  # in others Apptainer puts it there by itself
+        spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends)
+        access = Access(
+            "tree",
+            str(lowers[-1]),
+            lambda: None,
+            copies=self._copies,
+            namespace=self.namespace,
+            layers=tuple(map(str, lowers[:-1])),
+        )
+        return await self._provider.start(spec, access=access)
+
+    async def _lowers(self, image: LayeredImage) -> list[Path]:
+        """The trees of an image; where sandboxes write to copies, one tree of all."""
+        lowers = await self.trees(image)
+        if not self._copies or len(lowers) == 1:
+            return lowers
+        laid = self.place("laid")
+        await run_tree(self.namespace, "join", str(laid), *map(str, reversed(lowers)))
+        return [laid]
+
+    async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> LayerFacts:
+        """Ends a sandbox, and writes what it has changed to ``file`` as a layer."""
+        upper = self.place("upper")
+        await sandbox.finish(upper)
+        return facts_of(await run_tree(self.namespace, "layer", str(file), str(upper)))
+
+    async def copy_out(self, image: LayeredImage, sources: Sequence[str], target: Path) -> None:
+        """Copies what lies at ``sources`` of an image to ``target/<number>/<name>``, its files with their owners.
+
+        Raises:
+            SiteError: nothing is there, or it cannot be copied.
+        """
+        async with self.merged(image) as (prefix, root):
+            await run_tree(prefix, "copy", root, str(target), *sources)
+
+    @asynccontextmanager
+    async def merged(self, image: LayeredImage) -> AsyncIterator[tuple[Sequence[str], str]]:
+        """Yields an argv prefix of namespaces and the directory that all files of an image are in there.
+
+        What is written there is lost.
+        """
+        lowers = [str(path) for path in await self._lowers(image)]
+        if len(lowers) == 1:
+            yield self.namespace, lowers[0]
+            return
+        layer = self.place("view")
+        layer.mkdir()
+        prefix = overlay.argv_prefix(lowers, str(layer), f"{layer}.root", _ROOT, self.namespace)
+        if prefix is None:
+            raise SiteError(f"{layer}: no overlay can be mounted there; set TMPDIR to another local directory")
+        yield prefix, f"{layer}.root"
+
+    async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
+        """Writes a layer of items of another image, put in place over ``image`` (:mod:`.placing`)."""
+        layers = [str(path) for path in await self.trees(image)]
+        return facts_of(
+            await run_tree(self.namespace, "place", str(file), str(items), said={"how": how, "layers": layers})
+        )
+
+
+def _link(path: str, target: Path) -> None:
+    target.symlink_to(path)
