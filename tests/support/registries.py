@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -43,21 +44,25 @@ def noise(name: str, size: int = 100_000) -> bytes:
     return hashlib.shake_128(name.encode()).digest(size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """A layer as it is pushed: the blob, and the archive in it."""
 
     archive: bytes = field(repr=False)
     compression: str = "gzip"
 
-    @property
+    @cached_property
     def blob(self) -> bytes:
         return COMPRESSED[self.compression](self.archive)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """In hexadecimal, of the blob."""
         return hashlib.sha256(self.blob).hexdigest()
+
+    @cached_property
+    def archive_digest(self) -> str:
+        return digest_of(self.archive)
 
 
 def layer(files: Mapping[str, bytes], compression: str = "gzip") -> Layer:
@@ -98,9 +103,8 @@ class Registry:
         finally:
             connection.close()
 
-    def push_blob(self, repository: str, data: bytes) -> str:
-        """Pushes a blob unless it is there; its digest."""
-        digest = digest_of(data)
+    def push_blob(self, repository: str, data: bytes, digest: str) -> None:
+        """Pushes a blob unless it is there."""
         if self.call("HEAD", f"/v2/{repository}/blobs/{digest}")[0] != 200:
             status, headers, body = self.call("POST", f"/v2/{repository}/blobs/uploads/")
             assert status == 202, body
@@ -109,7 +113,6 @@ class Registry:
             put = f"{location}{joined}digest={digest}"
             status, _, body = self.call("PUT", put, data, Content_Type="application/octet-stream")
             assert status == 201, body
-        return digest
 
     def push_manifest(self, repository: str, tag: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Pushes a manifest or an index; its descriptor."""
@@ -124,15 +127,15 @@ class Registry:
         Returns the descriptor of its manifest."""
         architecture = config.pop("architecture", "amd64")
         for each in layers:
-            self.push_blob(repository, each.blob)
+            self.push_blob(repository, each.blob, f"sha256:{each.digest}")
         described = {
             "architecture": architecture,
             "os": "linux",
             "config": config,
-            "rootfs": {"type": "layers", "diff_ids": [digest_of(each.archive) for each in layers]},
+            "rootfs": {"type": "layers", "diff_ids": [each.archive_digest for each in layers]},
         }
         data = json.dumps(described).encode()
-        self.push_blob(repository, data)
+        self.push_blob(repository, data, digest_of(data))
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
