@@ -81,6 +81,7 @@ class Templates:
         self._starts: Counter[_Key] = Counter()
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
         self._number = 0
+        self._supported: bool | None = None
         self.refused: dict[_Key, str] = {}
         """Unpacked image → why no sandbox can be cloned over it; Apptainer starts each by itself then."""
 
@@ -101,6 +102,10 @@ class Templates:
             return None
         self._starts[key] += 1
         if self._starts[key] == 1 and chosen != "clone":
+            return None
+        if self._supported is None:
+            self._supported = await asyncio.to_thread(supported)
+        if not self._supported:
             return None
         kept = self._kept.get(key)
         if kept is not None and kept.starting.done() and not kept.template.alive:
@@ -136,7 +141,6 @@ class Templates:
             and access.form == "tree"
             and len(os.fsencode(options)) < _LONGEST_OPTIONS
             and all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
-            and supported()
         )
 
     async def _clone(
@@ -236,9 +240,15 @@ def supported() -> bool:
         and sys.version_info >= (3, 11)
         and bool(unshare())
         and os.geteuid() != 0
-        and launcher(filtered=True).refuses
+        and _filters()
         and not helper_python.why_not()
     )
+
+
+def _filters() -> bool:
+    thread = launcher(filtered=True)
+    thread.call(lambda: None)  # it knows when it has begun
+    return thread.refuses
 
 
 def _overlay(prefix: Sequence[str]) -> tuple[str, str, str] | None:
