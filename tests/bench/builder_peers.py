@@ -108,6 +108,16 @@ class Buildah(Peer):
         (context / "Dockerfile").write_text(f"FROM scratch\nADD base.tar /\n{env}\n")
         done = self.run("build", *self._options, "-t", "base", str(context))
         assert done.returncode == 0, done.stderr
+        (context / "Dockerfile").write_text("FROM base\n")
+        self.base = self._exported(context, [])  # it loses set-uid bits
+
+    def _exported(self, context: Path, given: list[str]) -> Tree:
+        done = self.run("build", *self._options, *given, "-o", f"type=tar,dest={context}.tar", str(context))
+        assert done.returncode == 0, done.stderr
+        with open(f"{context}.tar", "rb") as archive:
+            tree = tree_of_archive(archive)
+        os.unlink(f"{context}.tar")
+        return tree
 
     @property
     def _options(self) -> list[str]:
@@ -119,11 +129,7 @@ class Buildah(Peer):
         done = self.run("build", *self._options, *given, "-t", image, str(context))
         if done.returncode:
             return self._failed(done)
-        packed = self.run("build", *self._options, *given, "-o", f"type=tar,dest={context}.tar", str(context))
-        assert packed.returncode == 0, packed.stderr
-        with open(f"{context}.tar", "rb") as archive:
-            tree = tree_of_archive(archive)
-        os.unlink(f"{context}.tar")
+        tree = self._exported(context, given)
         config = json.loads(self.run("inspect", "--type", "image", image).stdout)["OCIv1"]["config"]
         self.run("rmi", image)
         return self._answer(tree, config)
