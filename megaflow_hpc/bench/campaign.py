@@ -1,6 +1,7 @@
 """Whole campaigns: what one asks of slurmctld and holds idle, and what is lost when a lab does its worst to them.
 
     megaflow-hpc bench campaign --tasks 60
+    megaflow-hpc bench campaign --peers --tasks 60
     megaflow-hpc bench campaign --flat
     megaflow-hpc bench campaign --chaos --seeds 20
 
@@ -8,7 +9,7 @@ Each seed is one campaign of real sandboxes, pods and engine servers (``tests/be
 at drawn instants: a rank, rank 0, a runner, a whole pod, an engine, a slurmd or slurmctld killed with SIGKILL; a
 preemption, a walltime, a cancelled and a requeued element. A seed decides what is hit and how long after the work has
 begun; what the machine does meanwhile it cannot. Exit status 0 only if nothing was lost, doubled or left behind.
-All of these drive a Slurm lab, and so need a checkout of the sources.
+All but --peers drive a Slurm lab; all need a checkout of the sources.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chaos", action="store_true", help="inject faults into campaigns, by seed")
     add_count(parser, "--tasks", 24, "rollouts of a campaign")
     add_count(parser, "--pods", 2, "without --chaos: pods of the campaign")
+    add_count(parser, "--slots", 4, "with --peers: rollouts at once")
     add_count(parser, "--seeds", 20, "with --chaos: campaigns")
     add_count(parser, "--first", 1, "with --chaos: the first seed", least=0)
     add_count(parser, "--strikes", 4, "with --chaos: faults in each campaign", least=0)
@@ -44,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     """Runs the campaigns of one kind of measurement below a directory of their own."""
-    kind = "chaos" if arguments.chaos else "flat" if arguments.flat else "requests"
+    kinds = {"chaos": arguments.chaos, "flat": arguments.flat, "campaign_peers": arguments.peers, "requests": True}
+    kind = next(name for name, asked in kinds.items() if asked)
     measurement = from_checkout(kind, "bench campaign")
     image = Path(image_of(arguments, sif=True))
     if arguments.directory:
