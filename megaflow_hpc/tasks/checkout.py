@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.atomic import write_atomic, write_json
 from megaflow_hpc.types import Artifact
 
@@ -28,6 +30,8 @@ READ_S = 300.0
 """For git at work on a large checkout."""
 LIMIT = 8 << 20
 """Bytes of a patch. A larger one is an error: half a patch is none."""
+UNMADE = 78
+"""Exit status of the script that cannot make the directories it is to make."""
 GONE = 79
 """Exit status of the script that finds the commit nowhere."""
 
@@ -82,15 +86,24 @@ class Patch:
     error: str = ""
 
 
-async def remember(sandbox: ApptainerSandbox, workdir: str | None) -> Start | None:
+async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequence[str] = ()) -> Start | None:
     """Notes where the checkout around ``workdir`` stands; ``None`` where there is none, or no git to see it.
 
+    Args:
+        make: directories to make before, and with them ``workdir``: every command takes time.
+
     Raises:
-        SandboxError: the sandbox was lost.
+        SandboxError: the sandbox was lost, or the directories cannot be made.
     """
     note = Path(sandbox.directory, NOTE)
     write_json(note, None)
-    seen = await sandbox.exec(_LOOK, cwd=workdir, timeout_s=LOOK_S)
+    script, place = _LOOK, workdir
+    if make:
+        first, place = shlex.quote(workdir or "/"), "/"
+        script = f"mkdir -p {first} {shlex.join(make)} || exit {UNMADE}\ncd {first} || exit 1\n{_LOOK}"
+    seen = await sandbox.exec(script, cwd=place, timeout_s=LOOK_S)
+    if make and seen.exit_code == UNMADE:
+        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be made: {seen.stderr.strip()[-300:]}")
     words = seen.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
     if seen.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
         return None

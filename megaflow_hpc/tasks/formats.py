@@ -82,8 +82,9 @@ class TaskFormat(Protocol):
     def step_name(self, step: Task, /) -> str:
         """Name of a step; empty for a task without steps."""
 
-    async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> None:
-        """Makes a fresh sandbox ready, its work directory and log directories being there.
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
+        """Makes a fresh sandbox ready, its work directory and log directories being there; returns whether anything was
+        run or laid there for that.
 
         Raises:
             SandboxError: it cannot be done; the rollout fails.

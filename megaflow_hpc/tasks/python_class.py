@@ -181,8 +181,8 @@ def _place(cls: Any) -> str:
 # --- in the worker --------------------------------------------------------------------------------------------------
 
 
-async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Runs ``setup``.
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
+    """Runs ``setup``; returns whether there is one.
 
     Raises:
         UserCodeError: for whatever it raises.
@@ -190,6 +190,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
         await _call(task, instance.setup, sandbox, task.agent_timeout_s)
+    return hasattr(instance, "setup")
 
 
 async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:

@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
 from megaflow_hpc.types import Task, Verdict
+
+LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 RunAgent = Callable[[int, Task], Awaitable[None]]
 """Runs the agent on a step, given its number from 0 and itself."""
@@ -26,13 +27,9 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
         SandboxError: it cannot be done; the rollout fails.
     """
     workdir = task.workdir or "/"
-    made = await sandbox.exec(
-        ["mkdir", "-p", workdir, "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/", timeout_s=60
-    )
-    if made.exit_code:
-        raise SandboxError(f"task {task.id}: {workdir} and /logs cannot be made: {made.stderr.strip()[-300:]}")
-    await format_of(task).prepare(task, sandbox)
-    await checkout.remember(sandbox, workdir)
+    await checkout.remember(sandbox, workdir, make=LOGS)
+    if await format_of(task).prepare(task, sandbox):
+        await checkout.remember(sandbox, workdir)
 
 
 async def run_steps(

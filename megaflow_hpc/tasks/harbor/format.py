@@ -41,11 +41,12 @@ class HarborFormat:
         judges = [judge for ending in endings if (judge := ending.verifier_environment(task.id))]
         return [_image(each) for each in (task, *judges)]
 
-    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> None:
+    async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> bool:
         data = HarborData.of(task)
         if data.upload_environment:
             await sandbox.upload(os.path.join(task.path, "environment"), task.workdir or "/")
         await wait_healthy(task.id, sandbox, data.healthcheck)
+        return data.upload_environment or bool(data.healthcheck.command)
 
     steps = staticmethod(steps_of)
     step_name = staticmethod(step_name)

@@ -44,7 +44,7 @@ MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit 
 # --- before and instead of the agent --------------------------------------------------------------------------------
 
 
-async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
+async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
     """Checks that the image holds the checkout, and puts a SWE-smith bug in.
 
     Raises:
@@ -52,6 +52,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     """
     instance = load(task)
     await _hand_out(task, instance, sandbox, for_agent=True)
+    return True
 
 
 async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *, for_agent: bool) -> None:
