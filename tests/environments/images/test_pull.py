@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,15 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.bench.small_images import SmallImages
+from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import pull
-from megaflow_hpc.environments.images.layered import read_layered
+from megaflow_hpc.environments.images.cache.manifest import fetch, manifest
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
+from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.layered import Base, LayeredImage, read_layered
 from megaflow_hpc.environments.images.pull import exports
 from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError
+from tests.support.builds import unpacked
+from tests.support.layers import add_layer
 from tests.support.places import ROOT
-from tests.support.registries import Front, Layer, Registry, layer, noise
+from tests.support.registries import Front, Layer, Registry, layer, noise, tree_layer
+from tests.support.sandboxes import runs
 from tests.support.waiting import until
 
 Resolve = Callable[[str], Path]
@@ -192,3 +202,78 @@ def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
     pulled(images, "large:1")
     assert said[0] == "docker://lab.org/large:1: 3.0 MB to fetch"
     assert said[-1] == "docker://lab.org/large:1: 3.0 of 3.0 MB, 0 s left"
+
+
+def test_a_sandbox_starts_from_layers_as_their_maker_meant_it(
+    registry: Registry, images: Images, busybox_rootfs: str, scratch: Path
+) -> None:
+    """Over a base as Docker's are: no file of Apptainer's in it. One layer changes, one hides what lies below."""
+    base = tree_layer(Path(busybox_rootfs))
+    environment = layer({"opt/tool": b"new", "opt/old": b"x", "etc/motd": b"hello"}, "zstd")
+    instance = layer({"opt/.wh.old": b"", "testbed/source.py": b"pass"})
+    env = ["PATH=/opt:/bin", "GREETING=it's $HOME"]
+    registry.push("eval", "1", [base, environment, instance], Env=env, WorkingDir="/testbed")
+
+    async def look(sandbox: ApptainerSandbox) -> str:
+        done = await sandbox.exec('pwd; echo "$PATH"; echo "$GREETING"; cat /etc/motd; echo; echo /opt/* /testbed/*')
+        return done.stdout
+
+    path = str(pulled(images, "eval:1"))
+    said = runs(path, scratch)(look, workdir=working_directory(path))
+    assert said.splitlines() == ["/testbed", "/opt:/bin", "it's $HOME", "hello", "/opt/tool /testbed/source.py"]
+
+
+def test_a_dockerfile_on_an_image_of_a_registry_adds_its_layers(
+    registry: Registry, images: Images, busybox_rootfs: str, tmp_path: Path
+) -> None:
+    registry.push("team/base", "1", [tree_layer(Path(busybox_rootfs))], Env=["PATH=/bin"], WorkingDir="/opt")
+    dockerfile = tmp_path / "context" / "Dockerfile"
+    dockerfile.parent.mkdir()
+    dockerfile.write_text("FROM base\nRUN echo made >/opt/made\n")
+    images.builder = Builder()
+    mapping = ImageMapping({"base": "docker://lab.org/team/base:1"}, tmp_path)
+    path = images.resolve_dockerfile(Dockerfile.read(dockerfile), mapping)
+    below = read_layered(pulled(images, "team/base:1"))
+    image = read_layered(path)
+    assert image.layers[: len(below.layers)] == below.layers
+    assert len(image.layers) == len(below.layers) + 1
+    assert (unpacked(path, tmp_path / "tree") / "opt" / "made").read_text() == "made\n"
+
+
+@pytest.mark.parametrize("laid", ["as in a store", "side by side"])
+def test_an_image_of_layers_is_carried_with_its_base(tmp_path: Path, laid: str) -> None:
+    """A SIF of the store with a layer over it; what lies there already is left alone."""
+    here, there = (Images(ImageStore(tmp_path / name), Registries({}, True)) for name in ("here", "there"))
+    base = Path(SmallImages(tmp_path / "made", 100_000).fill(here.store, 1)[0])
+    layers = (add_layer(here.store, {"a": "1"}), add_layer(here.store, {"b": "2"}))
+    made = here.store.add_layered(
+        LayeredImage(Base.of(base, base.stem), layers, "export A=1\n", "/srv"), "a Dockerfile"
+    )
+    here.store.name("key", "a Dockerfile", made.digest)
+    here.used["key"] = ("a Dockerfile", Path(made.path))
+    content = manifest(here)
+    files = content["images"][0]["files"]
+    assert sorted(files) == sorted(
+        [f"sha256/{made.digest}.image", f"sha256/{base.name}", *(f"layers/{layer.digest}" for layer in layers)]
+    )
+    carried = tmp_path / "carried"
+    for file in files:
+        target = carried / (file if laid == "as in a store" else Path(file).name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(here.store.root / file, target)
+    there.store.prepare("test")
+    found = Path(fetch(there, content, carried, lambda line: None)["a Dockerfile"])
+    assert found.name == f"{made.digest}.image"
+    image = read_layered(found)
+    assert image.base is not None
+    assert Path(image.base.path).is_relative_to(tmp_path / "there")
+    assert digest_of(image.base.path) == base.stem
+    assert image.layers == layers
+    assert set(there.store.layers.layers()) == set(layers)
+
+    lost = next(path for path in carried.rglob(layers[1].digest))
+    lost.unlink()
+    again = Images(ImageStore(tmp_path / "again"), Registries({}, True))
+    with pytest.raises(SiteError, match=rf"1 of 1 images are not in .*\n.*layers/{layers[1].digest}"):
+        fetch(again, content, carried, lambda line: None)
+    assert list(again.store.images()) == []

@@ -109,7 +109,7 @@ class LayerWriter(TreeWriter):
         if kind is None:
             for parts, member in sorted(self._directories.items(), reverse=True):
                 descriptor = self._open(parts)
-                if self._owners:
+                if self._owners and parts:  # a top that were somebody else's could not be moved to its place
                     os.chown(descriptor, member.uid, member.gid)
                 # Whoever removes the tree must be able to: the caller is root in what is seen of it.
                 os.chmod(descriptor, member.mode | (0 if self._owners else stat.S_IRWXU))
