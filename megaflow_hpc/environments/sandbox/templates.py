@@ -110,7 +110,7 @@ class Templates:
         kept = self._kept.get(key)
         if kept is not None and kept.starting.done() and not kept.template.alive:
             await self._drop(key)
-            kept = None
+            kept = self._kept.get(key)  # somebody else may have begun one meanwhile
         if kept is None:
             kept = self._begin(key, access, spec.image)
         self._kept.move_to_end(key)
@@ -184,13 +184,14 @@ class Templates:
         def started(identity: Identity) -> None:
             (directory / "owner").write_text(f"{identity}\n")
 
-        await template.start(
-            argv,
-            temporary=str(directory / "tmp"),
-            timeout_s=self._timeout_s,
-            prefix=prefix,
-            on_started=started,
-        )
+        temporary = str(directory / "tmp")
+        try:
+            await template.start(
+                argv, temporary=temporary, timeout_s=self._timeout_s, prefix=prefix, on_started=started
+            )
+        except BaseException:
+            await template.stop()
+            raise
 
     def _lay_out(self, directory: Path) -> None:
         kit = helper_python.kit(self._scratch)
