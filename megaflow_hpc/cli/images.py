@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli import images_make
 from megaflow_hpc.cli.images_make import megabytes
-from megaflow_hpc.cli.output import add_json, print_json, say, table
+from megaflow_hpc.cli.output import add_json, note, print_json, say, table
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
 
 DESCRIPTION = """\
-Images are SIF files in a store on the shared file system, each under the digest of its content. Nodes copy what they
-need from there, once each, into a cache on local scratch (docs/images.md).
+Images are kept in a store on the shared file system, each under the digest of its content: as SIF files, or as a base
+and layers that they share. Nodes copy what they need from there, once each, into a cache on local scratch
+(docs/images.md).
 
   build     make or fetch what a campaign, a definition file, a Dockerfile or an address needs
   pull      fetch addresses, or what a manifest lists
   manifest  say what a campaign needs and what the store lacks, to be carried elsewhere
+  export    write an image to a SIF file, for others
   stage     copy images into this node's cache
   list      what the store holds, or this node's cache
   prune     remove images from the store, or this node's copies
@@ -83,13 +85,30 @@ def register(subparsers: Any) -> None:
         "manifest",
         "say what a campaign needs and what of it the store lacks",
         "Fetches and builds nothing. The manifest lists source and digest of every image of the store that the "
-        "campaign's tasks use; entries without a digest are not there yet. Exit status 1 if there are any.",
+        "campaign's tasks use, its base and its layers, and the store's files that it is; entries without a digest are "
+        "not there yet. Exit status 1 if there are any.",
         "  megaflow-hpc images manifest campaign.yaml\n"
         "  megaflow-hpc images manifest campaign.yaml --output images.json",
     )
     manifest.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
     manifest.add_argument("--output", metavar="FILE", help="write it to FILE")
     manifest.set_defaults(run=images_make.manifest)
+
+    export = _verb(
+        verbs,
+        "export",
+        "write an image to a SIF file, for others",
+        "Packs base and layers into one SIF, or copies the SIF that the image is. The content of layers is compared "
+        "with their digests.",
+        "  megaflow-hpc images export docker://debian:12 debian.sif\n"
+        "  megaflow-hpc images export 3f2a9c0b out.sif --force",
+    )
+    export.add_argument(
+        "image", metavar="IMAGE", help="what it was made from, as images list says; its digest, or its beginning"
+    )
+    export.add_argument("target", metavar="FILE.sif", help="the file to write")
+    export.add_argument("--force", action="store_true", help="replace a file that is there")
+    export.set_defaults(run=images_make.export)
 
     stage = _verb(
         verbs,
@@ -108,8 +127,9 @@ def register(subparsers: Any) -> None:
         verbs,
         "list",
         "list what the store holds",
-        "With --staged: what this node's cache holds.",
-        "  megaflow-hpc images list",
+        "MB are those that an image alone has; what its base and layers that others have too take stands beside. With "
+        "--staged: what this node's cache holds.",
+        "  megaflow-hpc images list\n  megaflow-hpc images list --staged",
     )
     listing.add_argument("--staged", action="store_true", help="this node's copies instead")
     _cached(listing)
@@ -119,8 +139,10 @@ def register(subparsers: Any) -> None:
         verbs,
         "prune",
         "remove images from the store",
-        "Removes the named images (digests or their beginnings), those older than --older-than days, and what killed "
-        "builders left; without either, only the last. Runs that were planned with a removed image cannot go on.",
+        "Removes the named images (digests or their beginnings), those older than --older-than days, the layers that "
+        "no image has any more, and what killed builders left; without either, only the last two. Layers that no image "
+        "had before stay for a day: a build may need them. The base of images that stay is not removed. Runs that were "
+        "planned with a removed image cannot go on.",
         "  megaflow-hpc images prune 3f2a9c0b --dry-run\n  megaflow-hpc images prune --older-than 90\n"
         "  megaflow-hpc images prune --staged",
     )
@@ -219,22 +241,36 @@ def _list(arguments: argparse.Namespace) -> int:
             ]
             say(table(("copy", "MB", "files", "times made", ""), lines))
         return 0
+    from megaflow_hpc.environments.images.sharing import own_bytes
+
     store = images_make.open_images(arguments).store
-    names = store.names()
-    found = [{**vars(image), "sources": names.get(image.digest, [image.source])} for image in store.images()]
+    names, sizes = store.names(), own_bytes(store)
+    images = {image.digest: image for image in reversed(list(store.images()))}
+    found = []
+    for digest in sorted(images):
+        own, shared = sizes[digest]
+        row = {**vars(images[digest]), "own_bytes": own, "shared_bytes": shared}
+        found.append({**row, "sources": names.get(digest, [images[digest].source])})
     if arguments.json:
         print_json({"stores": list(map(str, store.roots)), "images": found})
     else:
         rows = [
-            (row["digest"][:12], megabytes(row["bytes"]), row["inodes"], ", ".join(row["sources"])) for row in found
+            (
+                row["digest"][:12],
+                megabytes(row["own_bytes"]),
+                megabytes(row["shared_bytes"]) if row["shared_bytes"] else "",
+                row["inodes"],
+                ", ".join(row["sources"]),
+            )
+            for row in found
         ]
-        say(table(("digest", "MB", "files", "from"), rows))
+        say(table(("digest", "MB", "shared MB", "files", "from"), rows))
     return 0
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.images.sharing import DAY_S, prune
     from megaflow_hpc.errors import ConfigError, SiteError
-    from megaflow_hpc.host.files import remove_tree
 
     if arguments.staged:
         cache = _cache(arguments)
@@ -244,36 +280,27 @@ def _prune(arguments: argparse.Namespace) -> int:
     store = images_make.open_images(arguments).store
     if not store.writable:
         raise SiteError(f"{store.root}: not your store; only its owner removes images")
-    doomed = []
+    named = []
     for digest in arguments.image:
         image = store.image(digest)
         if image is None or not Path(image.path).is_relative_to(store.root):
             raise ConfigError(
                 f"{digest}: no image of {store.root} has a digest that begins so; see: megaflow-hpc images list"
             )
-        doomed.append(image)
-    if arguments.older_than is not None:
-        before = time.time() - 86400 * arguments.older_than
-        doomed += [
-            image for image in store.images() if image.created_at < before and store.root in Path(image.path).parents
-        ]
-    leftovers = store.leftovers() if store.root.is_dir() else []
-    removed = [image.digest for image in doomed] + list(map(str, leftovers))
-    if arguments.dry_run:
-        return _pruned(arguments, removed, sum(image.bytes for image in doomed))
-    freed = sum(store.remove(image.digest) for image in doomed)
-    for path in leftovers:
-        remove_tree(path)
-    return _pruned(arguments, removed, freed)
+        named.append(image)
+    older_s = None if arguments.older_than is None else DAY_S * arguments.older_than
+    gone = prune(store, named, older_s, dry_run=arguments.dry_run)
+    for digest in gone.kept:
+        note(f"{digest[:12]}: stays, as the base of other images")
+    return _pruned(arguments, [*gone.images, *gone.leftovers], gone.freed_bytes, gone.layers)
 
 
-def _pruned(arguments: argparse.Namespace, removed: list[str], freed: int) -> int:
+def _pruned(arguments: argparse.Namespace, removed: list[str], freed: int, layers: Sequence[str] = ()) -> int:
     if arguments.json:
-        print_json({"removed": removed, "freed_bytes": freed, "dry_run": arguments.dry_run})
+        found = {"removed": removed, "layers": layers, "freed_bytes": freed, "dry_run": arguments.dry_run}
+        print_json(found)
     else:
-        say(
-            "\n".join(
-                [*removed, f"{len(removed)} {'would go' if arguments.dry_run else 'removed'}, {freed / 1e6:.0f} MB"]
-            )
-        )
+        also = f" and {len(layers)} layers" if layers else ""
+        verb = "would go" if arguments.dry_run else "removed"
+        say("\n".join([*removed, f"{len(removed)}{also} {verb}, {freed / 1e6:.1f} MB"]))
     return 0

@@ -1,4 +1,4 @@
-"""``images build``, ``pull`` and ``manifest``: what brings images into the store, or says what it lacks."""
+"""``images build``, ``pull``, ``manifest`` and ``export``: what brings images into the store and out of it."""
 
 from __future__ import annotations
 
@@ -140,10 +140,40 @@ def manifest(arguments: argparse.Namespace) -> int:
         print_json({**content, "missing": lacking})
     else:
         rows = [
-            (row["source"], (row["digest"] or "missing")[:12], megabytes(row["bytes"])) for row in content["images"]
+            (row["source"], (row["digest"] or "missing")[:12], len(row["layers"]) or "", megabytes(row["bytes"]))
+            for row in content["images"]
         ]
-        say(table(("source", "digest", "MB"), rows))
+        say(table(("source", "digest", "layers", "MB"), rows))
+        say(f"{megabytes(content['bytes'])} MB in all, what is shared counted once")
     return 1 if lacking else 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Runs ``images export``: writes an image of the store to a SIF; returns the exit status."""
+    from megaflow_hpc.environments.builds.builder import Builder
+    from megaflow_hpc.errors import ConfigError
+
+    store = open_images(arguments).store
+    image = store.find(arguments.image)
+    if image is None:
+        found = sorted(digest for digest, sources in store.names().items() if arguments.image in sources)
+        if len(found) > 1:
+            shown = ", ".join(digest[:12] for digest in found)
+            raise ConfigError(f"{arguments.image}: {len(found)} images were made of it; name one of {shown}")
+        stored = store.image(found[0] if found else arguments.image)
+        if stored is None:
+            raise ConfigError(f"{arguments.image}: no such image in {store.root}; see: megaflow-hpc images list")
+        image = Path(stored.path)
+    target = Path(arguments.target).absolute()
+    if target.exists() and not arguments.force:
+        raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
+    note(f"{image.stem[:12]}: writing {target}")
+    Builder().export(image, target)
+    if arguments.json:
+        print_json({"image": str(image), "file": str(target), "bytes": target.stat().st_size})
+    else:
+        say(f"{target}: {megabytes(target.stat().st_size)} MB")
+    return 0
 
 
 def megabytes(size: Any) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
@@ -32,6 +33,7 @@ from megaflow_hpc.environments.builds.trees import Trees
 from megaflow_hpc.environments.builds.workshop import Workshop
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.image_file import ImageFiles, read_checked
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import Base, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.store import digest_in
@@ -137,14 +139,25 @@ class Builder:
             raise SiteError(said if said.startswith(f"{dockerfile.path}:") else f"{dockerfile.path}: {said}") from error
 
     def export(self, image: str | os.PathLike[str], target: Path) -> None:
-        """Writes an image and its layers to ``target`` as a SIF.
+        """Writes an image of a store, a SIF or layers, to ``target`` as a SIF, which appears whole.
 
         Raises:
-            SandboxError: it cannot be read.
+            SandboxError: it cannot be read, or its content is not as its digest says.
             SiteError: it cannot be packed.
         """
-        layers = LayerStore([Path(image).absolute().parent.parent])
-        _in_thread(self._export(read_layered(image), layers, target))
+        half = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            if is_layered(image):
+                layered = read_layered(image)
+                if layered.base is not None:
+                    layered.base.check(str(image))
+                layers = LayerStore([Path(image).absolute().parent.parent])
+                _in_thread(self._export(layered, layers, half))
+            else:
+                read_checked(ImageFiles().facts(str(image)), half)
+            os.replace(half, target)
+        finally:
+            half.unlink(missing_ok=True)
 
     async def _export(self, image: LayeredImage, layers: LayerStore, target: Path) -> None:
         async with Workshop(layers, self._ready(layers)[0], self._scratch) as workshop:

@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -142,6 +143,17 @@ class LayerStore:
             return 0
         path.with_name(f"{digest}.json").unlink(missing_ok=True)
         return found.st_size
+
+    def tidy(self, older_s: float) -> None:
+        """Removes links that lead nowhere, and notes that were written before a layer which never came."""
+        before = time.time() - older_s
+        for path in (self.root / "layers").iterdir() if (self.root / "layers").is_dir() else ():
+            blob = path.with_suffix("")
+            with suppress(FileNotFoundError):
+                if (blob.is_symlink() and not blob.exists()) or (
+                    not os.path.lexists(blob) and path.stat().st_mtime < before
+                ):
+                    path.unlink()
 
     def forget_steps(self) -> int:
         """Removes the notes of steps whose layers are gone; returns how many."""

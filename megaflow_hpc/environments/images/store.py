@@ -21,13 +21,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images.layer_store import LayerStore
-from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, read_layered
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.notes import abandoned, locked, read_note, workplace, write_note
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
@@ -90,15 +89,28 @@ class ImageStore:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def find(self, key: str) -> Path | None:
-        """Returns the image that was made for ``key``, from whichever store has it."""
+        """Returns the image that was made for ``key``, from whichever store has it with all that it is made of."""
         for root in self.roots:
             name = read_note(root / "names" / f"{key}.json")
-            if name and (image := self._image(root, str(name.get("digest")))):
+            if name and (image := self._image(root, str(name.get("digest")))) and self.whole(image.path):
                 return Path(image.path)
         return None
 
+    def whole(self, path: str | os.PathLike[str]) -> bool:
+        """Whether the layers and the base of an image are there too: of a link's they may have gone elsewhere."""
+        if not is_layered(path):
+            return True
+        try:
+            image = read_layered(path)
+        except SandboxError:
+            return False
+        base = image.base is None or not image.base.digest or os.path.exists(image.base.path)
+        return base and all(self.layers.find(layer.digest) for layer in image.layers)
+
     def image(self, digest: str) -> StoredImage | None:
         """Returns the image of a digest, of which the first characters suffice where no other begins with them."""
+        if len(digest) == 64:
+            return next((image for root in self.roots if (image := self._image(root, digest))), None)
         found = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
         if len(found) > 1:
             raise ConfigError(f"{digest}: {len(found)} images of {self.root} begin with it; write more of it")
@@ -169,11 +181,6 @@ class ImageStore:
 
         Its sizes are those of its layers alone: others share the base.
         """
-        document, digest = layered.document(), layered.digest
-        for layer in layered.layers:
-            self.layers.adopt(layer.digest)
-        if layered.base is not None and layered.base.digest:
-            self._adopt_base(layered.base.path, layered.base.digest)
         facts = {
             "bytes": sum(layer.bytes for layer in layered.layers),
             "unpacked_bytes": sum(layer.unpacked_bytes for layer in layered.layers),
@@ -181,11 +188,16 @@ class ImageStore:
             "source": source,
             "created_at": time.time(),
         }
+        digest = layered.digest
         final = self.root / "sha256" / f"{digest}{SUFFIX}"
-        with workplace(self.root / "work", f"add{secrets.token_hex(4)}") as place:
+        with self.changing(), workplace(self.root / "work", f"add{secrets.token_hex(4)}") as place:
+            for layer in layered.layers:
+                self.layers.adopt(layer.digest)
+            if layered.base is not None and layered.base.digest:
+                self._adopt_base(layered.base.path, layered.base.digest)
             target = place / final.name
             with open(target, "wb") as file:
-                file.write(document)
+                file.write(layered.document())
                 file.flush()
                 os.fsync(file.fileno())
             target.chmod(0o444)
@@ -195,6 +207,8 @@ class ImageStore:
 
     def _adopt_base(self, path: str, digest: str) -> None:
         own = self.root / "sha256" / f"{digest}.sif"
+        if not os.path.exists(path):
+            raise SiteError(f"{path}: removed while an image was built on it; build or pull it again")
         if not own.exists():
             link = self.root / "work" / f"link{secrets.token_hex(8)}"
             os.symlink(path, link)
@@ -208,7 +222,7 @@ class ImageStore:
     def remove(self, digest: str) -> int:
         """Takes an image and its names out of the store that is written to; returns the bytes that were freed.
 
-        Layers stay: others may share them (:meth:`unused_layers`).
+        Layers stay: others may share them (sharing.py).
         """
         for name in (self.root / "names").glob("*.json"):
             if (known := read_note(name)) and known.get("digest") == digest:
@@ -221,16 +235,11 @@ class ImageStore:
         (self.root / "sha256" / f"{digest}.json").unlink(missing_ok=True)
         return freed
 
-    def unused_layers(self, older_s: float = 86400.0) -> list[LayerFacts]:
-        """Returns the layers that no image of the store that is written to has, and that came long enough ago not to
-        be a builder's or a pull's under way."""
-        used = set()
-        for path in (self.root / "sha256").glob(f"*{SUFFIX}"):
-            with suppress(SandboxError):
-                used |= {layer.digest for layer in read_layered(path).layers}
-        before = time.time() - older_s
-        notes = {layer: self.root / "layers" / f"{layer.digest}.json" for layer in self.layers.layers()}
-        return [layer for layer, note in notes.items() if layer.digest not in used and note.stat().st_mtime < before]
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Holds what an image that appears and layers that go exclude each other by; for moments."""
+        with locked(self.root / "work" / "store.lock"):
+            yield
 
     def leftovers(self) -> list[Path]:
         """Returns the directories of builders that were killed."""

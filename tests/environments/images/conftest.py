@@ -1,12 +1,14 @@
-"""Debian's registry, for the tests of this room."""
+"""Debian's registry, small images and the verbs on them, for the tests of this room."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.bench.small_images import SmallImages
+from megaflow_hpc.cli import main
 from tests.support.registries import Front, Registry, front, registry_server
 
 
@@ -30,3 +32,24 @@ def between(registry: Registry) -> Iterator[Front]:
     """What lies between a test and the registry."""
     with front(registry.address) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
+    return SmallImages(tmp_path_factory.mktemp("small-images"), 100_000)
+
+
+@pytest.fixture
+def verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``images …`` with a store of this test's; exit status, stdout and stderr."""
+    monkeypatch.setenv("MEGAFLOW_IMAGE_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
+
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        status = main(["images", *map(str, words)])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run

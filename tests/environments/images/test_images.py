@@ -28,27 +28,6 @@ from tests.support.registries import Front, Registry, tree_layer
 Verb = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), 100_000)
-
-
-@pytest.fixture
-def verb(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs ``images …`` with a store of this test's; exit status, stdout and stderr."""
-    monkeypatch.setenv("MEGAFLOW_IMAGE_STORE", str(tmp_path / "store"))
-    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        status = main(["images", *map(str, words)])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
-
-
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +361,7 @@ def test_prune_removes_what_is_named_and_what_is_old(verb: Verb, small_images: S
     size = paths[0].stat().st_size
     assert json.loads(verb("prune", paths[0].stem, "--dry-run", "--json")[1]) == {
         "removed": [paths[0].stem],
+        "layers": [],
         "freed_bytes": size,
         "dry_run": True,
     }

@@ -3,16 +3,21 @@
 Made where there is a network, when everything is in the store; used beside the store's files on the other side::
 
     {"format": "megaflow-hpc/images", "format_version": 2,
-     "images": [{"key": …, "source": "docker://debian:12", "digest": "…", "bytes": …, "files": ["layers/…", …]}]}
+     "images": [{"key": …, "source": "docker://debian:12", "digest": "…", "bytes": …, "files": ["layers/…", …],
+                 "base": {"digest": …, "bytes": …} | {"path": …, "bytes": …} | null,
+                 "layers": [{"digest": …, "bytes": …}, …]}],
+     "bytes": …}
 
-``files`` are those of the store that the image is, beside its base and what it shares with others: a SIF, or a document
-with its layers and the SIF that these lie over. An entry without a digest is one that the store lacked when the
-manifest was written; version 1 had SIF files alone and did not name them.
+``files`` are those of the store that the image is, those that it shares with others among them: a SIF, or a document
+with its layers and the SIF that these lie over. ``bytes`` below counts each file once. A base with a path lies in no
+store, and is not carried: it has to be at the same path. An entry without a digest is one that the store lacked when
+the manifest was written; version 1 had SIF files alone and did not name them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +38,31 @@ Say = Callable[[str], None]
 
 def manifest(images: Images) -> dict[str, Any]:
     """Returns the manifest of everything that ``images`` was asked for."""
-    rows = []
+    rows, sizes = [], dict[Path, int]()
     for key, (source, path) in images.used.items():
         row: dict[str, Any] = {"key": key, "source": source, "digest": None, "bytes": None, "files": []}
+        row |= {"base": None, "layers": []}
         if path and (digest := digest_in(path)):
             files = [path, *_parts(path)]
-            row |= {"digest": digest, "bytes": sum(file.stat().st_size for file in files)}
+            own = {file: file.stat().st_size for file in files}
+            row |= {"digest": digest, "bytes": sum(own.values())}
             row["files"] = [f"{file.parent.name}/{file.name}" for file in files]
+            sizes |= own
+            if is_layered(path):
+                row |= _made_of(path)
         rows.append(row)
-    return {"format": FORMAT, "format_version": FORMAT_VERSION, "images": rows}
+    return {"format": FORMAT, "format_version": FORMAT_VERSION, "images": rows, "bytes": sum(sizes.values())}
+
+
+def _made_of(path: Path) -> dict[str, Any]:
+    """Base and layers of an image, with their sizes."""
+    image = read_layered(path)
+    base: dict[str, Any] | None = None
+    if image.base and image.base.digest:
+        base = {"digest": image.base.digest, "bytes": os.path.getsize(image.base.path)}
+    elif image.base:
+        base = {"path": image.base.path, "bytes": image.base.bytes}
+    return {"base": base, "layers": [{"digest": layer.digest, "bytes": layer.bytes} for layer in image.layers]}
 
 
 def _parts(path: Path) -> list[Path]:
@@ -93,7 +114,8 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
     for row in content["images"]:
         key, source, digest = str(row["key"]), str(row["source"]), row["digest"]
         known = store.find(key)
-        if known is None and digest and (image := store.image(str(digest))):
+        if known is None and digest and (image := store.image(str(digest))) and store.whole(image.path):
+            store.prepare(source)
             store.name(key, source, image.digest)
             known = Path(image.path)
         if known is None and directory is not None and digest:
