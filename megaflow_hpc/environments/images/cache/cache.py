@@ -120,8 +120,8 @@ class ImageCache:
         if lease := self._held(wanted):
             return lease
         self._mark(wanted.parts)
-        with suppress(TimeoutError):  # somebody is staging or removing a part of it
-            if all(self._here(part, 0.0) for part in wanted.parts):
+        with suppress(TimeoutError):  # somebody is removing something
+            if not self._shelf.absent([part.name for part in wanted.parts], wait=False):
                 return self._lease(wanted)
         self._unmark(wanted.parts)
         return None
@@ -160,8 +160,8 @@ class ImageCache:
     def room(self) -> Room:
         """Returns what would be left of the budget if everything that nobody uses were removed."""
         entries = self._shelf.entries()
-        used = self._shelf.taken([entry for entry in entries if self._shelf.leased(entry.name)])
-        return self._shelf.budget - used
+        used = self._shelf.in_use()
+        return self._shelf.budget - self._shelf.taken([entry for entry in entries if entry.name in used])
 
     # --- what the verbs show and do -----------------------------------------------------------------------------
 
@@ -176,13 +176,14 @@ class ImageCache:
         history = self._shelf.log.lines()
         last = {str(made["name"]): made for made in history}
         times = Counter(str(made["name"]) for made in history)
+        used = self._shelf.in_use()
         return [
             {
                 "name": entry.name,
                 "bytes": entry.size.bytes,
                 "inodes": entry.size.inodes,
                 "used_at": entry.used_at,
-                "in_use": self._shelf.leased(entry.name),
+                "in_use": entry.name in used,
                 "image": last.get(entry.name, {}).get("image"),
                 "ahead": last.get(entry.name, {}).get("ahead"),
                 "made": times[entry.name],
@@ -212,21 +213,30 @@ class ImageCache:
         return f"{self._shelf.root}/{part.name}"
 
     def _mark(self, parts: Sequence[Part]) -> None:
+        keys = [self._key(part) for part in parts]
         with _GUARD:
-            for part in parts:
-                key = self._key(part)
-                if not _MARKED.get(key):
-                    self._shelf.mark(part.name)
+            new = not all(_MARKED.get(key) for key in keys)
+            for key in keys:
                 _MARKED[key] = _MARKED.get(key, 0) + 1
+            if new:
+                self._write_marks()
 
     def _unmark(self, parts: Sequence[Part]) -> None:
+        ended = []
         with _GUARD:
             for part in parts:
                 key = self._key(part)
                 _MARKED[key] -= 1
                 if not _MARKED[key]:
                     del _MARKED[key]
-                    self._shelf.release(part.name)
+                    self._shelf.touch(part.name)
+                    ended.append(part)
+            if ended:
+                self._write_marks()
+
+    def _write_marks(self) -> None:
+        own = f"{self._shelf.root}/"
+        self._shelf.mark([key.removeprefix(own) for key in _MARKED if key.startswith(own)])
 
     def _held(self, wanted: Plan) -> Lease | None:
         """A lease on copies of which this process has others, which proves that they are here."""
@@ -270,14 +280,6 @@ class ImageCache:
 
     # --- staging ------------------------------------------------------------------------------------------------
 
-    def _here(self, part: Part, deadline: float) -> bool:
-        """Whether a copy that this process has marked is here, and so will stay; waits for who stages or removes it."""
-        with _GUARD:
-            if _HELD.get(self._key(part)):
-                return True
-        with self._shelf.locked(part.name, exclusive=False, deadline=deadline):
-            return self._shelf.here(part.name)
-
     def _complete(self, wanted: Plan, turn: Turn) -> bool:
         """Stages what is not here of an image whose parts are marked, and waits for what others are staging.
 
@@ -296,15 +298,16 @@ class ImageCache:
                     turn.leave()
                     self._make(own, ahead=False)
             for part in others:  # they have made room already, and wait for nobody
-                self._here(part, turn.deadline)
+                with self._shelf.locked(part.name, exclusive=False, deadline=turn.deadline):
+                    pass
 
     def _missing(self, parts: Sequence[Part], locks: ExitStack) -> tuple[Sequence[Part], Sequence[Part]]:
         """The parts that are not here: those whose locks are ours from now on, and those whose are others'."""
         own, others = [], []
+        absent = set(self._shelf.absent(part.name for part in parts))
         for part in parts:
-            with suppress(TimeoutError):
-                if self._here(part, 0.0):
-                    continue
+            if part.name not in absent:
+                continue
             try:
                 lock = ExitStack()
                 lock.enter_context(self._shelf.locked(part.name, exclusive=True, deadline=0.0))

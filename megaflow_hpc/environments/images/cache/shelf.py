@@ -4,9 +4,10 @@
 
     CACHE/                                 private, on local scratch; shared by every rank and job of the user
       lock                                 held while sizes are added up
+      removing                             shared: seeing that copies are here; exclusive: taking one away
       images/<key>-<form>/                 a copy (parts.py): rootfs/ or image.sif, and entry.json with its size
-      locks/<key>-<form>                   shared: taking a lease; exclusive: staging or removing
-      leases/<key>-<form>/<pid>-<start>    a process that uses it or waits for it; one that is dead holds nothing
+      locks/<key>-<form>                   shared: waiting for who stages it; exclusive: staging or removing
+      leases/<pid>-<start>                 what a process uses or waits for; one that is dead holds nothing
       queue/<time>.<pid>-<start>           who waits for room; the first to come is served first
       orders/<pid>-<start>                 what a process will want next, in its order
       reserved/<key>-<form>.<pid>-<start>  room for what is being staged
@@ -24,7 +25,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,27 +116,40 @@ class Shelf:
 
     def here(self, name: str) -> bool:
         """Whether the copy is there and whole."""
-        return (self.path(name) / "entry.json").is_file()
+        return os.path.isfile(f"{self.root}/images/{name}/entry.json")
 
-    def mark(self, name: str) -> None:
-        """Notes that this process uses a copy, or waits for it: from now on nobody removes it.
+    def absent(self, names: Iterable[str], *, wait: bool = True) -> list[str]:
+        """Returns those that are not here. What is, and is marked as used by this process, stays from now on.
 
-        Who has not held its lock since cannot know whether it was being removed already.
+        Raises:
+            TimeoutError: a copy is being removed this instant, with ``wait`` false.
         """
-        place = self.root / "leases" / name
-        while True:
-            with suppress(FileExistsError):
-                place.mkdir(mode=0o700)
-            with suppress(FileNotFoundError):  # somebody has just tidied the empty directory away
-                (place / self.identity).touch(mode=0o600)
-                break
+        with self._removing(fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB):
+            return [name for name in names if not self.here(name)]
 
-    def release(self, name: str) -> None:
-        """Takes this process's mark from a copy."""
-        self.touch(name)
-        (self.root / "leases" / name / self.identity).unlink(missing_ok=True)
-        with suppress(OSError):
-            (self.root / "leases" / name).rmdir()
+    @contextmanager
+    def _removing(self, how: int) -> Iterator[None]:
+        descriptor = os.open(self.root / "removing", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, how)
+            yield
+        except BlockingIOError:
+            raise TimeoutError from None
+        finally:
+            os.close(descriptor)
+
+    def mark(self, names: Collection[str]) -> None:
+        """Notes all that this process uses, or waits for: from now on nobody removes it.
+
+        Who has not looked (:meth:`absent`) since cannot know whether it was being removed already.
+        """
+        path = self.root / "leases" / self.identity
+        if not names:
+            path.unlink(missing_ok=True)
+            return
+        partial = self.root / "leases" / f".{self.identity}"
+        partial.write_text("\n".join(names))
+        os.replace(partial, path)
 
     def touch(self, name: str) -> None:
         """Notes that the copy was used now. Times are ours: those the kernel gives are some milliseconds coarse."""
@@ -143,14 +157,17 @@ class Shelf:
         with suppress(FileNotFoundError):
             os.utime(self.path(name) / "entry.json", ns=(now, now))
 
-    def leased(self, name: str) -> bool:
-        """Whether a process that lives uses the copy; the marks of dead ones are removed."""
-        used = False
-        for mark in _listing(self.root / "leases" / name):
+    def in_use(self) -> set[str]:
+        """Returns what processes that live use; the marks of dead ones are removed."""
+        used: set[str] = set()
+        for mark in _listing(self.root / "leases"):
+            path = self.root / "leases" / mark
             if _alive(mark):
-                used = True
-            else:
-                (self.root / "leases" / name / mark).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    used.update(path.read_text().split("\n"))
+            elif not _alive(mark.lstrip(".")):
+                with suppress(OSError):
+                    path.unlink()
         return used
 
     # --- what there is ------------------------------------------------------------------------------------------
@@ -236,7 +253,8 @@ class Shelf:
             entries = self.entries()
             taken = self.taken(entries)
             wanted = self.wanted()
-            free = [entry for entry in entries if not self.leased(entry.name)]
+            used = self.in_use()
+            free = [entry for entry in entries if entry.name not in used]
             if ahead:
                 free = [entry for entry in free if entry.name not in wanted]
             else:  # a stable sort: what nobody wants keeps its order, the least recently used first
@@ -265,13 +283,11 @@ class Shelf:
         """Takes a copy that nobody uses off the shelf and returns where it lies, for the caller to remove; ``None`` if
         in use."""
         try:
-            with self.locked(name, exclusive=True, deadline=0.0):
-                if self.leased(name):
+            with self.locked(name, exclusive=True, deadline=0.0), self._removing(fcntl.LOCK_EX):
+                if name in self.in_use():
                     return None
                 place = self.root / "trash" / f"{self.identity}.{secrets.token_hex(4)}"
                 os.rename(self.path(name), place)
-                with suppress(OSError):
-                    (self.root / "leases" / name).rmdir()
                 (self.root / "locks" / name).unlink(missing_ok=True)
                 return place
         except (TimeoutError, FileNotFoundError):
@@ -306,10 +322,7 @@ class Shelf:
         for name in _listing(self.root / "orders"):
             if not _alive(name.lstrip(".").partition(".")[0]):  # with a dot: one that was being written
                 (self.root / "orders" / name).unlink(missing_ok=True)
-        for name in _listing(self.root / "leases"):
-            if not self.leased(name):
-                with suppress(OSError):
-                    (self.root / "leases" / name).rmdir()
+        self.in_use()
         for name in _listing(self.root / "locks"):
             if not self.path(name).exists():
                 with suppress(TimeoutError), self.locked(name, exclusive=True, deadline=0.0):

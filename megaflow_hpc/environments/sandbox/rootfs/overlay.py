@@ -6,7 +6,8 @@ It also tries the mount out first, and each unmounting waits until the file syst
 ``volatile`` spares that: a layer need not outlive its node.
 
 An image of layers has a lower directory for each. The kernel takes their names in one page, with all other options: so
-they are mounted from a directory of links that are called 0, 1, 2 … from the bottom up.
+they are mounted from the directory that all lie in or, where even so they are too long, from one of links that are
+called 0, 1, 2 … from the bottom up.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 
 MOST_LOWERS = 400
 """Lower directories of one overlay: the kernel takes 500, and what names them has to fit into a page."""
+_LONGEST_NAMES = 3400
+"""Bytes of their names; the rest of the page is for the writable layer's."""
 
 
 def argv_prefix(
@@ -97,6 +100,10 @@ def mount_arguments(lowers: Sequence[str], layer: str, merged: str) -> list[str]
         raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MOST_LOWERS}")
     links = f"{layer}.lower"
     remove_tree(links)
+    common = os.path.commonpath(lowers)
+    names = [lower[len(common) :].lstrip("/") or "." for lower in lowers]
+    if sum(map(len, names)) + len(names) < _LONGEST_NAMES and not odd(*names):
+        return [common, _options(":".join(names), layer), merged]
     os.mkdir(links, 0o700)
     numbers = [str(number) for number in reversed(range(len(lowers)))]
     for number, lower in zip(numbers, lowers, strict=True):
