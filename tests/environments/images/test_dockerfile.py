@@ -183,6 +183,9 @@ def test_stages_that_nothing_is_copied_from_are_not_built(tmp_path: Path) -> Non
         ),
         ("FROM a\nCOPY --chwon=x Dockerfile /x\n", r"Dockerfile:2: COPY --chwon is not supported"),
         ("FROM a\nRUN --mount=type=secret,id=k,required=true x\n", r"Dockerfile:2: RUN --mount=type=secret,required"),
+        ("FROM a\nCOPY --parents ./d/./f /x\n", r"Dockerfile:2: --parents with .* is not supported"),
+        ("FROM a\nCOPY --parents d/**/f /x\n", r"Dockerfile:2: --parents with .* is not supported"),
+        ("FROM a AS b\nFROM a\nCOPY --from=b --parents /d /x\n", r"Dockerfile:3: --parents with .* is not supported"),
         ("FROM a\nRUN --network=none x\n", r"Dockerfile:2: RUN --network=none is not supported"),
         ("FROM a\nWORKDIR $WHERE\n", r"Dockerfile:2: \$WHERE is set neither by ARG nor by ENV"),
         ("FROM a\nENV A=${PATH:-x}\n", r"Dockerfile:2: .*only the base image knows PATH"),
@@ -301,6 +304,17 @@ def test_a_link_out_of_the_context_is_refused(tmp_path: Path) -> None:
     (context / "link").symlink_to("../secret")
     with pytest.raises(ConfigError, match=r"Dockerfile:2: link: a link out of the build context"):
         parse(context, "FROM a\nCOPY link /x\n")
+
+
+def test_a_file_that_the_user_cannot_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked/key").write_text("k")
+    (tmp_path / "locked/key").chmod(0)
+    dockerfile = parse(tmp_path, "FROM a\nCOPY locked /x\n")
+    with pytest.raises(ConfigError, match=r"locked/key: cannot be read \(Permission denied\)"):
+        context_digest(dockerfile)
+    with pytest.raises(ConfigError, match="locked/key: cannot be read"):
+        lay_out(dockerfile.context, ["locked"], tmp_path / "laid")
 
 
 def test_an_images_key_follows_what_is_copied_and_nothing_else(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Context:
 
     def _listed(self, name: str) -> list[os.DirEntry[str]]:
         with self.opened(name) as (place, _, _):
-            directory = beneath.reopen(place, os.O_RDONLY | os.O_DIRECTORY)
+            directory = _reopened(place, name, os.O_DIRECTORY)
             try:
                 with os.scandir(directory) as entries:
                     return list(entries)
@@ -99,7 +99,7 @@ class Context:
 
     def _lines(self, name: str) -> list[str]:
         with self.opened(name, follow=True) as (place, _, _):
-            with open(beneath.reopen(place, os.O_RDONLY), encoding="utf-8-sig", errors="surrogateescape") as file:
+            with open(_reopened(place, name), encoding="utf-8-sig", errors="surrogateescape") as file:
                 return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
 
     def find(self, source: str) -> list[str]:
@@ -189,7 +189,7 @@ class Context:
                         digest.update(os.readlink("", dir_fd=place).encode("utf-8", "surrogateescape"))
                     elif stat.S_ISREG(found.st_mode):
                         bounds.take(found.st_size)
-                        with open(beneath.reopen(place, os.O_RDONLY), "rb") as content:
+                        with open(_reopened(place, file), "rb") as content:
                             digest.update(hashlib.file_digest(content, "sha256").digest())
 
     # --- copying ------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Context:
                 if other != target:
                     os.link(other, target)
                     return found
-                with open(beneath.reopen(place, os.O_RDONLY), "rb", 0) as source, open(target, "xb", 0) as copied:
+                with open(_reopened(place, name), "rb", 0) as source, open(target, "xb", 0) as copied:
                     while chunk := source.read(_CHUNK):
                         bounds.take(len(chunk))
                         copied.write(chunk)
@@ -225,6 +225,15 @@ class Context:
         target.chmod(stat.S_IMODE(found.st_mode) | (0o700 if stat.S_ISDIR(found.st_mode) else 0))
         os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
         return found
+
+
+def _reopened(place: int, name: str, flags: int = 0) -> int:
+    try:
+        return beneath.reopen(place, os.O_RDONLY | flags)
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: cannot be read ({error.strerror}); make it readable, or name it in .dockerignore"
+        ) from None
 
 
 def lay_out(

@@ -256,6 +256,8 @@ class Reader:
                 )
         for option in ("chown", "chmod", "from"):
             options[option] = [literal(expand(value, scope)) for value in options.get(option, [])]
+        if "parents" in options and (options["from"] or any(re.search(r"\*\*|[^/]/\./", source) for source in sources)):
+            raise WordError("--parents with **, with /./ or from another stage is not supported; name the directories")
         full = posixpath.join(self._now().workdir or "/", target)
         exclude = tuple(options.get("exclude", []))
         copy = self._copy_of(sources, full, into, next(iter(options["from"]), None), exclude)
