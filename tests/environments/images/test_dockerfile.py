@@ -183,6 +183,7 @@ def test_stages_that_nothing_is_copied_from_are_not_built(tmp_path: Path) -> Non
         ),
         ("FROM a\nCOPY --chwon=x Dockerfile /x\n", r"Dockerfile:2: COPY --chwon is not supported"),
         ("FROM a\nRUN --mount=type=secret,id=k,required=true x\n", r"Dockerfile:2: RUN --mount=type=secret,required"),
+        ("FROM a\nCOPY --from=b /d /x\nFROM c AS b\n", r"Dockerfile:3: FROM c AS b: a stage before copies from it"),
         ("FROM a\nCOPY --parents ./d/./f /x\n", r"Dockerfile:2: --parents with .* is not supported"),
         ("FROM a\nCOPY --parents d/**/f /x\n", r"Dockerfile:2: --parents with .* is not supported"),
         ("FROM a AS b\nFROM a\nCOPY --from=b --parents /d /x\n", r"Dockerfile:3: --parents with .* is not supported"),

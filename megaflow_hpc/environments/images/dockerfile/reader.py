@@ -17,7 +17,16 @@ from e2b_dockerfile_utils import DockerfileInstruction, parse_heredoc
 
 from megaflow_hpc.environments.images.dockerfile.context import Context
 from megaflow_hpc.environments.images.dockerfile.instructions import instructions
-from megaflow_hpc.environments.images.dockerfile.steps import DEFAULT_SHELL, Copy, Env, Mount, Run, Stage, Workdir
+from megaflow_hpc.environments.images.dockerfile.steps import (
+    DEFAULT_SHELL,
+    Copy,
+    Env,
+    Mount,
+    Run,
+    Stage,
+    Workdir,
+    copies,
+)
 from megaflow_hpc.environments.images.dockerfile.words import (
     Reference,
     Text,
@@ -110,6 +119,10 @@ class Reader:
         name = words[2].lower() if len(words) == 3 else str(len(self.stages))
         if words[0] == "scratch":
             raise WordError("FROM scratch: an image without a shell cannot be a sandbox; start from one that has one")
+        if self._stage_named(name) is None and any(
+            each.origin == name for stage in self.stages for each in copies(stage)
+        ):
+            raise WordError(f"FROM {words[0]} AS {name}: a stage before copies from it; move it up")
         parent = self._stage_named(words[0])
         self._stage = Stage(name, words[0])
         if parent:

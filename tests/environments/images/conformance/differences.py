@@ -12,6 +12,7 @@ REFUSED = {
     "env pattern removal": r"'\$\{A#foo\}' is not supported",
     "env special names": r"'\$\{1\}': expected the name of a variable",
     "escape directive": "escape=` is not supported",
+    "from later stage": "a stage before copies from it",
     "from scratch": "FROM scratch: an image without a shell cannot be a sandbox",
     "from scratch as last of two": "FROM scratch: an image without a shell cannot be a sandbox",
     "from stage exclude": "patterns in a copy from another stage are not supported",
@@ -32,7 +33,6 @@ LATER = (
 MORE = (
     "copy escaped blank",
     "copy quoted blank",
-    "from later stage needed",
     "from variable",
     "parents option",
     "parents option chown",
