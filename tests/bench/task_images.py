@@ -135,7 +135,12 @@ def dataset(base: str, place: Path) -> list[Figure]:
         )
         expected = sum(layer.bytes for layer in distinct.values()) + os.path.getsize(base)
         figures.append(
-            Figure(f"bytes copied {'again' if again else 'over base and distinct layers'}", "x", cache.copied_bytes / expected, 1)
+            Figure(
+                f"bytes copied {'again' if again else 'over base and distinct layers'}",
+                "x",
+                cache.copied_bytes / expected,
+                1,
+            )
         )
     unpacked = sum(layer.unpacked_bytes for layer in distinct.values())
     on_node = _layers(place / "cache")

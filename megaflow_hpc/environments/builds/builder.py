@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -124,10 +123,7 @@ class Builder:
             async with asyncio.timeout(timeout_s) as timer, Workshop(layers, trees, self._scratch) as workshop:
                 bases = {name: _image_of(path) for name, path in images.items()}
                 build = StageBuilds(dockerfile, bases, layers, listings, workshop, self._spec(), say)
-                image = await build.build()
-                if image.workdir is None and image.base is not None:
-                    image = replace(image, workdir=working_directory(image.base.path))
-                return image
+                return await build.build()
         except TimeoutError:
             if not timer.expired():
                 raise
@@ -182,7 +178,9 @@ def _discard(place: Path) -> None:
 
 def _image_of(path: str) -> LayeredImage:
     """What a file or a directory is to whom builds on it."""
-    return read_layered(path) if is_layered(path) else LayeredImage(Base.of(path, digest_in(path)))
+    if is_layered(path):
+        return read_layered(path)
+    return LayeredImage(Base.of(path, digest_in(path)), workdir=working_directory(path))
 
 
 def _in_thread(work: Coroutine[Any, Any, T]) -> T:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import os
+import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,7 +82,10 @@ class StageBuilds:
         last = self._dockerfile.last
         image = self._images[last.name]
         settings = "".join(f"{line}\n" for line in last.exports)
-        image = replace(image, settings=image.settings + settings, workdir=last.workdir or image.workdir)
+        workdir = (
+            posixpath.normpath(posixpath.join(image.workdir or "/", last.workdir)) if last.workdir else image.workdir
+        )
+        image = replace(image, settings=image.settings + settings, workdir=workdir)
         return image.over([self._settings_layer(image)]) if settings else image
 
     async def _stage(self, stage: Stage) -> LayeredImage:
@@ -92,7 +96,7 @@ class StageBuilds:
                 exports.append(step.text)
                 continue
             try:
-                layer = await self._step(image, step, exports)
+                layer = await self._step(image, _absolute(step, image.workdir or "/"), exports)
             except (ConfigError, OSError) as error:
                 raise ConfigError(f"{self._dockerfile.path}:{step.line}: {error}") from error
             image = image.over([layer] if layer else [])
@@ -235,6 +239,18 @@ def identity(image: LayeredImage) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+def _absolute(step: Copy | Run | Workdir, home: str) -> Copy | Run | Workdir:
+    """The step with its relative paths from the base image's own directory."""
+    if isinstance(step, Workdir):
+        return replace(step, path=posixpath.join(home, step.path))
+    if isinstance(step, Copy):
+        return replace(step, target=posixpath.join(home, step.target))
+    mounts = [replace(mount, target=posixpath.join(home, mount.target)) for mount in step.mounts]
+    copies = [mount.copy and replace(mount.copy, target=mount.target) for mount in mounts]
+    mounts = [replace(mount, copy=copy) for mount, copy in zip(mounts, copies, strict=True)]
+    return replace(step, workdir=posixpath.join(home, step.workdir), mounts=mounts)
+
+
 def _title(step: Step) -> str:
     if isinstance(step, Run):
         words = " ".join(step.argv[2:] if step.argv[1:2] == ["-c"] else step.argv)
@@ -262,4 +278,3 @@ def _lay_out(dockerfile: Dockerfile, copy: Copy, place: Path) -> None:
         target.parent.mkdir()
         target.write_text(content, encoding="utf-8", errors="surrogateescape")
         target.chmod(0o644)
-        os.utime(target, (0, 0))

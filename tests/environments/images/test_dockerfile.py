@@ -23,6 +23,9 @@ from megaflow_hpc.environments.images.dockerfile.words import (
     shell_word,
     words,
 )
+from megaflow_hpc.environments.images.layered import layer_path, read_layered
+from megaflow_hpc.environments.images.layers import listing
+from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -552,3 +555,44 @@ def test_a_step_that_fails_names_its_line(small_rootfs: str, tmp_path: Path) -> 
             dockerfile, ImageMapping({"base": small_rootfs}, tmp_path)
         )
     assert list((tmp_path / "store" / "work").glob("*/")) == []
+
+
+@pytest.mark.slow
+def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(base_sif: Path, tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "store")
+    said: list[str] = []
+    bases = {"base": str(base_sif)}
+
+    def made(name: str, text: str) -> Path:
+        context = tmp_path / name
+        context.mkdir()
+        (context / "f").write_text(name)
+        (context / "Dockerfile").write_text(text)
+        images = Images(store, builder=Builder())
+        images.say = said.append
+        dockerfile = Dockerfile.read(context / "Dockerfile")
+        path = images.resolve_dockerfile(dockerfile, ImageMapping(bases, tmp_path))
+        bases[name] = str(path)
+        return path
+
+    made("first", "FROM base\nENV A=1\nWORKDIR /w\nRUN echo made > made\n")
+    second = made("second", "FROM first\nENV B=$A-2\nCOPY f .\nWORKDIR sub\nRUN echo $B > ../b; pwd > pwd\n")
+    assert [line.partition(":")[0].rpartition("/")[0] for line in said].count(str(tmp_path / "first")) == 2
+    image = read_layered(second)
+    assert (image.workdir, image.settings.splitlines()[0]) == ("/w/sub", "export A=1")
+    view = View([listing.of_blob(layer_path(second, layer.digest)) for layer in reversed(image.layers)])
+    found = {name: view.read(f"w/{name}").decode().strip() for name in ("made", "f", "b", "sub/pwd")}
+    assert found == {"made": "made", "f": "second", "b": "1-2", "sub/pwd": "/w/sub"}
+    said.clear()
+    third = made("third", "FROM first\nENV B=$A-2\nCOPY f .\nWORKDIR sub\nRUN echo $B > ../b; pwd > pwd\n")
+    assert third != second
+    assert not any(":1: " in line or "first" in line for line in said)
+    said.clear()
+    (tmp_path / "third" / "Dockerfile").touch()
+    again = Images(ImageStore(tmp_path / "store"), builder=Builder())
+    again.say = said.append
+    assert (
+        again.resolve_dockerfile(Dockerfile.read(tmp_path / "third" / "Dockerfile"), ImageMapping(bases, tmp_path))
+        == third
+    )
+    assert said == []

@@ -57,8 +57,8 @@ class Dockerfile:
 
     @property
     def workdir(self) -> str | None:
-        """Absolute path of the last ``WORKDIR``."""
-        return self.last.workdir
+        """Absolute path of the last ``WORKDIR``; a relative one is taken from ``/``: the base is not known here."""
+        return posixpath.normpath(posixpath.join("/", self.last.workdir)) if self.last.workdir else None
 
     @property
     def user(self) -> str | None:

@@ -180,7 +180,7 @@ class Reader:
 
     def _take_workdir(self, found: DockerfileInstruction) -> None:
         stage = self._now()
-        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", self._text(_value(found))))
+        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or ".", self._text(_value(found))))
         stage.steps.append(Workdir(stage.workdir, self._line, stage.user))
 
     def _take_user(self, found: DockerfileInstruction) -> None:
@@ -216,7 +216,7 @@ class Reader:
         known = {name: value for name, value in self._build_args.items() if name in _WITHOUT_ARG}
         known |= {name: literal(text) for name, text in stage.args.items()}
         mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
-        stage.steps.append(Run(argv, stage.workdir or "/", stage.user, known, self._line, mounts))
+        stage.steps.append(Run(argv, stage.workdir or ".", stage.user, known, self._line, mounts))
 
     def _mount(self, text: str) -> Mount | None:
         fields = dict(part.partition("=")[::2] for part in literal(expand(text, self._scope())).split(","))
@@ -228,7 +228,7 @@ class Reader:
         target = fields.get("target") or fields.get("dst") or fields.get("destination")
         if kind not in ("bind", "cache", "tmpfs") or not target:
             raise WordError(f"RUN --mount={text}: expected type=bind, cache or tmpfs, and target=PATH")
-        place = posixpath.normpath(posixpath.join(self._now().workdir or "/", target))
+        place = posixpath.normpath(posixpath.join(self._now().workdir or ".", target))
         if kind != "bind":
             owner = f"{fields.get('uid', '0')}:{fields.get('gid', '0')}"
             return Mount(place, None, "" if owner == "0:0" else owner)
@@ -271,7 +271,7 @@ class Reader:
             options[option] = [literal(expand(value, scope)) for value in options.get(option, [])]
         if "parents" in options and (options["from"] or any(re.search(r"\*\*|[^/]/\./", source) for source in sources)):
             raise WordError("--parents with **, with /./ or from another stage is not supported; name the directories")
-        full = posixpath.join(self._now().workdir or "/", target)
+        full = posixpath.join(self._now().workdir or ".", target)
         exclude = tuple(options.get("exclude", []))
         copy = self._copy_of(sources, full, into, next(iter(options["from"]), None), exclude)
         copy.owner = (options["chown"] or [""])[0]

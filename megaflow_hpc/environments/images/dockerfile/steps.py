@@ -1,4 +1,7 @@
-"""What a Dockerfile does to an image, step by step: plain data between its reader and who builds it."""
+"""What a Dockerfile does to an image, step by step: plain data between its reader and who builds it.
+
+Paths in the image are absolute or, where no ``WORKDIR`` came before, relative to the base image's directory.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megaflow_hpc.environments.images.layers.blob import OPAQUE, OPAQUE_ATTRIBUTES, WHITEOUT
@@ -153,6 +153,12 @@ class View:
         return found, layers
 
 
+def _in_image(attributes: Attributes) -> Attributes:
+    """The caller's own files are root's in an image."""
+    uid = 0 if attributes.uid == os.geteuid() else attributes.uid
+    return replace(attributes, uid=uid, gid=0 if attributes.gid == os.getegid() else attributes.gid)
+
+
 class Tree:
     """A layer, or a whole image, that is a directory of this machine."""
 
@@ -176,7 +182,7 @@ class Tree:
             with suppress(OSError):
                 target = os.readlink(place)
         opaque = kind == stat.S_IFDIR and bool(path) and is_opaque(place)
-        return Entry(kind, attributes_of(found), target, opaque)
+        return Entry(kind, _in_image(attributes_of(found)), target, opaque)
 
     def names(self, path: str) -> Iterator[str]:
         """See :class:`Layer`."""
