@@ -115,7 +115,7 @@ def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Pa
     )
     runs = [step for step in found.last.steps if isinstance(step, Run)]
     assert [(run.workdir, run.user, run.argv[0]) for run in runs] == [
-        ("/", None, "/bin/sh"),
+        (".", None, "/bin/sh"),
         ("/srv", None, "echo"),
         ("/srv/app", "agent", "/bin/bash"),
     ]
