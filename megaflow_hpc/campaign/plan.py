@@ -5,10 +5,8 @@ Everything a pod needs stands in ``run.json``, so that a run means the same afte
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,14 +18,14 @@ import msgspec
 import yaml
 
 from megaflow_hpc.campaign import provenance
+from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.model_paths import Where, absolute, absolute_training
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.apptainer import find_apptainer
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -319,38 +317,3 @@ def prepare_training(training: TrainingConfig, run: RunDir) -> None:
         OpenLease(run, policy).put()
     make_directory(run.training / ".package")
     (run.training / ".package" / "megaflow_hpc").symlink_to(Path(__file__).parents[1])
-
-
-def trainer_python() -> str:
-    """Returns the interpreter that has torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's environment."""
-    chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON") or os.environ.get("MEGAFLOW_ENGINE_VENV") or sys.executable
-    path = Path(chosen).expanduser().absolute()
-    return str(path / "bin" / "python" if path.is_dir() else path)
-
-
-def environment_script(config: CampaignConfig, mpi: str) -> str:
-    """``env.sh``: the same environment in every job, however it was submitted."""
-    # Servers and workers hold keys in memory; who debugs one raises the soft limit in `setup`.
-    lines = ["# Sourced by every job of this run.", "ulimit -S -c 0", *config.slurm.setup]
-    for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
-        if name in os.environ:
-            lines.append(f"export {name}={shlex.quote(os.environ[name])}")
-    with contextlib.suppress(SiteError):  # the nodes may have one where this machine has none
-        lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
-    lines += [
-        f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}",
-        f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
-        f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
-        "export PYTHONUNBUFFERED=1",
-    ]
-    if config.training:
-        lines += [
-            f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}",
-            f'export MEGAFLOW_TRAINER_REQUEUES="${{MEGAFLOW_TRAINER_REQUEUES:-{config.slurm.trainer.requeues}}}"',
-        ]
-    if config.share == "group":
-        lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask
-    counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
-    if any(count.min < count.max for count in counts):
-        lines.append("export MEGAFLOW_ELASTIC=1")
-    return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from megaflow_hpc.campaign.plan import trainer_python
+from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import TrainingView, say_last
 

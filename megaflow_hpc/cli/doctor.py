@@ -253,7 +253,7 @@ def _engines() -> Iterator[Finding]:
 
 
 def _trainer() -> Iterator[Finding]:
-    from megaflow_hpc.campaign.plan import trainer_python
+    from megaflow_hpc.campaign.job_environment import trainer_python
 
     python = trainer_python()
     if shutil.which(python) is None:

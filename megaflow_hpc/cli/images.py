@@ -48,9 +48,11 @@ def register(subparsers: Any) -> None:
         "build",
         "build every image that a campaign, or one source, needs",
         "Builds what is not in the store yet, and prints the files. A source is a campaign file, whose tasks say what "
-        "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address.",
+        "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. With "
+        "--slurm one image that fails does not end the others; exit status 1 if any did.",
         "  megaflow-hpc images build campaign.yaml\n"
         "  megaflow-hpc images build campaign.yaml --manifest images.json\n"
+        "  megaflow-hpc images build campaign.yaml --slurm --sbatch time=60\n"
         "  megaflow-hpc images build containers/base.def\n"
         "  megaflow-hpc images build tasks/one/environment/Dockerfile --map debian:12=base.sif",
     )
@@ -60,6 +62,20 @@ def register(subparsers: Any) -> None:
         "--network", choices=("none", "host"), help="of a Dockerfile's steps; default: the campaign's, else none"
     )
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
+    build.add_argument(
+        "--slurm",
+        action="store_true",
+        help="build on compute nodes, by a job array as the campaign's slurm.builds says; wait for it",
+    )
+    build.add_argument("--detach", action="store_true", help="with --slurm: submit and return; again, to wait")
+    build.add_argument("--jobs", metavar="N", type=int, help="with --slurm: elements of the array at most; default: 16")
+    build.add_argument(
+        "--sbatch",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="with --slurm: an option of sbatch, such as partition=cpu; repeatable",
+    )
     _networked(build)
     build.set_defaults(run=images_make.build)
 

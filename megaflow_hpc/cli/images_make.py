@@ -67,6 +67,8 @@ def images_of_campaign(
 
 def build(arguments: argparse.Namespace) -> int:
     """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status."""
+    if arguments.slurm:
+        return _build_by_jobs(arguments)
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
     from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
@@ -92,6 +94,41 @@ def build(arguments: argparse.Namespace) -> int:
     if arguments.manifest:
         write_manifest(Path(arguments.manifest), manifest(images))
     return _show_files(arguments, files)
+
+
+def _build_by_jobs(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.image_jobs import ImageJobs, wanted_by_campaign, wanted_by_name
+    from megaflow_hpc.config import load
+    from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
+    from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
+
+    images = open_images(arguments)
+    mapping, slurm, wanted = _pairs(arguments.map, "--map"), None, []
+    for source in arguments.source:
+        if source.endswith((".yaml", ".yml")):
+            note(f"{source}: reading tasks")
+            config = load(source)
+            slurm = slurm or config.slurm
+            wanted += wanted_by_campaign(config, Path(source), images, arguments.network)
+        else:
+            wanted.append(wanted_by_name(source, mapping, images, arguments.network))
+    slurm = slurm or SlurmConfig()
+    builds = slurm.builds.model_dump() | ({"count": arguments.jobs} if arguments.jobs else {})
+    extra = builds.pop("extra") | _pairs(arguments.sbatch, "--sbatch")
+    slurm = slurm.model_copy(update={"builds": BuildsConfig(**builds, extra=extra)})
+    outcomes = ImageJobs(images.store, slurm, note).build(wanted, arguments.detach)
+    if arguments.manifest and not arguments.detach:
+        for one in wanted:
+            images.resolve_request(one.request, one.recipe.image_mapping(), build=False)
+        write_manifest(Path(arguments.manifest), manifest(images))
+    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+    if arguments.json:
+        print_json({"images": {outcome.name: vars(outcome) for outcome in outcomes}})
+    else:
+        say(table(("image", "", "file"), [(made.name, made.state, made.file) for made in outcomes]))
+        for outcome in failed:
+            note(f"{outcome.name}: {outcome.error}")
+    return 1 if failed else 0
 
 
 def pull(arguments: argparse.Namespace) -> int:

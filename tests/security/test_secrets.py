@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from megaflow_hpc.campaign.plan import environment_script
+from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.trajectories.hdf5.attributes import without_secrets
 from tests.support.campaigns import CALL, Make, cli, running

@@ -1,0 +1,212 @@
+"""A batch of images that jobs build, each element of an array a share: its directory in the store, and one element.
+
+::
+
+    STORE/work/batch-<8 hex digits>/
+      batch.json           the images that were lacking, and how each is built
+      env.sh               what the jobs source first
+      results/<n>.json     how image n ended
+      logs/                one file per element
+
+Neighbours of the batch, which often share layers, lie in one share. A layer or an image that two elements need is made
+by one of them, since the store locks what is made by its key.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.images.registries import Registries
+from megaflow_hpc.environments.images.resolve import BUILD_S, ImageMapping, ImageRequest, Images
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.texts import printable
+
+ERROR_CHARACTERS = 2000
+"""Of an error, its end."""
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """What the images of one source have in common."""
+
+    mapping: dict[str, str]
+    base_dir: str
+    where: str
+    network: Literal["none", "host"] | None = None
+    mirrors: dict[str, str] = {}
+    air_gapped: bool = False
+
+    def image_mapping(self) -> ImageMapping:
+        """Returns the mapping of names to sources."""
+        return ImageMapping(self.mapping, Path(self.base_dir), self.where)
+
+    def images(self, store: ImageStore, builds: bool = True, memory_mb: int | None = None) -> Images:
+        """Returns the store with the registries of this recipe, and its builder."""
+        builder = Builder(self.network, memory_mb=memory_mb) if builds else None
+        return Images(store, Registries(self.mirrors, self.air_gapped), builder)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One image to be built."""
+
+    name: str
+    recipe: Recipe
+    base: str = ""
+    dockerfile: str = ""
+    timeout_s: float = BUILD_S
+    path: str = ""
+
+    @classmethod
+    def of(cls, request: ImageRequest, recipe: Recipe) -> Wanted:
+        """Returns what a request wants."""
+        dockerfile = str(request.dockerfile or "")
+        return cls(request.name, recipe, request.base, dockerfile, request.timeout_s, request.path)
+
+    @property
+    def request(self) -> ImageRequest:
+        """As the store is asked for it."""
+        dockerfile = Path(self.dockerfile) if self.dockerfile else None
+        return ImageRequest(self.name, self.base, dockerfile, self.timeout_s, self.path)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How one image ended."""
+
+    file: str = ""
+    """Empty where it failed."""
+    error: str = ""
+    seconds: float = 0.0
+    node: str = ""
+
+
+class _Content(msgspec.Struct):
+    elements: int
+    targets: list[str]
+    recipes: list[Recipe]
+    images: list[tuple[int, str, str, str, float, str]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images that one array builds."""
+
+    run: RunDir
+    elements: int
+    wanted: Sequence[Wanted]
+    targets: Sequence[str] = field(default=())
+    """File of each image as it is called while it is not there: two of one name are one image."""
+
+    def write(self, environment: Sequence[str]) -> None:
+        """Makes the directory; the store's ``work`` is there."""
+        make_directory(self.run.path)
+        make_directory(self.run.path / "results")
+        make_directory(self.run.logs)
+        recipes = list({id(one.recipe): one.recipe for one in self.wanted}.values())
+        images = [
+            (recipes.index(one.recipe), one.name, one.base, one.dockerfile, one.timeout_s, one.path)
+            for one in self.wanted
+        ]
+        content = _Content(self.elements, list(self.targets), recipes, images)
+        self.run.env_sh.write_text("\n".join(["# Sourced by every job of this batch.", *environment]) + "\n")
+        write_json(self.run.path / "batch.json", msgspec.to_builtins(content))
+
+    @classmethod
+    def read(cls, path: Path) -> Batch:
+        """Returns the batch of a directory.
+
+        Raises:
+            SiteError: it cannot be read.
+        """
+        try:
+            content = msgspec.json.decode((path / "batch.json").read_bytes(), type=_Content)
+        except (OSError, ValueError) as error:
+            raise SiteError(f"{path}: no batch of images ({error}); run images build again") from None
+        wanted = [
+            Wanted(name, content.recipes[recipe], base, dockerfile, timeout_s, task)
+            for recipe, name, base, dockerfile, timeout_s, task in content.images
+        ]
+        return cls(RunDir(path), content.elements, wanted, content.targets)
+
+    def share(self, element: int) -> range:
+        """Returns the numbers of the images that an element builds."""
+        count = len(self.wanted)
+        return range(count * element // self.elements, count * (element + 1) // self.elements)
+
+    def element_of(self, number: int) -> int:
+        """Returns the element that builds an image."""
+        return next(element for element in range(self.elements) if number in self.share(element))
+
+    def results(self) -> dict[int, Result]:
+        """Returns what has ended, by number."""
+        found = {}
+        for entry in os.scandir(self.run.path / "results"):
+            if entry.name.endswith(".json") and not entry.name.startswith("."):
+                found[int(entry.name.removesuffix(".json"))] = self._result(Path(entry.path))
+        return found
+
+    @staticmethod
+    def _result(path: Path) -> Result:
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+
+    def record(self, number: int, result: Result) -> None:
+        """Writes down how an image ended."""
+        write_json(self.run.path / "results" / f"{number}.json", msgspec.to_builtins(result))
+
+
+def build(images: Images, wanted: Wanted) -> Result:
+    """Builds one image, unless the store has it."""
+    began, file, error = time.monotonic(), "", ""
+    try:
+        file = str(images.resolve_request(wanted.request, wanted.recipe.image_mapping()))
+    except (ConfigError, SiteError, OSError) as failure:
+        error = str(failure)[-ERROR_CHARACTERS:] or type(failure).__name__
+    return Result(file, error, round(time.monotonic() - began, 3), socket.gethostname())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Builds the share of one element; returns 0 unless the batch cannot be read.
+
+    An image that fails is a result, which whoever waits reads: Slurm is not to call the element failed for it.
+    """
+    batch = Batch.read(Path(argv[0]))
+    at_once = int(os.environ.get("SLURM_CPUS_PER_TASK") or 1)
+    memory = os.environ.get("SLURM_MEM_PER_NODE", "")
+    memory_mb = max(256, int(memory) // at_once) if memory.isdigit() and int(memory) else None
+    store, ended = ImageStore(), batch.results()
+    stores: dict[int, Images] = {}  # one for each recipe: what its builder has unpacked serves all its images
+    for wanted in batch.wanted:
+        if id(wanted.recipe) not in stores:
+            stores[id(wanted.recipe)] = wanted.recipe.images(store, memory_mb=memory_mb)
+            stores[id(wanted.recipe)].say = _say
+
+    def one(number: int) -> None:
+        wanted = batch.wanted[number]
+        result = build(stores[id(wanted.recipe)], wanted)
+        batch.record(number, result)
+        _say(f"{wanted.name}: {f'failed: {result.error}' if result.error else result.file} ({result.seconds:.1f} s)")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for future in [pool.submit(one, number) for number in batch.share(int(argv[1])) if number not in ended]:
+            future.result()
+    return 0
+
+
+def _say(line: str) -> None:
+    print(printable(line), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,327 @@
+"""Builds the images that a store lacks on compute nodes: a job array, waited for, and what each image came to.
+
+Here nothing is built. What comes from a registry is fetched here, since compute nodes often have no way out; everything
+else is built by an array of at most ``slurm.builds.count`` elements (:mod:`.image_batch`). Slurm and the store hold all
+there is to know: whoever asks again while an array is queued or runs waits for it, and what was built stays.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaflow_hpc.campaign.image_batch import Batch, Recipe, Result, Wanted
+from megaflow_hpc.campaign.job_environment import site_environment
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.environments.images.registries import is_remote
+from megaflow_hpc.environments.images.resolve import Images, match_name
+from megaflow_hpc.environments.images.store import VARIABLE, ImageStore
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.slurm import accounting, limits, site
+from megaflow_hpc.slurm.ids import scancel
+from megaflow_hpc.slurm.script import IMAGES, images_job
+
+FIRST_LOOK_S, LOOK_S = 2.0, 15.0
+"""Seconds between two looks, which are one squeue for all arrays: at first, and when it takes longer."""
+LOG_CHARACTERS = 1000
+OLD_S = 7 * 86400.0
+"""Batches are kept so long for their logs, where an image failed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one image."""
+
+    name: str
+    state: Literal["there", "fetched", "built", "queued", "failed"]
+    file: str = ""
+    error: str = ""
+
+
+@dataclass
+class _Watched:
+    """A batch that Slurm has, and which image of ours each of its images is."""
+
+    array: str
+    batch: Batch
+    ours: dict[int, list[int]]
+    submitted: bool
+    gone: bool = False
+
+
+class ImageJobs:
+    """Images that are built by jobs.
+
+    Args:
+        store: What they are built into; its jobs write to it.
+        say: Gets lines of progress.
+    """
+
+    def __init__(self, store: ImageStore, slurm: SlurmConfig, say: Callable[[str], None]) -> None:
+        self._store, self._slurm, self._say = store, slurm, say
+
+    def build(self, wanted: Iterable[Wanted], detach: bool = False) -> list[Outcome]:
+        """Has built what the store lacks, and returns what came of each image; an interrupted wait cancels the array.
+
+        Args:
+            detach: Do not wait: what is lacking is then ``queued``.
+
+        Raises:
+            ConfigError: A name is not mapped, or mapped to nothing that exists.
+            SiteError: The store is not the caller's, or Slurm refuses.
+        """
+        wanted = list({(one.name, id(one.recipe)): one for one in wanted}.values())
+        outcomes: dict[int, Outcome] = {}
+        lacking: dict[int, str] = {}
+        looks: dict[int, Images] = {}
+        for number, one in enumerate(wanted):
+            if id(one.recipe) not in looks:
+                looks[id(one.recipe)] = one.recipe.images(self._store, builds=False)
+                looks[id(one.recipe)].say = self._say
+            images = looks[id(one.recipe)]
+            try:
+                file, fetched = self._look(images, one)
+            except SiteError as error:
+                outcomes[number] = Outcome(one.name, "failed", error=str(error))
+                continue
+            if file.exists():
+                outcomes[number] = Outcome(one.name, "fetched" if fetched else "there", str(file))
+            else:
+                lacking[number] = str(file)
+        self._say(f"images: {len(wanted)}, to be built: {len(lacking)}")
+        if lacking:
+            outcomes |= self._by_jobs(wanted, lacking, detach)
+        return [outcomes[number] for number in range(len(wanted))]
+
+    def _look(self, images: Images, wanted: Wanted) -> tuple[Path, bool]:
+        """The image's file, there or not, and whether it was just fetched; whatever it needs of a registry is there."""
+        mapping, request = wanted.recipe.image_mapping(), wanted.request
+        if request.dockerfile is None:
+            file = images.resolve_request(request, mapping, build=False)
+            if not file.exists() and self._remote(wanted, request.base or request.name):
+                return images.resolve_request(request, mapping), True
+            return file, False
+        for name in images.dockerfiles.read(request.dockerfile).bases:
+            if self._remote(wanted, name):
+                images.resolve(name, mapping, task_path=request.path)
+        return images.resolve_request(request, mapping, build=False), False
+
+    @staticmethod
+    def _remote(wanted: Wanted, name: str) -> bool:
+        return is_remote(match_name(name, wanted.recipe.mapping) or "")
+
+    # --- by jobs ---
+
+    def _by_jobs(self, wanted: Sequence[Wanted], lacking: dict[int, str], detach: bool) -> dict[int, Outcome]:
+        """What came of images that are not there, by their numbers."""
+        if not site.has_slurm():
+            raise SiteError("sbatch: not found; load the site's Slurm module, or build without --slurm")
+        self._store.prepare(wanted[next(iter(lacking))].name)
+        watched = self._under_way(lacking)
+        awaited = {number for one in watched for numbers in one.ours.values() for number in numbers}
+        try:
+            if rest := {number: target for number, target in lacking.items() if number not in awaited}:
+                watched.append(self._submit(wanted, rest))
+            if detach:
+                for one in watched:
+                    self._say(f"job {one.array} builds them; the same command again waits for it")
+                return {number: Outcome(wanted[number].name, "queued") for number in lacking}
+            return self._wait(wanted, lacking, watched)
+        except BaseException:
+            if mine := [one.array for one in watched if one.submitted and not one.gone and not detach]:
+                with suppress(SiteError):
+                    scancel(mine)
+                    self._say(f"job {' '.join(mine)} is cancelled; what was built stays")
+            if others := [one.array for one in watched if not one.submitted and not one.gone]:
+                self._say(f"job {' '.join(others)}, which was submitted before, goes on")
+            raise
+
+    def _under_way(self, lacking: dict[int, str]) -> list[_Watched]:
+        """Arrays that were submitted before and build some of what is lacking; removes batches that are old."""
+        work, found = self._store.root / "work", []
+        queued = site.ask("squeue", "-h", "--me", f"--name={IMAGES}", "-o", "%F|%k")
+        arrays = {comment: array for array, _, comment in (line.partition("|") for line in queued.splitlines())}
+        for path in work.glob("batch-*/"):
+            if path.name not in arrays:
+                with suppress(OSError):
+                    if time.time() - path.stat().st_mtime > OLD_S:
+                        remove_tree(path)
+                continue
+            with suppress(SiteError):
+                batch = Batch.read(path)
+                live = accounting.live_jobs([arrays[path.name]])
+                ended = batch.results()
+                ours: dict[int, list[int]] = {}
+                for number, target in enumerate(batch.targets):
+                    state = live.get(f"{arrays[path.name]}_{batch.element_of(number)}")
+                    same = [mine for mine, name in lacking.items() if name == target]
+                    if same and number not in ended and state is not None and state.live:
+                        ours[number] = same
+                if ours:
+                    self._say(f"job {arrays[path.name]} builds {len(ours)} of them already")
+                    found.append(_Watched(arrays[path.name], batch, ours, submitted=False))
+        return found
+
+    def _submit(self, wanted: Sequence[Wanted], lacking: dict[int, str]) -> _Watched:
+        """Queues one array for images that nobody builds."""
+        from megaflow_hpc.slurm.submission import submit
+
+        targets: dict[str, list[int]] = {}
+        for number, target in lacking.items():
+            targets.setdefault(target, []).append(number)
+        run = RunDir(self._store.root / "work" / f"batch-{secrets.token_hex(4)}")
+        options = images_job(self._slurm, run, 1).options
+        allowed = limits.allowance(options)
+        elements = min(len(targets), self._slurm.builds.count, allowed.array_size)
+        if allowed.room is not None:
+            elements = min(elements, allowed.room)
+        if not elements:
+            raise SiteError(f"{allowed.why} jobs at once and {allowed.queued} are queued; wait until some have ended")
+        batch = Batch(run, elements, [wanted[numbers[0]] for numbers in targets.values()], list(targets))
+        stores = ":".join(map(str, self._store.roots))
+        batch.write([*site_environment(self._slurm.setup), f"export {VARIABLE}={shlex.quote(stores)}"])
+        throttle = min(filter(None, (self._slurm.builds.throttle, allowed.running, elements)))
+        try:
+            handles = submit(run, images_job(self._slurm, run, elements, None if throttle == elements else throttle))
+        except BaseException:
+            remove_tree(run.path)
+            raise
+        array = handles[0].job_id.partition("_")[0]
+        self._say(f"job {array} builds them: images: {len(targets)}, elements: {elements}, logs: {run.logs}")
+        return _Watched(array, batch, dict(enumerate(targets.values())), submitted=True)
+
+    # --- wait ---
+
+    def _wait(self, wanted: Sequence[Wanted], lacking: dict[int, str], watched: list[_Watched]) -> dict[int, Outcome]:
+        began, pause_s, said = time.monotonic(), FIRST_LOOK_S, ""
+        outcomes: dict[int, Outcome] = {}
+        live: dict[str, accounting.JobState] | None = {}
+        while True:
+            # Asked before the results are read: what an element that is gone wrote is then there.
+            with suppress(SiteError):  # the controller is away for a while; the jobs go on without it
+                live = accounting.live_jobs([one.array for one in watched if not one.gone])
+                for one in watched:
+                    self._take(one, live, wanted, outcomes)
+            states = Counter(job.state for job in (live or {}).values() if job.live)
+            failed = sum(outcome.state == "failed" for outcome in outcomes.values())
+            line = f"{len(outcomes) - failed} of {len(lacking)} images built, {failed} failed; " + (
+                ", ".join(f"{count} {state.lower()}" for state, count in sorted(states.items())) or "no job is left"
+            )
+            if line != said:
+                said = line
+                self._say(f"{line} ({time.monotonic() - began:.0f} s)")
+            if outcomes.keys() >= lacking.keys():
+                break
+            time.sleep(pause_s)
+            pause_s = min(LOOK_S, pause_s * 1.2)
+        for one in watched:
+            if one.submitted and all(outcomes[n].state == "built" for numbers in one.ours.values() for n in numbers):
+                remove_tree(one.batch.run.path, ignore_errors=True)
+        return outcomes
+
+    def _take(
+        self,
+        one: _Watched,
+        live: dict[str, accounting.JobState],
+        wanted: Sequence[Wanted],
+        outcomes: dict[int, Outcome],
+    ) -> None:
+        """Takes over what of a batch has ended, and what can no more end since its element is gone."""
+        results = one.batch.results()
+        open_ = [number for number in one.ours if number not in results]
+        lost = [number for number in open_ if not self._lives(one, number, live)]
+        states = accounting.finished_jobs([one.array]) | live if lost else {}  # accounting lags behind
+        for number in lost:
+            results[number] = self._of_lost(one, one.batch.element_of(number), number, states)
+        for number, numbers in one.ours.items():
+            if result := results.get(number):
+                for mine in numbers:
+                    outcomes[mine] = (
+                        Outcome(wanted[mine].name, "failed", error=result.error)
+                        if result.error
+                        else Outcome(wanted[mine].name, "built", result.file)
+                    )
+        one.gone = len(open_) == len(lost)
+
+    @staticmethod
+    def _lives(one: _Watched, number: int, live: dict[str, accounting.JobState]) -> bool:
+        state = live.get(f"{one.array}_{one.batch.element_of(number)}")
+        return state is not None and state.live
+
+    def _of_lost(self, one: _Watched, element: int, number: int, states: dict[str, accounting.JobState]) -> Result:
+        """What to say of an image whose element ended without a word about it."""
+        wanted = one.batch.wanted[number]
+        images = wanted.recipe.images(self._store, builds=False)
+        with suppress(SiteError):
+            file = images.resolve_request(wanted.request, wanted.recipe.image_mapping(), build=False)
+            if file.exists():  # it was made, and the element killed before it could say so
+                return Result(str(file))
+        state = states.get(f"{one.array}_{element}")
+        ended = f" as {state.state} on {state.node}" if state else ""
+        log = one.batch.run.logs / f"images-{one.array}_{element}.log"
+        text = ""
+        with suppress(OSError):
+            text = log.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:].strip()
+        return Result(error=f"{one.array}_{element} ended{ended} before it was built; {log}:\n{text or 'empty'}")
+
+
+def wanted_by_campaign(
+    config: CampaignConfig, path: Path, images: Images, network: Literal["none", "host"] | None = None
+) -> list[Wanted]:
+    """Returns the images that a campaign's tasks want.
+
+    Args:
+        images: Its mirrors come before the campaign's.
+        network: Of the steps of Dockerfiles. Default: as the campaign says.
+    """
+    from megaflow_hpc.tasks.images import image_requests
+    from megaflow_hpc.tasks.loading import load_tasks
+
+    environment, ours, base = config.environment, images.registries, path.absolute().parent
+    recipe = Recipe(
+        environment.images,
+        str(base),
+        "environment.images",
+        network or environment.network_of_builds,
+        {**environment.mirrors, **ours.mirrors},
+        ours.air_gapped or environment.air_gapped,
+    )
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
+    return [Wanted.of(request, recipe) for request in image_requests(tasks)]
+
+
+def wanted_by_name(
+    source: str, mapping: dict[str, str], images: Images, network: Literal["none", "host"] | None = None
+) -> Wanted:
+    """Returns the image of a Dockerfile, a definition file or an address, relative to the working directory.
+
+    Args:
+        mapping: Of the names that a Dockerfile starts from.
+    """
+    registries = images.registries
+    dockerfile = is_dockerfile(source)
+    recipe = Recipe(
+        mapping if dockerfile else {source: source},
+        str(Path.cwd()),
+        "--map" if dockerfile else "images build",
+        network,
+        dict(registries.mirrors),
+        registries.air_gapped,
+    )
+    return Wanted(source, recipe, dockerfile=str(Path(source).absolute()) if dockerfile else "")
+
+
+def is_dockerfile(source: str) -> bool:
+    """Whether a path is that of a Dockerfile, by its name."""
+    name = Path(source).name
+    return name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")

@@ -1,0 +1,55 @@
+"""What jobs of ours source first: the same environment in every one, however it was submitted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.apptainer import find_apptainer
+
+
+def trainer_python() -> str:
+    """Returns the interpreter that has torch: ``MEGAFLOW_TRAINER_PYTHON``, or that of the engine's environment."""
+    chosen = os.environ.get("MEGAFLOW_TRAINER_PYTHON") or os.environ.get("MEGAFLOW_ENGINE_VENV") or sys.executable
+    path = Path(chosen).expanduser().absolute()
+    return str(path / "bin" / "python" if path.is_dir() else path)
+
+
+def site_environment(setup: Sequence[str]) -> list[str]:
+    """Lines of shell that every job of ours begins with: the user's ``setup``, and where this process has what."""
+    # Servers and workers hold keys in memory; who debugs one raises the soft limit in `setup`.
+    lines = ["ulimit -S -c 0", *setup]
+    for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
+        if name in os.environ:
+            lines.append(f"export {name}={shlex.quote(os.environ[name])}")
+    with contextlib.suppress(SiteError):  # the nodes may have one where this machine has none
+        lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
+    return [*lines, f"export MEGAFLOW_PYTHON={shlex.quote(sys.executable)}"]
+
+
+def environment_script(config: CampaignConfig, mpi: str) -> str:
+    """``env.sh``: the same environment in every job, however it was submitted."""
+    lines = [
+        "# Sourced by every job of this run.",
+        *site_environment(config.slurm.setup),
+        f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
+        f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
+        "export PYTHONUNBUFFERED=1",
+    ]
+    if config.training:
+        lines += [
+            f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}",
+            f'export MEGAFLOW_TRAINER_REQUEUES="${{MEGAFLOW_TRAINER_REQUEUES:-{config.slurm.trainer.requeues}}}"',
+        ]
+    if config.share == "group":
+        lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask
+    counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
+    if any(count.min < count.max for count in counts):
+        lines.append("export MEGAFLOW_ELASTIC=1")
+    return "\n".join(lines) + "\n"

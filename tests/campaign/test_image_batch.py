@@ -1,0 +1,75 @@
+"""A batch of images: what is written for its jobs, how it is shared out, and one element without Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megaflow_hpc.campaign.image_batch import Batch, Recipe, Wanted
+from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.slurm.script import images_job, script
+
+
+def make_batch(tmp_path: Path, base: str, count: int, elements: int) -> Batch:
+    recipe = Recipe({"base": base}, str(tmp_path), "--map")
+    wanted = []
+    for number in range(count):
+        place = tmp_path / f"task{number}"
+        place.mkdir()
+        (place / "file").write_text(f"{number}\n")
+        copied = "absent" if number == 1 else "file"
+        (place / "Dockerfile").write_text(f"FROM base\nCOPY {copied} /file\n")
+        wanted.append(Wanted(f"task {number}", recipe, dockerfile=str(place / "Dockerfile")))
+    ImageStore(tmp_path / "store").prepare("a batch")
+    return Batch(RunDir(tmp_path / "store" / "work" / "batch-1"), elements, wanted, [f"{n}" for n in range(count)])
+
+
+def test_shares_are_all_of_it_and_none_twice(tmp_path: Path) -> None:
+    for count, elements in ((1, 1), (5, 2), (7, 7), (37, 16), (500, 16)):
+        batch = Batch(RunDir(tmp_path), elements, [Wanted("x", Recipe({}, "/", ""))] * count)
+        shares = [list(batch.share(element)) for element in range(elements)]
+        assert [number for share in shares for number in share] == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert all(number in shares[batch.element_of(number)] for number in range(count))
+
+
+def test_an_element_builds_its_share_and_says_what_failed(tmp_path: Path, busybox_rootfs: str) -> None:
+    make_batch(tmp_path, busybox_rootfs, 5, 2).write(["export A=1"])
+    batch = Batch.read(tmp_path / "store" / "work" / "batch-1")
+    assert [one.name for one in batch.wanted] == [f"task {number}" for number in range(5)]
+    command = [sys.executable, "-m", "megaflow_hpc.campaign.image_batch", str(batch.run), "0"]
+    environment = os.environ | {"MEGAFLOW_IMAGE_STORE": str(tmp_path / "store"), "MEGAFLOW_SCRATCH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    results = batch.results()
+    assert results.keys() == {0, 1}
+    assert results[0].file == next(ImageStore(tmp_path / "store").images()).path
+    assert (results[1].file, "absent" in results[1].error) == ("", True)
+    # Started again, it does none of it twice.
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_script_asks_for_what_the_campaign_says(tmp_path: Path) -> None:
+    builds = BuildsConfig(partition="cpu", cpus=4, mem_gb=8, time=90, extra={"qos": "short"})
+    slurm = SlurmConfig(account="lab", builds=builds)
+    text = script(images_job(slurm, RunDir(tmp_path / "batch-1f"), 16, 4))
+    for line in (
+        "--array=0-15%4",
+        "--job-name=megaflow-images",
+        "--comment=batch-1f",
+        "--account=lab",
+        "--partition=cpu",
+        "--cpus-per-task=4",
+        "--mem=8000M",
+        "--time=90",
+        "--qos=short",
+        "--requeue",
+        f"--output={tmp_path}/batch-1f/logs/images-%A_%a.log",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert f"BATCH={tmp_path}/batch-1f\n" in text

@@ -1,0 +1,100 @@
+"""Images built by jobs of the lab: a failing one alone fails, what is there stays, and an interrupted wait cancels."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.slurm.script import IMAGES
+from tests.support.campaigns import cli
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
+
+
+def write_context(place: Path, number: int, step: str = "true") -> str:
+    """A Dockerfile whose first step is that of all others, and whose copied file is its own."""
+    place.mkdir(parents=True)
+    (place / "file").write_text(f"{number}\n")
+    (place / "Dockerfile").write_text(f"FROM base\nRUN echo shared > /shared\nCOPY file /file\nRUN {step}\n")
+    return str(place / "Dockerfile")
+
+
+def build(store: Path, base: str, *words: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    common = ("--slurm", "--store", store, "--map", f"base={base}", "--sbatch", "time=10", "--sbatch", "mem=900")
+    return cli("images", "build", *words, *common, "--json", timeout=timeout)
+
+
+def queued() -> list[str]:
+    return subprocess.check_output(["squeue", "-h", "--me", f"--name={IMAGES}", "-o", "%F"], text=True).split()
+
+
+def test_an_image_that_fails_fails_alone_and_what_is_built_stays(tmp_path: Path, busybox_rootfs: str) -> None:
+    store = tmp_path / "store"
+    good = [write_context(tmp_path / f"task{number}", number) for number in range(4)]
+    bad = write_context(tmp_path / "bad", 9, "echo never to be built; exit 7")
+    done = build(store, busybox_rootfs, *good, bad, "--jobs", 2)
+    assert done.returncode == 1, done.stderr
+    images = json.loads(done.stdout)["images"]
+    assert {name: image["state"] for name, image in images.items()} == dict.fromkeys(good, "built") | {bad: "failed"}
+    assert "never to be built" in images[bad]["error"]
+    assert "images: 5, elements: 2" in done.stderr
+    assert {image["file"] for image in images.values()} - {""} == {image.path for image in ImageStore(store).images()}
+    assert len(list((store / "steps").iterdir())) >= 1
+    again = build(store, busybox_rootfs, *good)
+    assert again.returncode == 0, again.stderr
+    assert {image["state"] for image in json.loads(again.stdout)["images"].values()} == {"there"}
+    assert "job" not in again.stderr
+
+
+def test_who_asks_again_waits_for_the_same_job_and_an_interrupted_wait_cancels_its_own(
+    tmp_path: Path, busybox_rootfs: str
+) -> None:
+    store = tmp_path / "store"
+    slow = write_context(tmp_path / "slow", 1, "sleep 500")
+    first = build(store, busybox_rootfs, slow, "--detach")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["images"][slow]["state"] == "queued"
+    jobs = queued()
+    assert len(jobs) == 1
+    second = build(store, busybox_rootfs, slow, "--detach")
+    assert f"job {jobs[0]} builds 1 of them already" in second.stderr
+    assert queued() == jobs
+    subprocess.run(["scancel", *jobs], check=True)
+    until(lambda: not queued(), "the job is gone")
+
+    command = [sys.executable, "-m", "megaflow_hpc", "images", "build", slow, "--slurm", "--store", str(store)]
+    waiting = subprocess.Popen(
+        [*command, "--map", f"base={busybox_rootfs}", "--sbatch", "mem=900"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: len(queued()) == 1, "the job is queued")
+        waiting.send_signal(signal.SIGINT)
+        said = waiting.communicate(timeout=60)[1]
+    finally:
+        waiting.kill()
+    assert waiting.returncode == 130, said
+    assert "is cancelled; what was built stays" in said
+    until(lambda: not queued(), "the job is gone")
+
+
+def test_an_element_that_is_killed_is_said_to_have_ended_so(tmp_path: Path, busybox_rootfs: str) -> None:
+    slow = write_context(tmp_path / "slow", 1, "sleep 500")
+    command = [sys.executable, "-m", "megaflow_hpc", "images", "build", slow, "--slurm", "--json"]
+    command += ["--store", str(tmp_path / "s"), "--map", f"base={busybox_rootfs}", "--sbatch", "mem=900"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
+        until(lambda: len(queued()) == 1, "the job is queued")
+        until(lambda: list((tmp_path / "s" / "work").glob("batch-*/logs/images-*.log")), "it runs")
+        subprocess.run(["scancel", *queued()], check=True)
+        image = json.loads(waiting.communicate(timeout=120)[0])["images"][slow]
+    assert waiting.returncode == 1
+    assert image["state"] == "failed"
+    assert "ended as CANCELLED on cpu" in image["error"]
+    assert os.fspath(tmp_path) in image["error"]
