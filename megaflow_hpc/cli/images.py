@@ -228,7 +228,7 @@ def _stage(arguments: argparse.Namespace) -> int:
     staged = []
     for path in dict.fromkeys(paths):
         lease = cache.acquire(path, arguments.form)
-        staged.append({"image": path, "path": lease.path})
+        staged.append({"image": path, "path": lease.path, "layers": list(lease.layers)})
         lease.release()
     if arguments.json:
         print_json({"staged": staged, "copied_bytes": cache.copied_bytes})

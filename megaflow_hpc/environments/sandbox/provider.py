@@ -3,7 +3,7 @@
 ::
 
     SCRATCH/megaflow-<uid>/          0700; with a random ending where a stranger has taken that name
-      cache/<key>/rootfs             an unpacked image, shared read-only by every sandbox of the node
+      cache/                         images and layers, shared read-only by every sandbox of the node (images/cache)
       owners/<pid>-<start>/s1/ …     one directory per sandbox of a process that lives (sandbox.py)
 
 Scratch must be local: an overlay's upper directory cannot lie on NFS.

@@ -15,6 +15,8 @@ from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore_programs
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from tests.support.layers import OPAQUE, Entries, add_image, add_layer, unpacked
@@ -116,6 +118,43 @@ def test_a_chain_of_any_length_can_be_used(
         return (await sandbox.exec("ls /chain | wc -l")).stdout, (await sandbox.exec(f"cat /chain/{count - 1}")).stdout
 
     assert within(image, scratch, use) == (f"{count}\n", str(count - 1))
+
+
+CHEAT = """
+for tool in gawk sort grep; do rm -f /usr/bin/$tool; printf '#!/bin/sh\\necho false\\n' >/usr/bin/$tool; done
+rm -rf /usr/local/sbin; mkdir -p /usr/local/sbin /usr/sbin; chmod +x /usr/bin/gawk /usr/bin/sort /usr/bin/grep
+cp /usr/bin/gawk /usr/local/sbin/cat; rm /usr/bin/tee; chmod 0 /usr/local
+"""
+
+
+@pytest.mark.parametrize("way", ["overlay", "copy"])
+def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
+    rootfs: str, scratch: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """gawk is one layer's, grep another's over it, tee and sort the base's, and cat is where a layer put nothing."""
+    monkeypatch.setenv("MEGAFLOW_LAYER", way)
+    layers: list[Entries] = [
+        {
+            "usr/bin/": "",
+            "usr/bin/gawk": "#!/bin/sh\necho gawk of a layer\n",
+            "usr/bin/grep": "#!/bin/sh\necho below\n",
+        },
+        {"usr/bin/": "", "usr/bin/grep": "#!/bin/sh\necho grep of a layer\n", "usr/bin/xargs": None},
+    ]
+    restored: list[str] = []
+
+    def restore(paths: LayerPaths) -> None:
+        restored.extend(restore_programs(paths.upper, paths.image))
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        cheated = await sandbox.exec(CHEAT)
+        assert (cheated.exit_code, cheated.stderr) == (0, "")
+        assert (await sandbox.exec("gawk; grep")).stdout == "false\nfalse\n"
+        await sandbox.restart(change=restore)
+        return (await sandbox.exec("gawk; grep; echo b | sort | tee /dev/null; cat /dev/null; command -v xargs")).stdout
+
+    assert within(add_image(store, rootfs, layers), scratch, use) == "gawk of a layer\ngrep of a layer\nb\n"
+    assert {"usr/bin/gawk", "usr/bin/grep", "usr/bin/sort", "usr/bin/tee", "usr/local/sbin/cat"} <= set(restored)
 
 
 def test_a_snapshot_and_a_sandbox_that_stands_by_have_the_layers(
