@@ -84,8 +84,8 @@ DOORS: dict[str, str] = {
     "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
     "environments/sandbox model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "campaign slurm bench config rundir agents tasks tasks/harbor tasks/releases tasks/swebench "
-    "environments/builds environments/images environments/images/cache environments/images/dockerfile "
-    "environments/sandbox trajectories trajectories/exports trajectories/maintenance trajectories/reading",
+    "environments/builds environments/images environments/images/cache environments/sandbox "
+    "trajectories trajectories/exports trajectories/maintenance trajectories/reading",
     "bench": "__init__ bench/programs environments environments/images environments/images/cache environments/sandbox "
     "pod/scheduling rundir trajectories trajectories/hdf5",
     "bench/programs": "bench environments/images/cache ledger model/gateway pod pod/master rundir trajectories/journal",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -14,6 +14,9 @@ from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.run import Launcher, Run, resolve_launcher
 from megaflow_hpc.rundir.layout import RunDir, new_run_name
 from megaflow_hpc.slurm import script, site
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments.images.making import Watch
 
 __all__ = ["Campaign", "Run"]
 
@@ -61,12 +64,22 @@ class Campaign:
             return RunDir(run_dir)
         return RunDir(self.base / self.config.run_dir / new_run_name(self.config.name))
 
-    def plan(self, run_dir: str | Path | None = None, only: Sequence[str] = (), launcher: Launcher = "auto") -> Run:
-        """Makes the run directory; queues nothing."""
+    def plan(
+        self,
+        run_dir: str | Path | None = None,
+        only: Sequence[str] = (),
+        launcher: Launcher = "auto",
+        watch: Watch | None = None,
+    ) -> Run:
+        """Makes the run directory; queues nothing.
+
+        Args:
+            watch: is told which images are made, and how far that is.
+        """
         slurm = resolve_launcher(launcher) == "slurm"
         if slurm:
             site.check_site(self.config, self.where)
-        made = plan_module.make(self.config, self.base, self.where, self._text, only)
+        made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch)
         if slurm:
             demand.check_resources(self.config, made.server_groups, self.where)
         run = self._run_dir(run_dir)
@@ -74,10 +87,15 @@ class Campaign:
         return Run(run)
 
     def submit(
-        self, launcher: Launcher = "slurm", run_dir: str | Path | None = None, only: Sequence[str] = (), ranks: int = 1
+        self,
+        launcher: Launcher = "slurm",
+        run_dir: str | Path | None = None,
+        only: Sequence[str] = (),
+        ranks: int = 1,
+        watch: Watch | None = None,
     ) -> Run:
         """Plans and queues (or starts, ``launcher="local"``)."""
-        run = self.plan(run_dir, only, launcher)
+        run = self.plan(run_dir, only, launcher, watch)
         run.start(launcher, ranks)
         return run
 

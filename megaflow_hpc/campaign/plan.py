@@ -35,6 +35,7 @@ from megaflow_hpc.types import Rollout, Task
 from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
+    from megaflow_hpc.environments.images.making import Watch
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 
@@ -72,7 +73,13 @@ class Plan:
 
 
 def make(
-    config: CampaignConfig, base: Path, where: Where, source: str = "", only: Sequence[str] = (), build: bool = True
+    config: CampaignConfig,
+    base: Path,
+    where: Where,
+    source: str = "",
+    only: Sequence[str] = (),
+    build: bool = True,
+    watch: Watch | None = None,
 ) -> Plan:
     """Reads the tasks and resolves everything else.
 
@@ -80,6 +87,7 @@ def make(
         base: directory that relative paths are relative to.
         only: rollout or task ids (shell patterns); empty takes all.
         build: build images that are not there yet; without it they are only checked.
+        watch: is told which are made, and how far that is.
 
     Raises:
         ConfigError: names file, line, value and remedy.
@@ -102,6 +110,8 @@ def make(
     environment = config.environment
     registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
     images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
+    if watch is not None:
+        images.watch(watch)
 
     def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
         try:

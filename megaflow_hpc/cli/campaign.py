@@ -7,6 +7,7 @@ from typing import Any
 
 from megaflow_hpc.cli.output import (
     FINAL,
+    ImageProgress,
     Progress,
     add_json,
     note,
@@ -116,7 +117,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
-    run = campaign.plan(arguments.run_dir, arguments.only)
+    with ImageProgress() as watch:
+        run = campaign.plan(arguments.run_dir, arguments.only, watch=watch)
     here = f"megaflow-hpc resume {run.path} --launcher local"
     commands = _by_hand(run, arguments.campaign) if site.has_slurm() else [here]
     if arguments.json:
@@ -144,7 +146,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
 
     campaign = Campaign.from_yaml(arguments.campaign)
-    run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher)
+    with ImageProgress() as watch:
+        run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
     note(f"run directory: {run.path}")
     return _start_and_follow(run, arguments)
 
@@ -216,7 +219,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         else:
             say("\n".join(texts.values()), end="")
         return 0
-    run = campaign.submit("slurm", arguments.run_dir, arguments.only)
+    with ImageProgress() as watch:
+        run = campaign.submit("slurm", arguments.run_dir, arguments.only, watch=watch)
     _say(run)
     if arguments.json:
         print_json({"run": str(run.path), "jobs": run.job_ids()})

@@ -48,8 +48,8 @@ def register(subparsers: Any) -> None:
         "build",
         "build every image that a campaign, or one source, needs",
         "Builds what is not in the store yet, and prints the files. A source is a campaign file, whose tasks say what "
-        "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. With "
-        "--slurm one image that fails does not end the others; exit status 1 if any did.",
+        "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. One "
+        "image that fails does not end the others; exit status 1 if any did.",
         "  megaflow-hpc images build campaign.yaml\n"
         "  megaflow-hpc images build campaign.yaml --manifest images.json\n"
         "  megaflow-hpc images build campaign.yaml --slurm --sbatch time=60\n"

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.output import ImageProgress, note, print_json, say, table
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.resolve import ImageRequest, Images
+    from megaflow_hpc.errors import MegaflowError
 
 
 def open_images(arguments: argparse.Namespace) -> Images:
@@ -37,13 +38,18 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def images_of_campaign(
-    images: Images, path: str, build: bool, network: Literal["none", "host"] | None = None
+    images: Images,
+    path: str,
+    build: bool,
+    network: Literal["none", "host"] | None = None,
+    failures: dict[str, MegaflowError] | None = None,
 ) -> dict[str, str]:
     """Returns, for each image that a campaign's tasks name, its file.
 
     Args:
         build: make what the store lacks.
         network: of the steps of Dockerfiles; by default as the campaign says.
+        failures: as for :meth:`Images.resolve_all`.
     """
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.builds.builder import Builder
@@ -62,38 +68,64 @@ def images_of_campaign(
     base = Path(path).absolute().parent
     note(f"{path}: reading tasks")
     tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
-    return images.resolve_all(image_requests(tasks), ImageMapping(environment.images, base), build=build)
+    return images.resolve_all(
+        image_requests(tasks), ImageMapping(environment.images, base), build=build, failures=failures
+    )
 
 
 def build(arguments: argparse.Namespace) -> int:
-    """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status."""
+    """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status.
+
+    One image that fails does not end the others, and is status 1; the error of one alone is raised.
+    """
     if arguments.slurm:
         return _build_by_jobs(arguments)
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
-    from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-    from megaflow_hpc.environments.images.resolve import ImageMapping
+    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest
 
     images = open_images(arguments)
-    mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
+    campaigns, dockerfiles, others = _kinds(arguments.source)
+    failures: dict[str, MegaflowError] = {}
     files: dict[str, str] = {}
-    for source in arguments.source:
-        name = os.path.basename(source)
-        if source.endswith((".yaml", ".yml")):
-            files |= images_of_campaign(images, source, build=True, network=arguments.network)
-        elif name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile"):
-            dockerfile = Dockerfile.read(Path(source).absolute())
-            for line, instruction, reason in dockerfile.ignored:
-                note(f"{source}:{line}: {instruction} is left out: {reason}")
-            note(f"{source}: building, if it is not there")
-            images.builder = Builder(arguments.network)
-            files[source] = str(images.resolve_dockerfile(dockerfile, mapping))
-        else:
-            note(f"{source}: building, if it is not there")
-            files[source] = str(images.resolve_source(source, "images build"))
+    with ImageProgress() as watch:
+        images.watch(watch)
+        for source in campaigns:
+            files |= images_of_campaign(images, source, True, arguments.network, failures)
+        images.builder = Builder(arguments.network)
+        mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
+        files |= images.resolve_all(_requests(images, dockerfiles), mapping, failures=failures)
+        mapping = ImageMapping({source: source for source in others}, Path.cwd(), "images build")
+        files |= images.resolve_all(map(ImageRequest, others), mapping, failures=failures)
+    if len(failures) == 1 and not files:
+        raise next(iter(failures.values()))
     if arguments.manifest:
         write_manifest(Path(arguments.manifest), manifest(images))
-    return _show_files(arguments, files)
+    _show_files(arguments, files, failures)
+    return 1 if failures else 0
+
+
+def _kinds(sources: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Campaigns, Dockerfiles, and definition files or addresses."""
+    kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for source in sources:
+        name = os.path.basename(source)
+        is_dockerfile = name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")
+        kinds[0 if source.endswith((".yaml", ".yml")) else 1 if is_dockerfile else 2].append(source)
+    return kinds
+
+
+def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
+    """The images of Dockerfiles; says what of these is left out."""
+    from megaflow_hpc.environments.images.resolve import ImageRequest
+
+    requests = []
+    for source in dockerfiles:
+        path = Path(source).absolute()
+        for line, instruction, reason in images.dockerfiles.read(path).ignored:
+            note(f"{source}:{line}: {instruction} is left out: {reason}")
+        requests.append(ImageRequest(source, dockerfile=path))
+    return requests
 
 
 def _build_by_jobs(arguments: argparse.Namespace) -> int:
@@ -155,11 +187,16 @@ def pull(arguments: argparse.Namespace) -> int:
     return _show_files(arguments, files)
 
 
-def _show_files(arguments: argparse.Namespace, files: dict[str, str]) -> int:
+def _show_files(
+    arguments: argparse.Namespace, files: dict[str, str], failures: dict[str, MegaflowError] | None = None
+) -> int:
+    failed = {name: str(error) for name, error in (failures or {}).items()}
     if arguments.json:
-        print_json({"images": files})
+        print_json({"images": files, **({"failed": failed} if failed else {})})
     else:
         say(table(("image", "file"), files.items()))
+        for name, error in failed.items():
+            note(f"{name} failed: {error}")
     return 0
 
 

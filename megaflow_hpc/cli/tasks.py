@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli import tasks_import
-from megaflow_hpc.cli.output import add_json, note, print_json, say, table
+from megaflow_hpc.cli.output import ImageProgress, add_json, note, print_json, say, table
 from megaflow_hpc.errors import ConfigError
 
 BUILD_EPILOG = """\
@@ -175,7 +175,9 @@ def run_validate(arguments: argparse.Namespace) -> int:
         names = {request.base or request.name: Path(request.path) for request in requests}
         files_by_name = {name: arguments.image or _image_beside(path, name) for name, path in names.items()}
         mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
-    files = images.resolve_all(requests, mapping)
+    with ImageProgress() as watch:
+        images.watch(watch)
+        files = images.resolve_all(requests, mapping)
     tasks = in_image_directories(tasks, files, images, mapping)
 
     async def go() -> list[Validation]:

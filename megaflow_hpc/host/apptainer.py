@@ -13,6 +13,8 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -98,8 +100,12 @@ def build(
     *options: str,
     cwd: Path | None = None,
     timeout_s: float = 3600,
+    stopped: threading.Event | None = None,
 ) -> None:
     """Runs ``apptainer build``; ``source`` is a definition file, an image or a ``docker://`` address.
+
+    Args:
+        stopped: ends it once it is set.
 
     Raises:
         SiteError: with Apptainer's own last lines; nothing is left at ``target``.
@@ -115,7 +121,7 @@ def build(
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        said = _output(process, source, timeout_s, stopped)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)  # and what it has started: it is not reaped yet
         process.wait()
@@ -126,6 +132,18 @@ def build(
         output = said.decode("utf-8", "replace")
         tail = "\n".join("  " + line for line in output.splitlines()[-15:])
         raise SiteError(f"{source}: apptainer build failed: {last_line(output)}\n{tail}")
+
+
+def _output(process: subprocess.Popen[bytes], source: str, timeout_s: float, stopped: threading.Event | None) -> bytes:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return process.communicate(timeout=min(0.5, end - time.monotonic()) if stopped else timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            if stopped is not None and stopped.is_set():
+                raise SiteError(f"{source}: interrupted") from None
+            if time.monotonic() >= end:
+                raise
 
 
 def version(apptainer: str) -> str:

@@ -74,6 +74,8 @@ class Builder:
         self._trees: Trees | None = None
         self._listings: Listings | None = None
         self._layers: LayerStore | None = None
+        self._running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
+        self._stopped = False
 
     def build(
         self,
@@ -98,7 +100,26 @@ class Builder:
                 f"{dockerfile.path}: building needs user namespaces, which this machine does not give users; build "
                 "the image elsewhere and map its name"
             )
-        return _in_thread(self._within(dockerfile, images, layers, timeout_s, say))
+        return _in_thread(self._stoppable(self._within(dockerfile, images, layers, timeout_s, say)))
+
+    def stop(self) -> None:
+        """Ends the builds under way, in whatever threads; the builder builds nothing more."""
+        with self._guard:
+            self._stopped = True
+            for task, loop in self._running.items():
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _stoppable(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        with self._guard:
+            self._running[task] = asyncio.get_running_loop()
+            if self._stopped:
+                task.cancel()
+        try:
+            return await task
+        finally:
+            with self._guard:
+                del self._running[task]
 
     def _ready(self, layers: LayerStore) -> tuple[Trees, Listings]:
         with self._guard:

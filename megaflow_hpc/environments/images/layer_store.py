@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,9 @@ class LayerStore:
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
         self.root = roots[0]
+        self.added_bytes = 0
+        """Of blobs that were taken in here."""
+        self._guard = threading.Lock()
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -93,6 +97,8 @@ class LayerStore:
         note = {name: value for name, value in asdict(facts).items() if name != "digest"}
         write_note(final.with_name(f"{facts.digest}.json"), note)
         os.rename(file, final)
+        with self._guard:
+            self.added_bytes += facts.bytes
         return facts
 
     def take(self, digest: str, pieces: Iterable[bytes]) -> LayerFacts:

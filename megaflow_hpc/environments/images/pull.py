@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,13 +24,20 @@ from megaflow_hpc.host import apptainer as runtime
 SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 SPARE = 1 << 30
 """Bytes that a pull leaves free."""
-EVERY_S = 5.0
+EVERY_S = 2.0
 """Between two lines of progress."""
 
 Say = Callable[[str], None]
 
 
-def pull(registries: Registries, source: str, target: Path, layers: LayerStore, say: Say) -> LayeredImage | None:
+def pull(
+    registries: Registries,
+    source: str,
+    target: Path,
+    layers: LayerStore,
+    say: Say,
+    stopped: threading.Event | None = None,
+) -> LayeredImage | None:
     """Fetches an image.
 
     Args:
@@ -37,6 +45,7 @@ def pull(registries: Registries, source: str, target: Path, layers: LayerStore, 
         target: where a SIF is written; its directory is in the store.
         layers: takes the layers that it lacks.
         say: gets a line at the beginning of a fetch, and some while it goes on.
+        stopped: ends it once it is set.
 
     Returns:
         An image whose layers are in ``layers``; ``None`` for one that is at ``target``.
@@ -47,16 +56,16 @@ def pull(registries: Registries, source: str, target: Path, layers: LayerStore, 
     registries.check(source)
     try:
         if source.startswith("docker://"):
-            return _pull_layers(registries, source, layers, say)
+            return _pull_layers(registries, source, layers, _Progress(source, layers.root, say, stopped))
         _Progress(source, target.parent, say)(0, 0)
         address, options = registries.address(source)
-        runtime.build(runtime.find_apptainer(), target, address, *SIF_OPTIONS, *options)
+        runtime.build(runtime.find_apptainer(), target, address, *SIF_OPTIONS, *options, stopped=stopped)
     except SiteError as error:
         raise registries.failed(source, error) from error
     return None
 
 
-def _pull_layers(registries: Registries, source: str, layers: LayerStore, say: Say) -> LayeredImage:
+def _pull_layers(registries: Registries, source: str, layers: LayerStore, progress: _Progress) -> LayeredImage:
     def take(digest: str, pieces: Iterable[bytes]) -> None:
         with locked(layers.root / "work" / f"layer-{digest}.lock"):  # another pull may be at it
             if layers.find(digest) is None:
@@ -66,7 +75,7 @@ def _pull_layers(registries: Registries, source: str, layers: LayerStore, say: S
         registries.reference(source),
         lambda digest: layers.find(digest) is not None,
         take,
-        _Progress(source, layers.root, say),
+        progress,
     )
     return layered(image, layers)
 
@@ -96,11 +105,14 @@ def exports(env: Sequence[str]) -> str:
 class _Progress:
     """Says how far a pull is, and that there is room for it."""
 
-    def __init__(self, source: str, place: Path, say: Say) -> None:
+    def __init__(self, source: str, place: Path, say: Say, stopped: threading.Event | None = None) -> None:
+        self._stopped = stopped
         self.source, self.place, self.say = source, place, say
         self._start = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
+        if self._stopped and self._stopped.is_set():
+            raise SiteError(f"{self.source}: interrupted")
         now = time.monotonic()
         if done == 0:
             free = shutil.disk_usage(self.place).free

@@ -11,18 +11,21 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
-from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
+from megaflow_hpc.environments.images.making import Making, Watch, make_all
 from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore, digest_in
-from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 
 BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-level 1")
@@ -35,6 +38,7 @@ MOST_BUILD_S = 6 * 3600.0
 """Longest build, whatever a task states."""
 
 KEY_LENGTH = 32
+_NOT_BUILT = "not-built-"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ class DockerfileBuilder(Protocol):
             SiteError: a step that failed, or took too long.
         """
         ...
+
+    def stop(self) -> None:
+        """Ends the builds under way, in whatever threads; the builder builds nothing more."""
 
 
 def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
@@ -140,6 +147,15 @@ class Images:
         """Gets one line for each step of a Dockerfile that is made, and the progress of what is fetched."""
         self.used: dict[str, tuple[str, Path | None]] = {}
         """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
+        self.show: Callable[[Making], None] = lambda state: None
+        """Gets how far :meth:`resolve_all` is, some times a second."""
+        self._steps = self._sif_bytes = 0
+        self._guard = threading.Lock()
+        self._stopped = threading.Event()
+
+    def watch(self, watch: Watch) -> None:
+        """Has ``watch`` told what is made, and how far that is."""
+        self.say, self.show = watch.say, watch.show
 
     def resolve_all(
         self,
@@ -147,21 +163,73 @@ class Images:
         mapping: ImageMapping,
         *,
         build: bool = True,
+        failures: dict[str, MegaflowError] | None = None,
     ) -> dict[str, str]:
         """The image file of every image that is asked for, as name → absolute path.
 
+        Every name is looked up before anything is made; then images are made side by side (making.py).
+
         Args:
             build: build what is not there yet; without it only the names and sources are checked.
+            failures: gets the errors, by the names of the images that failed, which are left out of what is returned,
+                and the others are made all the same; without it nothing more is begun after an error.
 
         Raises:
             ConfigError: a name that is not mapped, or mapped to nothing that exists.
             SiteError: a build that failed, with Apptainer's output; an image that is missing and may not be fetched.
         """
-        resolved: dict[str, str] = {}
+        wanted: dict[str, ImageRequest] = {}
         for request in requests:
-            if request.name not in resolved:
-                resolved[request.name] = str(self.resolve_request(request, mapping, build=build))
-        return resolved
+            wanted.setdefault(request.name, request)
+        used, found = dict(self.used), dict[str, Path]()
+        for number, (name, request) in enumerate(wanted.items()):
+            try:
+                found[name] = self.resolve_request(request, mapping, build=False)
+            except MegaflowError as error:
+                if failures is None:
+                    raise
+                failures[name] = error
+            if build:
+                self.show(Making(len(wanted), number))
+        if not build:
+            return {name: str(path) for name, path in found.items()}
+        # What is not there yet comes under another key where its base is not there either.
+        self.used = used | {key: row for key, row in self.used.items() if row[1]}
+        jobs = {
+            name: partial(self.resolve_request, wanted[name], mapping)
+            for name, path in found.items()
+            if path.name.startswith(_NOT_BUILT)
+        }
+        there, steps, before = len(found) - len(jobs), self._steps, self._added_bytes
+
+        def told(made: int, failed: int, at_work: int, elapsed_s: float) -> None:
+            state = Making(len(wanted), len(wanted), there, len(jobs), made, failed, at_work)
+            self.show(replace(state, steps=self._steps - steps, bytes=self._added_bytes - before, elapsed_s=elapsed_s))
+
+        if wanted:
+            told(0, 0, 0, 0.0)
+        made, failed = make_all(jobs, told, self.stop, keep_going=failures is not None)
+        for name, failure in failed.items():
+            if failures is None or not isinstance(failure, MegaflowError):
+                raise failure
+            failures[name] = failure
+        found |= made
+        return {name: str(found[name]) for name in wanted if name in made or (name in found and name not in jobs)}
+
+    def stop(self) -> None:
+        """Ends what threads of :meth:`resolve_all` are making; nothing more is made."""
+        self._stopped.set()
+        if self.builder is not None:
+            self.builder.stop()
+
+    @property
+    def _added_bytes(self) -> int:
+        return self.store.layers.added_bytes + self._sif_bytes
+
+    def _say_step(self, line: str) -> None:
+        with self._guard:
+            self._steps += 1
+        self.say(line)
 
     def resolve_request(
         self,
@@ -199,7 +267,9 @@ class Images:
             if self.builder is None:
                 raise SiteError(f"{dockerfile.path}: not in the image store, and nothing here builds Dockerfiles")
             files = {name: str(path) for name, path in bases.items()}
-            return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MOST_BUILD_S), self.say)
+            return self.builder.build(
+                dockerfile, files, self.store.layers, min(timeout_s, MOST_BUILD_S), self._say_step
+            )
 
         return self._made(key, str(dockerfile.path), make, build=build)
 
@@ -238,7 +308,7 @@ class Images:
             return self._made(
                 source_key(source),
                 source,
-                lambda target: pull(self.registries, source, target, self.store.layers, self.say),
+                lambda target: pull(self.registries, source, target, self.store.layers, self.say, self._stopped),
                 build=build,
             )
         path = Path(mapping.base_dir, source).absolute()
@@ -256,7 +326,7 @@ class Images:
                 self.registries.check_definition(path)
             except SiteError as error:
                 raise SiteError(f"{where}: {name}: {error}") from None
-        return self._made(key, str(path), lambda target: _build_definition(target, path), build=build)
+        return self._made(key, str(path), lambda target: _build_definition(target, path, self._stopped), build=build)
 
     def _check(self, source: str, where: str, name: str) -> None:
         try:
@@ -271,8 +341,11 @@ class Images:
         found = self.store.find(key)
         if found is None and build:
             found = self.store.make(key, source, make)
+            if not is_layered(found):
+                with self._guard:
+                    self._sif_bytes += found.stat().st_size
         self.used[key] = (source, found)
-        return found or self.store.root / "sha256" / f"not-built-{key}.sif"
+        return found or self.store.root / "sha256" / f"{_NOT_BUILT}{key}.sif"
 
 
 def source_key(source: str) -> str:
@@ -314,6 +387,7 @@ def _identity(path: Path) -> str:
     return digest_in(path) or f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}"
 
 
-def _build_definition(target: Path, definition: Path) -> None:
+def _build_definition(target: Path, definition: Path, stopped: threading.Event) -> None:
     # Relative paths in a definition are relative to it.
-    runtime.build(runtime.find_apptainer(), target, str(definition), *BUILD_OPTIONS, cwd=definition.parent)
+    apptainer = runtime.find_apptainer()
+    runtime.build(apptainer, target, str(definition), *BUILD_OPTIONS, cwd=definition.parent, stopped=stopped)
