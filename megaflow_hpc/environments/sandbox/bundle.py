@@ -22,7 +22,7 @@ from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.templates import Templates
+from megaflow_hpc.environments.sandbox.templates import Templates, way
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
@@ -80,11 +80,17 @@ class Bundle:
             SandboxError: with Apptainer's last line if it does not come up.
         """
         if self._templates is not None:
+            pristine = self._is_new
             try:
                 return await self._start(spec, watch, self._templates)
             except NotCloned as error:
-                self._templates.refuse(self.access, error)
+                self._templates.refuse(self.access, error, layer=not pristine)
         return await self._start(spec, watch, None)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether no container has been started on the layer, and no snapshot was laid into it."""
+        return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
     async def _start(self, spec: SandboxSpec, watch: Watch, templates: Templates | None) -> Container:
         control = os.path.join(self.directory, f"control-{self._containers}")
@@ -96,7 +102,7 @@ class Bundle:
             watch.adopt(identity)
 
         container = Container(control, on_started=started)
-        cloned = None
+        cloned = lesson = None
         try:
             await self.layer.ready()
             if new := [own for own in self._own_binds(spec) if own not in self._laid_out]:
@@ -104,6 +110,7 @@ class Bundle:
             self.measured_by(watch, spec)
             self.access.check()
             container.prepare(spec.env, spec.as_root, spec.workdir, self.access.settings)
+            pristine = self._is_new
             prefix, argv = self.access.command_line(
                 self._apptainer,
                 spec,
@@ -112,12 +119,19 @@ class Bundle:
                 command=_RUNNER,
             )
             if templates is not None:
-                cloned = await templates.find(self.access, spec, prefix, control, _RUNNER)
+                lesson = templates.lesson(self.access, spec, prefix) if pristine else None
+                if lesson is None:
+                    cloned = await templates.find(self.access, spec, prefix, control, _RUNNER)
             temporary = os.path.join(self.directory, "tmp")
             await container.start(
                 argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=prefix, cloned=cloned
             )
             self.container = container
+            if templates is not None and lesson is not None:
+                templates.learn(self.access, lesson, container.init)
+                if way() == "clone":
+                    await self.drop(watch)
+                    return await self._start(spec, watch, templates)
             if container.init is not None:
                 watch.attach(container.init)
             container.commands.prepare()
@@ -129,6 +143,9 @@ class Bundle:
                 f"{spec.image}: the files of a sandbox cannot be made ({error}): see that scratch at {self.directory} "
                 "is not full, and that this process may open more files (ulimit -n)"
             ) from error
+        finally:
+            if templates is not None and lesson is not None and not lesson.done():
+                templates.learn(self.access, lesson, None)
         return container
 
     def _own_binds(self, spec: SandboxSpec) -> list[str]:

@@ -1,9 +1,12 @@
-"""Which sandboxes are clones, and the templates that they are cloned of: one per image and provider.
+"""Which sandboxes are clones, and the template that they are cloned of: one per provider.
 
-Apptainer takes some 80 ms of processor time for a container. So it starts one for an image, the template, and further
-containers over that image are its clones: processes in user, mount, pid, ipc and network namespaces of their own, with
-an overlay of their own. The first container of an image is Apptainer's, since an image that is used once is started no
-faster by a template.
+Apptainer takes some 80 ms of processor time for a container. So it starts one, the template, and containers are clones
+of its process: in user, mount, pid, ipc and network namespaces of their own, with an overlay of their own.
+
+The template sees the scratch of all sandboxes and has the host's network. So nothing of an image is in it: its root is
+a tree of ours, and its one program is too. The environment that Apptainer finds in an image is learned from the first
+container over it, which Apptainer starts in the usual bounds, on an empty layer, before any command: what one rollout
+does is no part of another's.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import functools
 import os
 import re
 import sys
-from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,19 +23,19 @@ from importlib import resources
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.environments.sandbox.argv import ROOT_MAY
+from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, exec_argv, namespace_root
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.template import Clone, Template
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
-from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT
+from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT, MOUNT_POINTS
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
-MOST = 8
-"""Templates kept of images of which no sandbox runs; each is some 12 MB."""
+_LONGEST_ENVIRONMENT = 32768
+"""Bytes of an environment that a request takes."""
 
 _KERNEL = (5, 9)
 """Linux has pidfds, openat2 and close_range from here on."""
@@ -41,11 +43,9 @@ _LONGEST_OPTIONS = 4000
 """The kernel takes a page of mount options."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 _HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
-_SCRIPT = (
-    f"PYTHONHOME={_HOME} PYTHONPATH= LD_PRELOAD= exec {_HOME}/loader --library-path {_HOME}/libraries {_HOME}/python "
-    f'-s -S -B {CONTROL_DIR}/cloner.py "${{PYTHONHOME+PYTHONHOME=$PYTHONHOME}}" '
-    '"${PYTHONPATH+PYTHONPATH=$PYTHONPATH}" "${LD_PRELOAD+LD_PRELOAD=$LD_PRELOAD}"'
-)
+_PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
+_NAMED_BY_ITS_ROOT = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+"""Variables that Apptainer gives a container's place on the host."""
 
 Start = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
 """Takes a sandbox's standard error, and what is called with its first process before that does anything."""
@@ -54,20 +54,23 @@ _Key = tuple[str, ...]
 """The directories of an unpacked image, the topmost first."""
 
 
+Lesson = asyncio.Future[tuple[str, ...] | None]
+"""The environment of an image, once its first container has shown it; ``None`` if that did not come up."""
+
+
 @dataclass
 class _Kept:
     template: Template
     directory: Path
     starting: asyncio.Task[None]
-    clones: int = 0
 
 
 class Templates:
-    """The templates of one provider.
+    """The template of one provider, another if it has ended, and what is known of images.
 
     Args:
         own: the provider's directory; a template gets one in it, as a sandbox does.
-        visible: directories below which layers and unpacked images lie; templates see no other of the host's.
+        visible: directories below which layers and unpacked images lie; a template sees no other of the host's.
         scratch: where the interpreter that templates run lies.
     """
 
@@ -78,12 +81,46 @@ class Templates:
         self._apptainer = apptainer
         self._scratch = scratch
         self._timeout_s = timeout_s
-        self._starts: Counter[_Key] = Counter()
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._environments: dict[_Key, Lesson] = {}
+        self._kept: _Kept | None = None
         self._number = 0
         self._supported: bool | None = None
         self.refused: dict[_Key, str] = {}
         """Unpacked image → why no sandbox can be cloned over it; Apptainer starts each by itself then."""
+
+    def lesson(self, access: Access, spec: SandboxSpec, prefix: Sequence[str]) -> Lesson | None:
+        """Returns what is to be given to :meth:`learn` when Apptainer has started a container on an empty layer;
+        ``None`` where there is nothing to learn. Others who ask for clones over the image wait for that."""
+        overlay, key = _overlay(prefix), _key(access)
+        if way() == "apptainer" or overlay is None or key in self.refused or key in self._environments:
+            return None
+        if not self._possible(access, spec, overlay[1]):
+            return None
+        lesson: Lesson = asyncio.get_running_loop().create_future()
+        self._environments[key] = lesson
+        return lesson
+
+    def learn(self, access: Access, lesson: Lesson, init: Identity | None) -> None:
+        """Reads the environment that a container began with, before it has run a command; ``None``: it has none.
+
+        It is what its image says, as good as anything else in the image; and no larger than is sent.
+        """
+        try:
+            if init is None:
+                raise OSError("the container did not come up")
+            with open(f"/proc/{init.pid}/environ", "rb") as file:
+                data = file.read(_LONGEST_ENVIRONMENT + 1)
+            if not init.alive():
+                raise OSError("the container has ended")
+        except OSError:
+            self._environments.pop(_key(access), None)
+            lesson.set_result(None)
+            return
+        if len(data) > _LONGEST_ENVIRONMENT:
+            self.refused[_key(access)] = f"its environment has more than {_LONGEST_ENVIRONMENT} bytes"
+            lesson.set_result(None)
+            return
+        lesson.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))
 
     async def find(
         self, access: Access, spec: SandboxSpec, prefix: Sequence[str], control: str, command: Sequence[str]
@@ -93,44 +130,45 @@ class Templates:
         Args:
             prefix: what :meth:`.Access.command_line` would have Apptainer start behind.
         """
-        chosen = way()
         overlay = _overlay(prefix)
-        key = _key(access)
-        if chosen == "apptainer" or overlay is None or key in self.refused:
+        lesson = self._environments.get(_key(access))
+        if way() == "apptainer" or overlay is None or lesson is None or _key(access) in self.refused:
             return None
         if not self._possible(access, spec, overlay[1]):
-            return None
-        self._starts[key] += 1
-        if self._starts[key] == 1 and chosen != "clone":
             return None
         if self._supported is None:
             self._supported = await asyncio.to_thread(supported)
         if not self._supported:
             return None
-        kept = self._kept.get(key)
-        if kept is not None and kept.starting.done() and not kept.template.alive:
-            await self._drop(key)
-            kept = self._kept.get(key)  # somebody else may have begun one meanwhile
-        if kept is None:
-            kept = self._begin(key, access, spec.image)
-        self._kept.move_to_end(key)
+        while self._kept is not None and self._kept.starting.done() and not self._kept.template.alive:
+            await self._drop()
+        if self._kept is None:
+            self._kept = self._begin()
+        kept = self._kept
         try:
             await asyncio.shield(kept.starting)
         except (SandboxError, OSError) as error:
-            if chosen == "clone":
-                raise
             self.refuse(access, error)
+            return None
+        environment = await asyncio.shield(lesson)
+        if environment is None:
             return None
         capabilities = ",".join(str(_CAPABILITIES[name]) for name in ROOT_MAY)
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
-        words = (spec.network, *overlay, capabilities, " ".join(command), *binds)
-        return functools.partial(self._clone, kept, words)
+        variables = [_renamed(entry, overlay[2]) for entry in environment]
+        words = (spec.network, *overlay, capabilities, " ".join(command), str(len(binds)), *binds, *variables)
+        return functools.partial(kept.template.clone, words)
 
-    def refuse(self, access: Access, error: Exception) -> None:
-        """Notes that sandboxes over an image cannot be cloned here; raises ``error`` where they are to be, by hand."""
+    def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
+        """Notes that sandboxes over an image cannot be cloned here; raises ``error`` where they are to be, by hand.
+
+        Args:
+            layer: it may be by what an agent has left in its layer, which says nothing of the image.
+        """
         if way() == "clone":
             raise error
-        self.refused[_key(access)] = str(error)
+        if not layer:
+            self.refused[_key(access)] = str(error)
 
     def _possible(self, access: Access, spec: SandboxSpec, options: str) -> bool:
         sources = (access.rootfs, *access.layers, *(bind.split(":")[0] for bind in spec.binds))
@@ -139,47 +177,36 @@ class Templates:
             and not spec.nested
             and not spec.fakeroot
             and access.form == "tree"
+            and access.namespace is None
             and len(os.fsencode(options)) < _LONGEST_OPTIONS
             and all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
         )
 
-    async def _clone(
-        self, kept: _Kept, fields: Sequence[str], errors: int, on_started: Callable[[Identity], None]
-    ) -> Clone:
-        def ended() -> None:
-            kept.clones -= 1
-
-        kept.clones += 1
-        try:
-            return await kept.template.clone(fields, errors, on_started, ended)
-        except BaseException:
-            ended()
-            raise
-
-    def _begin(self, key: _Key, access: Access, image: str) -> _Kept:
+    def _begin(self) -> _Kept:
         self._number += 1
         directory = self._own / f"t{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
         template = Template(str(directory / "log"))
-        starting = asyncio.ensure_future(self._start(template, directory, access, image))
+        starting = asyncio.ensure_future(self._start(template, directory))
         starting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        kept = self._kept[key] = _Kept(template, directory, starting)
-        return kept
+        return _Kept(template, directory, starting)
 
-    async def _start(self, template: Template, directory: Path, access: Access, image: str) -> None:
-        await self._make_room()
+    async def _start(self, template: Template, directory: Path) -> None:
         await asyncio.to_thread(self._lay_out, directory)
-        # Nothing runs in it but the cloner, which makes user namespaces, and needs the host's network for those who do.
+        # Only our program runs in it; that makes user namespaces, and needs the host's network for those who do.
         binds = tuple(f"{visible}:{visible}" for visible in self._visible)
-        spec = SandboxSpec(image, network="host", nested=True, processes=None, binds=binds)
-        prefix, argv = access.command_line(
+        root = str(directory / "root")
+        spec = SandboxSpec(root, network="host", nested=True, processes=None, binds=binds)
+        argv = exec_argv(
             self._apptainer,
             spec,
-            layer=str(directory / "layer"),
+            root,
+            overlay=None,
             control=str(directory / "control"),
-            command=("/bin/sh", "-c", _SCRIPT),
+            command=(*_PROGRAM, f"{CONTROL_DIR}/cloner.py"),
         )
         # Who maps uid 0 of a namespace below must have it; the clones do not.
         argv[argv.index("--add-caps") + 1] += ",CAP_SETFCAP"
+        argv[argv.index("--add-caps") : argv.index("--add-caps")] = ["--env", f"PYTHONHOME={_HOME}"]
 
         def started(identity: Identity) -> None:
             (directory / "owner").write_text(f"{identity}\n")
@@ -187,7 +214,11 @@ class Templates:
         temporary = str(directory / "tmp")
         try:
             await template.start(
-                argv, temporary=temporary, timeout_s=self._timeout_s, prefix=prefix, on_started=started
+                argv,
+                temporary=temporary,
+                timeout_s=self._timeout_s,
+                prefix=namespace_root(spec),
+                on_started=started,
             )
         except BaseException:
             await template.stop()
@@ -195,19 +226,18 @@ class Templates:
 
     def _lay_out(self, directory: Path) -> None:
         kit = helper_python.kit(self._scratch)
-        for name in ("", "tmp", "layer", "control"):
+        for name in ("", "tmp", "control", "root"):
             os.mkdir(directory / name, 0o700)
+        places = (*MOUNT_POINTS, CONTROL_DIR, *map(str, self._visible))
+        for place in places:
+            os.makedirs(directory / "root" / place.lstrip("/"), exist_ok=True)
+        (directory / "root" / "etc" / "resolv.conf").touch()
         helper_python.lay(kit, directory / "control")
         program = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("cloner.py").read_bytes()
         (directory / "control" / "cloner.py").write_bytes(program)
 
-    async def _make_room(self) -> None:
-        idle = [key for key, kept in self._kept.items() if kept.starting.done() and not kept.clones]
-        for key in idle[: max(0, len(self._kept) - MOST)]:
-            await self._drop(key)
-
-    async def _drop(self, key: _Key) -> None:
-        kept = self._kept.pop(key, None)
+    async def _drop(self) -> None:
+        kept, self._kept = self._kept, None
         if kept is not None:
             with suppress(SandboxError, OSError, asyncio.CancelledError):
                 await kept.starting
@@ -215,8 +245,8 @@ class Templates:
             await asyncio.to_thread(remove_tree, kept.directory, ignore_errors=True)
 
     async def close(self) -> None:
-        """Ends every template. Idempotent."""
-        await asyncio.gather(*map(self._drop, list(self._kept)))
+        """Ends the template. Idempotent."""
+        await self._drop()
 
 
 def way() -> str:
@@ -259,8 +289,13 @@ def _overlay(prefix: Sequence[str]) -> tuple[str, str, str] | None:
     return None
 
 
-def _key(access: Access) -> tuple[str, ...]:
+def _key(access: Access) -> _Key:
     return (*access.layers, access.rootfs)
+
+
+def _renamed(entry: str, root: str) -> str:
+    name = entry.partition("=")[0]
+    return f"{name}={root}" if name in _NAMED_BY_ITS_ROOT else entry
 
 
 def _below(path: Path, directories: Sequence[Path]) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,112 @@ def test_how_sandboxes_start_is_decided_by_hand_in_three_words(
     monkeypatch.setenv("MEGAFLOW_START", "faster")
     with pytest.raises(ConfigError, match="MEGAFLOW_START=faster"):
         asyncio.run(main())
+
+
+def test_no_program_of_the_image_runs_in_the_template(
+    rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the scratch of all sandboxes and has the host's network; the image is a stranger's."""
+    monkeypatch.setenv("MEGAFLOW_START", "clone")
+    image, reached = scratch / "hostile", scratch / "reached"
+    shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
+    lines = f"echo $0 >>{reached}; echo $0 >>/ran"
+    for place, text in (
+        ("usr/bin/sh", f'#!/usr/bin/dash\n({lines}) 2>/dev/null\nexec /usr/bin/dash "$@"\n'),
+        (".singularity.d/env/99-ours.sh", f"({lines}) 2>/dev/null\nexport OURS='one two'\n"),
+        ("etc/ld.so.preload", "libm.so.6\n"),
+    ):
+        (image / place).unlink(missing_ok=True)
+        (image / place).parent.mkdir(parents=True, exist_ok=True)
+        (image / place).write_text(text)
+        (image / place).chmod(0o755)
+
+    async def main() -> tuple[set[str], str, str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(str(image))) as sandbox:
+                assert sandbox.pid is not None
+                assert cloned(sandbox)
+                maps = Path(f"/proc/{parent(sandbox.pid)}/maps").read_text().splitlines()
+                mapped = {line.split()[5] for line in maps if line.count("/")}
+                return mapped, (await sandbox.exec("cat /ran")).stdout, (await sandbox.exec("echo $OURS")).stdout
+
+    mapped, ran, variable = asyncio.run(main())
+    assert "/bin/sh" in ran.split()
+    assert variable == "one two\n"
+    assert not reached.exists(), reached.read_text()
+    assert {name for name in mapped if not name.startswith("/.megaflow/")} == set()
+
+
+def test_what_a_rollout_left_is_no_part_of_the_environment_of_others(
+    rootfs: str, scratch: Path, tmp_path: Path
+) -> None:
+    """A sandbox that continues from a snapshot is the first over its image: nothing is learned from it."""
+    path = "/.singularity.d/env/99-agent.sh"
+
+    async def main() -> tuple[list[bool], list[str]]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                await sandbox.exec(f"mkdir -p ${{0%/*}} /.singularity.d/env; echo export AGENT=1 >{path}")
+                kept = await sandbox.snapshot(tmp_path / "kept")
+        async with ApptainerProvider(scratch) as provider:
+            continued = await provider.start(SandboxSpec(rootfs), kept)
+            others = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+            every = [continued, *others]
+            return list(map(cloned, every)), [(await one.exec("echo $AGENT")).stdout.strip() for one in every]
+
+    assert asyncio.run(main()) == ([False, False, True], ["1", "", ""])
+
+
+def test_a_template_that_stands_still_delays_a_start_and_no_more(rootfs: str, scratch: Path) -> None:
+    async def main() -> tuple[list[bool], list[str]]:
+        async with ApptainerProvider(scratch, start_timeout_s=5) as provider:
+            first = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+            assert first[1].pid is not None
+            template = parent(first[1].pid)
+            os.kill(template, signal.SIGSTOP)
+            try:
+                sandboxes = [*first, await provider.start(SandboxSpec(rootfs))]
+                said = [(await sandbox.exec("echo on")).stdout for sandbox in sandboxes]
+            finally:
+                os.kill(template, signal.SIGCONT)
+            return list(map(cloned, sandboxes)), said
+
+    assert asyncio.run(main()) == ([False, True, False], ["on\n"] * 3)
+
+
+def test_starts_that_are_given_up_harm_no_other(rootfs: str, scratch: Path) -> None:
+    """The template's child may have ended, and been reaped, before anything is asked about it."""
+
+    async def main() -> str:
+        async with ApptainerProvider(scratch) as provider:
+            _, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+            assert cloned(other)
+            for turn in range(40):
+                start = asyncio.create_task(provider.start(SandboxSpec(rootfs)))
+                for _ in range(turn):
+                    await asyncio.sleep(0)
+                start.cancel()
+                await asyncio.gather(start, return_exceptions=True)
+            async with await provider.start(SandboxSpec(rootfs)) as last:
+                assert cloned(last)
+            return (await other.exec("echo on")).stdout
+
+    assert asyncio.run(main()) == "on\n"
+
+
+def test_an_image_whose_environment_is_too_large_for_a_request_is_started_by_apptainer(
+    rootfs: str, scratch: Path
+) -> None:
+    image = scratch / "large"
+    shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
+    settings = image / ".singularity.d/env/99-large.sh"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(f"export LARGE={'x' * 40000}\n")
+
+    async def main() -> list[bool]:
+        async with ApptainerProvider(scratch) as provider:
+            sandboxes = [await provider.start(SandboxSpec(str(image))) for _ in range(3)]
+            assert [(await sandbox.exec("echo ${#LARGE}")).stdout for sandbox in sandboxes] == ["40000\n"] * 3
+            return list(map(cloned, sandboxes))
+
+    assert asyncio.run(main()) == [False] * 3

@@ -19,6 +19,7 @@ import sys
 _X86 = os.uname().machine == "x86_64"
 _CLONE, _PIVOT_ROOT, _CAPSET = (56, 155, 126) if _X86 else (220, 41, 91)
 _CLOSE_RANGE, _OPENAT2 = 436, 437
+_PIDFD = 0x1000
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
@@ -153,15 +154,15 @@ def _become(fields: list[str], given: list[int]) -> None:
         if os.read(given[3], 1):
             for number in range(3):
                 os.dup2(given[number], number)
-            network, directory, options, merged, capabilities, words, *binds = fields
-            _enter(directory, options, merged, network, binds)
+            network, directory, options, merged, capabilities, words, count, *rest = fields
+            _enter(directory, options, merged, network, rest[: int(count)])
             _keep([int(number) for number in capabilities.split(",")])
             for name in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGCHLD):
                 _signal.signal(name, _signal.SIG_DFL)
             os.umask(0o022)
             _checked(_libc.syscall(_CLOSE_RANGE, 3, 0xFFFFFFFF, 0), "close_range")
             argv = words.split(" ")
-            os.execv(argv[0], argv)
+            os.execve(argv[0], argv, dict(entry.split("=", 1) for entry in rest[int(count) :]))
     except BaseException as error:
         os.write(2, f"FATAL: {error}\n".encode("utf-8", "surrogateescape"))
     finally:
@@ -176,18 +177,8 @@ def _reap(*_: object) -> None:
         pass
 
 
-def _restore(arguments: list[str]) -> None:
-    """Takes our interpreter's variables out of the environment; ``NAME=VALUE`` are those that the image has."""
-    for name in ("PYTHONHOME", "PYTHONPATH", "LD_PRELOAD"):
-        os.environ.pop(name, None)
-    for entry in arguments:
-        name, _, value = entry.partition("=")
-        os.environ[name] = value
-
-
 def main() -> None:
     """Serves the host until it closes its end."""
-    _restore([entry for entry in sys.argv[1:] if entry])
     host = _socket.socket(fileno=os.dup(0))
     _signal.signal(_signal.SIGCHLD, _reap)
     host.sendmsg([b"ready"])
@@ -199,15 +190,15 @@ def main() -> None:
         given = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
         number, *fields = os.fsdecode(data).split("\0")
         own = _NEWNS | _NEWIPC | _NEWUSER | _NEWPID | (0 if fields[0] == "host" else _NEWNET)
-        pid = _libc.syscall(_CLONE, own | int(_signal.SIGCHLD), 0, 0, 0, 0)
+        pidfd = ctypes.c_int(-1)  # from the call itself: a process that has ended may be reaped before the next
+        pid = _libc.syscall(_CLONE, own | _PIDFD | int(_signal.SIGCHLD), 0, ctypes.byref(pidfd), 0, 0)
         if pid == 0:
             _become(fields, given)
         said = number if pid > 0 else f"{number}\0{os.strerror(ctypes.get_errno())}"
         passed = []
         if pid > 0:
-            pidfd = os.pidfd_open(pid)
-            passed = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, pidfd.to_bytes(4, sys.byteorder))]
-            given.append(pidfd)
+            passed = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, pidfd.value.to_bytes(4, sys.byteorder))]
+            given.append(pidfd.value)
         host.sendmsg([said.encode()], passed)
         for descriptor in given:
             os.close(descriptor)

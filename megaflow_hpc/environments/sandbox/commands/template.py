@@ -24,15 +24,17 @@ APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
 _AT_ONCE = 32
 """Requests on their way; more wait, so that the socket never fills."""
 
+LONGEST = 65536
+"""Bytes of a request, as ``cloner.py`` reads them."""
+
 END_S = 10.0
 
 
 class Clone:
     """The first process of a cloned sandbox, in the form of :class:`subprocess.Popen`: it is nobody's child here."""
 
-    def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int, on_end: Callable[[], None]) -> None:
+    def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
-        self._on_end = on_end
         self.stdin = os.fdopen(stdin, "wb", buffering=0)
         self.stdout = os.fdopen(stdout, "rb", buffering=0)
         self._pidfd = pidfd
@@ -46,7 +48,6 @@ class Clone:
                 return None
             os.close(self._pidfd)
             self._pidfd = -1
-            self._on_end()
         return 0
 
     def kill(self) -> None:
@@ -66,6 +67,7 @@ class Template:
     def __init__(self, log: str) -> None:
         self._log = log
         self._number = 0
+        self._timeout_s = END_S
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._asked: dict[int, asyncio.Future[int]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,6 +107,7 @@ class Template:
                 )
             )
         self._socket = ours
+        self._timeout_s = timeout_s
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         if identity := Identity.of(self._process.pid):
@@ -155,20 +158,16 @@ class Template:
                 future.exception()
         self._asked.clear()
 
-    async def clone(
-        self,
-        fields: Sequence[str],
-        errors: int,
-        on_started: Callable[[Identity], None],
-        on_end: Callable[[], None],
-    ) -> Clone:
+    async def clone(self, fields: Sequence[str], errors: int, on_started: Callable[[Identity], None]) -> Clone:
         """Starts a sandbox.
 
         Args:
             fields: what ``cloner.py`` reads after the number of a request.
             errors: its standard error.
             on_started: called with its first process before that does anything: limits set then hold for all.
-            on_end: called when it is found to have ended.
+
+        Raises:
+            SandboxError: the template has ended, or does not answer.
         """
         asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         pipes = [os.pipe() for _ in range(3)]
@@ -181,9 +180,15 @@ class Template:
                     raise SandboxError(f"its template has ended: {self._last_words()}")
                 self._number += 1
                 self._asked[self._number] = asked
-                message = "\0".join((str(self._number), *fields)).encode("utf-8", "surrogateescape")
-                socket.send_fds(self._socket, [message], [stdin, stdout, errors, go])
-                pidfd = await asked
+                message = os.fsencode("\0".join((str(self._number), *fields)))
+                if len(message) > LONGEST:
+                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {LONGEST}")
+                try:
+                    pidfd = await asyncio.wait_for(
+                        self._ask(message, [stdin, stdout, errors, go], asked), self._timeout_s
+                    )
+                except TimeoutError:
+                    raise SandboxError(f"its template did not answer within {self._timeout_s:g} s") from None
             with open(f"/proc/self/fdinfo/{pidfd}") as file:
                 pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
             if identity := Identity.of(pid):
@@ -197,7 +202,16 @@ class Template:
         finally:
             for descriptor in {stdin, stdout, go} | kept:
                 os.close(descriptor)
-        return Clone(pidfd, pid, our_stdin, our_stdout, on_end)
+        return Clone(pidfd, pid, our_stdin, our_stdout)
+
+    async def _ask(self, message: bytes, descriptors: Sequence[int], asked: asyncio.Future[int]) -> int:
+        while self._socket is not None:
+            try:
+                socket.send_fds(self._socket, [message], descriptors)
+                break
+            except BlockingIOError:  # it has not read those before
+                await asyncio.sleep(0.005)
+        return await asked
 
     async def stop(self) -> None:
         """Ends the container, and with it every sandbox that was cloned of it. Idempotent."""
