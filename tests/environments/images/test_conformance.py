@@ -38,6 +38,8 @@ BUILT = (
     "copy hard links",
     "mount bind over files",
     "workdir below link to nothing",
+    "heredoc copy escapes",
+    "heredoc copy several",
     "heredoc run redirected",
     "ignore exception",
     "ignore slash forms",

@@ -43,15 +43,6 @@ MORE = (
 
 DIFFERENT = (
     "copy directory that cannot be written",
-    "heredoc copy",
-    "heredoc copy quoted",
-    "heredoc copy escapes",
-    "heredoc copy tabs",
-    "heredoc copy several",
-    "heredoc copy into",
-    "heredoc copy options",
-    "heredoc copy empty",
-    "heredoc add",
     "add tar",
     "add tar owner",
     "add tar chmod",
