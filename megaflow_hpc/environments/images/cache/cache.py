@@ -345,7 +345,9 @@ class ImageCache:
         try:
             for part in parts:
                 began = time.time()
-                self.copied_bytes += self._shelf.put(part.name, part.size, part.make)
+                count = self._shelf.put(part.name, part.size, part.make)
+                with _GUARD:  # other threads make other copies meanwhile
+                    self.copied_bytes += count
                 self._shelf.unreserve(part.name)
                 self._shelf.log.add(part.name, part.source, began, self._shelf.identity, ahead=ahead)
         finally:
