@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from megaflow_hpc.campaign.job_environment import site_environment
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.environments.images.registries import is_remote
-from megaflow_hpc.environments.images.resolve import Images, match_name
+from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images, match_name
 from megaflow_hpc.environments.images.store import VARIABLE, ImageStore
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
@@ -30,6 +31,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.ids import scancel
 from megaflow_hpc.slurm.script import IMAGES, images_job
+from megaflow_hpc.texts import printable
 
 FIRST_LOOK_S, LOOK_S = 2.0, 15.0
 """Seconds between two looks, which are one squeue for all arrays: at first, and when it takes longer."""
@@ -273,6 +275,40 @@ class ImageJobs:
         with suppress(OSError):
             text = log.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:].strip()
         return Result(error=f"{one.array}_{element} ended{ended} before it was built; {log}:\n{text or 'empty'}")
+
+
+def build_by_jobs(
+    config: CampaignConfig, images: Images, requests: Sequence[ImageRequest], mapping: ImageMapping
+) -> dict[str, str]:
+    """Has jobs build what a campaign that is planned wants, says so on stderr, and returns what failed: name → why.
+
+    Raises:
+        ConfigError: A name is not mapped, or mapped to nothing that exists.
+        SiteError: Slurm refuses, or every image failed.
+    """
+
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr, flush=True)
+
+    registries = images.registries
+    recipe = Recipe(
+        dict(mapping.names),
+        str(mapping.base_dir),
+        mapping.where,
+        config.environment.network_of_builds,
+        dict(registries.mirrors),
+        registries.air_gapped,
+    )
+    jobs = ImageJobs(images.store, config.slurm, say)
+    outcomes = jobs.build(Wanted.of(request, recipe) for request in requests)
+    failed = {one.name: one.error for one in outcomes if one.state == "failed"}
+    if len(failed) == len(outcomes):
+        raise SiteError(f"no image could be built; of {outcomes[0].name}: {outcomes[0].error}")
+    for name, error in failed.items():
+        say(f"{name}: {error}")
+    if failed:
+        say(f"images that were not built: {len(failed)} of {len(outcomes)}; rollouts of their tasks will fail")
+    return failed
 
 
 def wanted_by_campaign(

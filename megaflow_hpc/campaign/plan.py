@@ -86,12 +86,13 @@ def make(
     Args:
         base: directory that relative paths are relative to.
         only: rollout or task ids (shell patterns); empty takes all.
-        build: build images that are not there yet; without it they are only checked.
+        build: build images that are not there yet, or have jobs build them; without it they are only checked.
         watch: is told which are made, and how far that is.
 
     Raises:
         ConfigError: names file, line, value and remedy.
     """
+    from megaflow_hpc.campaign.image_jobs import build_by_jobs
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import ImageMapping, Images
@@ -99,7 +100,7 @@ def make(
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.provider import default_scratch
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
-    from megaflow_hpc.tasks.images import image_requests, in_image_directories
+    from megaflow_hpc.tasks.images import image_requests, in_image_directories, with_unbuilt
     from megaflow_hpc.tasks.loading import load_tasks
 
     if config.is_pool:
@@ -149,7 +150,10 @@ def make(
     tasks = [task for task in tasks if task.id in used] + held_out
     require((environment.network_of(task) for task in tasks), default_scratch())
     mapping = ImageMapping(environment.images, base, where("environment.images"))
-    files = images.resolve_all(image_requests(tasks), mapping, build=build)
+    requests, by_jobs = image_requests(tasks), build and environment.build == "slurm"
+    if by_jobs:
+        tasks = with_unbuilt(tasks, build_by_jobs(config, images, requests, mapping))
+    files = images.resolve_all(requests, mapping, build=build and not by_jobs)
     tasks = in_image_directories(tasks, files, images, mapping)
     if environment.verification == "fresh":
         for task in tasks:

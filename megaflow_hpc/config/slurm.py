@@ -128,7 +128,7 @@ class GatherConfig(Section):
 
 
 class BuildsConfig(Section):
-    """The array that builds images, with ``images build --slurm``. Each element builds a share of them."""
+    """The array that builds images: of ``images build --slurm`` and of ``environment.build: slurm``."""
 
     partition: str | None = None
     """Partition. Default: ``pods.partition``."""

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import pytest
 
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.slurm.script import IMAGES
-from tests.support.campaigns import cli
+from tests.support.campaigns import Make, cli
+from tests.support.labs import pods
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
@@ -98,3 +100,32 @@ def test_an_element_that_is_killed_is_said_to_have_ended_so(tmp_path: Path, busy
     assert image["state"] == "failed"
     assert "ended as CANCELLED on cpu" in image["error"]
     assert os.fspath(tmp_path) in image["error"]
+
+
+def test_in_a_campaign_tasks_fail_whose_image_was_not_built_and_no_others(
+    tmp_path: Path, make_campaign: Make, base_sif: Path
+) -> None:
+    campaign = make_campaign(3, pods(count=1) + "  builds: {count: 2, time: 10, mem_gb: 0.9}\n", agent="oracle")
+    text = campaign.read_text().replace("network: none,", "network: none, build: slurm,")
+    campaign.write_text(text)
+    for number, step in enumerate(("true", "echo no such luck; exit 3")):
+        place = tmp_path / "tasks" / f"task{number}"
+        (place / "environment").mkdir(exist_ok=True)
+        (place / "environment" / "Dockerfile").write_text(f"FROM base\nRUN {step}\n")
+        config = place / "task.toml"
+        config.write_text("".join(line for line in config.read_text().splitlines(True) if "docker_image" not in line))
+    done = cli("run", campaign, "--launcher", "slurm", "--json", MEGAFLOW_IMAGE_STORE=str(tmp_path / "store"))
+    assert done.returncode == 1, done.stderr
+    assert "images that were not built: 1 of 3; rollouts of their tasks will fail" in done.stderr
+    run = json.loads(done.stdout)["run"]
+    with h5py.File(Path(run) / "trajectories.h5") as file:
+        table = file["trajectories"]
+        columns = ("id", "status", "error_kind", "error")
+        found = {row[0]: row[1:] for row in zip(*([v.decode() for v in table[c][:]] for c in columns), strict=True)}
+        attempts = set(table["attempt"][:])
+    assert found.keys() == {f"task{number}/oracle/0" for number in range(3)}
+    status, kind, error = found.pop("task1/oracle/0")
+    assert (status, kind) == ("failed", "user")
+    assert "no such luck" in error
+    assert set(found.values()) == {("completed", "", "")}
+    assert attempts == {0}

@@ -90,7 +90,7 @@ def expected_starts(planned: RunRecord) -> dict[str, float]:
     for name in training.policies if training else ():
         total += training.steps * training.batch.tasks * planned.policies[name].samples if training else 0
     each = total / max(len(planned.tasks), 1) / planned.config.slurm.pods.total_nodes
-    tasks = Counter(planned.images[task["image"]] for task in planned.tasks.values())
+    tasks = Counter(planned.images[task["image"]] for task in planned.tasks.values() if not task.get("unbuilt"))
     return {image: count * each for image, count in tasks.items()}
 
 

@@ -232,6 +232,8 @@ async def _sandbox(
     services: Services, task: Task, policy: Policy, partial: str
 ) -> tuple[ApptainerSandbox, Partial | None]:
     """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
+    if task.unbuilt:  # no node's fault, and no further attempt has one
+        raise ConfigError(f"its image was not built: {task.unbuilt}")
     try:
         binds = getattr(create(policy.agent), "binds", ())
         spec = sandbox_spec(task, services.images, services.config.environment)
