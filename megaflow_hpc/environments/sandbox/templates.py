@@ -250,14 +250,14 @@ class Templates:
 
 
 def way() -> str:
-    """Returns how sandboxes start: ``auto``, or what ``MEGAFLOW_START`` (apptainer, clone) decides by hand.
+    """Returns how sandboxes start: ``auto``, or what ``MEGAFLOW_SANDBOX_START`` (apptainer, clone) decides by hand.
 
     Raises:
         ConfigError: it has another value.
     """
-    named = os.environ.get("MEGAFLOW_START", "auto")
+    named = os.environ.get("MEGAFLOW_SANDBOX_START", "auto")
     if named not in ("auto", "apptainer", "clone"):
-        raise ConfigError(f"MEGAFLOW_START={named}: expected apptainer, clone or auto")
+        raise ConfigError(f"MEGAFLOW_SANDBOX_START={named}: expected apptainer, clone or auto")
     return named
 
 

@@ -31,7 +31,7 @@ CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.ar
 @pytest.fixture(autouse=True, params=["apptainer", "clone"])
 def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sandboxes are containers that Apptainer has started, or clones of one."""
-    monkeypatch.setenv("MEGAFLOW_START", request.param)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", request.param)
 
 
 def test_neither_home_nor_host_environment_is_inside(

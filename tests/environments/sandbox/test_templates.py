@@ -68,7 +68,7 @@ def test_a_clone_has_what_a_container_of_apptainer_has(rootfs: str, scratch: Pat
 
 
 def test_nothing_of_the_template_is_left_inside(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_START", "clone")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
 
     async def main() -> list[str]:
         async with ApptainerProvider(scratch) as provider:
@@ -89,7 +89,7 @@ def test_nothing_of_the_template_is_left_inside(rootfs: str, scratch: Path, monk
 
 def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places that it mounts on are the agent's files when the next container starts."""
-    monkeypatch.setenv("MEGAFLOW_START", "clone")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
     trap = scratch / "trap"
     trap.mkdir(parents=True, exist_ok=True)
     (trap / "resolv.conf").write_text("host's\n")
@@ -119,7 +119,7 @@ def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monke
 def test_a_template_that_is_killed_takes_its_sandboxes_along_and_the_next_start_makes_another(
     rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_START", "clone")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
 
     async def main() -> str:
         async with ApptainerProvider(scratch) as provider:
@@ -182,10 +182,10 @@ def test_how_sandboxes_start_is_decided_by_hand_in_three_words(
         async with ApptainerProvider(scratch) as provider:
             return [cloned(await provider.start(SandboxSpec(rootfs))) for _ in range(2)]
 
-    monkeypatch.setenv("MEGAFLOW_START", "apptainer")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "apptainer")
     assert asyncio.run(main()) == [False, False]
-    monkeypatch.setenv("MEGAFLOW_START", "faster")
-    with pytest.raises(ConfigError, match="MEGAFLOW_START=faster"):
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "faster")
+    with pytest.raises(ConfigError, match="MEGAFLOW_SANDBOX_START=faster"):
         asyncio.run(main())
 
 
@@ -193,7 +193,7 @@ def test_no_program_of_the_image_runs_in_the_template(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees the scratch of all sandboxes and has the host's network; the image is a stranger's."""
-    monkeypatch.setenv("MEGAFLOW_START", "clone")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
     image, reached = scratch / "hostile", scratch / "reached"
     shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
     lines = f"echo $0 >>{reached}; echo $0 >>/ran"
