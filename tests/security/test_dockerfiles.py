@@ -455,6 +455,19 @@ def test_a_step_that_replaces_the_images_own_settings_writes_nothing_on_the_host
         assert untouched(home), attack
 
 
+@both_layers
+def test_a_file_named_like_a_mark_of_deletion_hides_nothing(built: Built, context: Path, home: Path) -> None:
+    (context / ".wh.bin").touch()
+    for step in ("RUN mkdir /d && touch /d/.wh..wh..opq /.wh.etc", "COPY .wh.bin /", "COPY . /usr/"):
+        said, tree = "", home.parent / "tree"
+        try:
+            built(f"FROM base\n{step}\n")
+        except MegaflowError as error:  # where a step writes to a copy of its image, they are left out
+            said = str(error)
+        assert ".wh." in said or ((tree / "etc/passwd").exists() and (tree / "bin/sh").exists())
+        remove_tree(tree)
+
+
 # --- what a step uses -------------------------------------------------------------------------------------------------
 
 

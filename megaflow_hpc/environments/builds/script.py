@@ -76,7 +76,9 @@ cover() { # target; sets aside what is there, and prints the topmost of what has
   echo "$top"
 }
 uncover() { # target, what cover printed
-  tools rm -rf "$1" "$2"
+  tools rm -rf "$1"
+  place=$1
+  while [ "$place" != "$2" ]; do place=${place%/*}; tools rmdir "$place" 2>/dev/null || break; done
   if [ -e "$1.megaflow-covered" ]; then tools mv "$1.megaflow-covered" "$1"; fi
 }
 """

@@ -33,6 +33,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.tar import Refused
 
 KEY_VERSION = "megaflow-step-1"
 KEY_LENGTH = 40
@@ -97,7 +98,7 @@ class StageBuilds:
                 continue
             try:
                 layer = await self._step(image, _absolute(step, image.workdir or "/"), exports)
-            except (ConfigError, OSError) as error:
+            except (ConfigError, OSError, Refused) as error:
                 raise ConfigError(f"{self._dockerfile.path}:{step.line}: {error}") from error
             image = image.over([layer] if layer else [])
         return image

@@ -4,7 +4,7 @@
 
     copy ROOT TARGET SOURCE…    what lies at each SOURCE of the image → TARGET/<number>/<its name>
     place FILE ITEMS            a layer with ITEMS put in place; how, and over which layers, comes by standard input
-    layer FILE UPPER            a layer of what an overlay's upper directory holds
+    layer FILE UPPER [marks]    a layer of what an overlay's upper directory holds; marks: files mark what is deleted
     join TARGET BASE LAYER…     a base and layers over it, the lowest first → one tree
     pack ROOT FILE              the image → a squashfs
 
@@ -73,14 +73,14 @@ def place(file: str, items: str) -> None:
     _print(packer)
 
 
-def layer(file: str, upper: str) -> None:
+def layer(file: str, upper: str, marks: str = "") -> None:
     """Writes a layer of an overlay's upper directory, without what the build itself mounted there; prints its facts."""
     top = os.open(upper, _DIRECTORY)
     for name in OURS:
         with suppress(OSError):  # there is none, or the image has something there itself
             os.rmdir(name, dir_fd=top)
     with Packer(Path(file)) as packer:
-        pack_tree(packer, top)
+        pack_tree(packer, top, marks=bool(marks))
     _print(packer)
 
 

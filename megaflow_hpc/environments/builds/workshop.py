@@ -126,7 +126,7 @@ class Workshop:
         """Ends a sandbox, and writes what it has changed to ``file`` as a layer."""
         upper = self.place("upper")
         await sandbox.finish(upper)
-        return facts_of(await run_tree(self.namespace, "layer", str(file), str(upper)))
+        return facts_of(await run_tree(self.namespace, "layer", str(file), str(upper), "marks" if self._copies else ""))
 
     async def copy_out(self, image: LayeredImage, sources: Sequence[str], target: Path) -> None:
         """Copies what lies at ``sources`` of an image to ``target/<number>/<name>``, its files with their owners.

@@ -49,7 +49,8 @@ def attributes_of(found: os.stat_result) -> Attributes:
 class Packer:
     """Writes one layer to ``target``, as a context manager; :meth:`facts` are known after it.
 
-    Names are relative to the image's root. The same entries give the same bytes.
+    Names are relative to the image's root. The same entries give the same bytes. Methods raise :class:`Refused` for a
+    name that a layer cannot hold.
     """
 
     def __init__(self, target: Path) -> None:
@@ -123,13 +124,20 @@ class Packer:
         """Says that what is below at ``name`` is gone."""
         parent, _, last = name.rpartition("/")
         hidden = os.fsdecode(WHITEOUT) + last
-        self._header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
+        self._write_header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
 
     def opaque(self, name: str) -> None:
         """Says that nothing of what is below in the directory ``name`` is seen."""
-        self._header(f"{name}/{os.fsdecode(OPAQUE)}", tarfile.REGTYPE, Attributes(0))
+        self._write_header(f"{name}/{os.fsdecode(OPAQUE)}", tarfile.REGTYPE, Attributes(0))
 
     def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
+        if name.rpartition("/")[2].startswith(os.fsdecode(WHITEOUT)):
+            raise Refused(
+                f"/{name}: a name that begins with .wh. marks what is gone in a layer; call it something else"
+            )
+        self._write_header(name, kind, attributes, size, target)
+
+    def _write_header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
         self._tally.add(size, is_directory=kind == tarfile.DIRTYPE)
         info = tarfile.TarInfo(name)
         info.type, info.size, info.linkname = kind, size, target
@@ -145,35 +153,34 @@ class Packer:
         self._file.write(packed)
 
 
-def pack_tree(packer: Packer, directory: int, name: str = "", *, top: bool = True) -> None:
+def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = False) -> None:
     """Adds all that an overlay's upper directory holds: its files, and what it marks as deleted.
 
-    Deleted is what a device 0/0 stands for, or an empty file ``.wh.NAME`` (rootfs/copies.py). Devices and sockets are
-    left out.
+    Devices other than those marks, and sockets, are left out.
 
     Args:
         directory: its descriptor.
         name: of the directory in the image; empty for the root, whose own attributes are left to the image below.
+        marks: deleted is what an empty file ``.wh.NAME`` stands for (rootfs/copies.py), not a device 0/0.
 
     Raises:
-        Refused: nested deeper than anything that reads it could go.
+        Refused: nested deeper than anything that reads it could go, or a file with the name of a mark.
     """
     if name.count("/") >= DEEPEST:
         raise Refused(f"{name[:200]}: more than {DEEPEST} directories in one another")
-    if not top and _is_opaque(directory):
+    if name and _is_opaque(directory):
         packer.opaque(name)
     for entry in _entries(directory):
         found = entry.stat(follow_symlinks=False)
         path, attributes = f"{name}/{entry.name}" if name else entry.name, attributes_of(found)
-        if entry.name.startswith(os.fsdecode(WHITEOUT)):
+        if marks and entry.name.startswith(os.fsdecode(WHITEOUT)):
             hidden = entry.name.removeprefix(os.fsdecode(WHITEOUT))
-            if hidden not in ("", ".", "..", ".wh..opq") and stat.S_ISREG(found.st_mode) and not found.st_size:
-                packer.whiteout(f"{name}/{hidden}" if name else hidden)
+            packer.whiteout(f"{name}/{hidden}" if name else hidden)
         elif stat.S_ISDIR(found.st_mode):
             below = os.open(entry.name, _DIRECTORY, dir_fd=directory)
             try:
                 packer.directory(path, attributes)
-                pack_tree(packer, below, path, top=False)
+                pack_tree(packer, below, path, marks=marks)
             finally:
                 os.close(below)
         elif stat.S_ISREG(found.st_mode):
@@ -200,7 +207,4 @@ def _is_opaque(directory: int) -> bool:
         with suppress(OSError):
             if os.getxattr(directory, name) == b"y":
                 return True
-    with suppress(OSError):
-        os.stat(os.fsdecode(OPAQUE), dir_fd=directory, follow_symlinks=False)
-        return True
     return False
