@@ -78,8 +78,14 @@ def build(arguments: argparse.Namespace) -> int:
 
     One image that fails does not end the others, and is status 1; the error of one alone is raised.
     """
+    from megaflow_hpc.errors import ConfigError
+
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ConfigError(f"--jobs {arguments.jobs}: at least 1")
     if arguments.slurm:
         return _build_by_jobs(arguments)
+    if arguments.detach or arguments.jobs or arguments.sbatch:
+        raise ConfigError("images build: --detach, --jobs and --sbatch are of builds by jobs; add --slurm")
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
     from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megaflow_hpc.campaign.image_batch import Batch, Recipe, Wanted
+from megaflow_hpc.cli import main
 from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.rundir.layout import RunDir
@@ -73,3 +76,21 @@ def test_the_script_asks_for_what_the_campaign_says(tmp_path: Path) -> None:
     ):
         assert f"#SBATCH {line}\n" in text
     assert f"BATCH={tmp_path}/batch-1f\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--detach"], "add --slurm"),
+        (["--sbatch", "time=5"], "add --slurm"),
+        (["--slurm", "--jobs", "0"], "--jobs 0: at least 1"),
+        (["--slurm", "--sbatch", "time"], "--sbatch time: expected NAME=VALUE"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM base\n")
+    assert main(["images", "build", str(tmp_path / "Dockerfile"), "--store", str(tmp_path / "store"), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
