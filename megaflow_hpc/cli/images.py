@@ -51,6 +51,7 @@ def register(subparsers: Any) -> None:
         "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. One "
         "image that fails does not end the others; exit status 1 if any did.",
         "  megaflow-hpc images build campaign.yaml\n"
+        "  megaflow-hpc images build campaign.yaml --dry-run\n"
         "  megaflow-hpc images build campaign.yaml --manifest images.json\n"
         "  megaflow-hpc images build campaign.yaml --slurm --sbatch time=60\n"
         "  megaflow-hpc images build containers/base.def\n"
@@ -60,6 +61,9 @@ def register(subparsers: Any) -> None:
     build.add_argument("--map", metavar="NAME=IMAGE", action="append", default=[], help="image for a FROM; repeatable")
     build.add_argument(
         "--network", choices=("none", "host"), help="of a Dockerfile's steps; default: the campaign's, else none"
+    )
+    build.add_argument(
+        "--dry-run", action="store_true", help="only say what would be made, and what store and nodes would hold"
     )
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
     build.add_argument(
@@ -316,7 +320,7 @@ def _pruned(arguments: argparse.Namespace, removed: list[str], freed: int, layer
         found = {"removed": removed, "layers": layers, "freed_bytes": freed, "dry_run": arguments.dry_run}
         print_json(found)
     else:
-        also = f" and {len(layers)} layers" if layers else ""
+        also = f", and {len(layers)} layers" if layers else ""
         verb = "would go" if arguments.dry_run else "removed"
         say("\n".join([*removed, f"{len(removed)}{also} {verb}, {freed / 1e6:.1f} MB"]))
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megaflow_hpc.cli.output import ImageProgress, note, print_json, say, table
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.resolve import ImageRequest, Images
+    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
     from megaflow_hpc.errors import MegaflowError
 
 
@@ -51,8 +51,18 @@ def images_of_campaign(
         network: of the steps of Dockerfiles; by default as the campaign says.
         failures: as for :meth:`Images.resolve_all`.
     """
-    from megaflow_hpc.config import load
     from megaflow_hpc.environments.builds.builder import Builder
+
+    requests, mapping, theirs = _wanted_by_campaign(images, path, build)
+    images.builder = Builder(network or theirs) if build else None
+    return images.resolve_all(requests, mapping, build=build, failures=failures)
+
+
+def _wanted_by_campaign(
+    images: Images, path: str, build: bool
+) -> tuple[list[ImageRequest], ImageMapping, Literal["none", "host"] | None]:
+    """What a campaign's tasks want, how it is mapped, and the network of its builds; its registries are used on."""
+    from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import ImageMapping
     from megaflow_hpc.tasks.images import image_requests
@@ -60,7 +70,6 @@ def images_of_campaign(
 
     config = load(path)
     environment = config.environment
-    images.builder = Builder(network or environment.network_of_builds) if build else None
     ours = images.registries
     images.registries = Registries(
         {**environment.mirrors, **ours.mirrors}, build and (ours.air_gapped or environment.air_gapped)
@@ -68,9 +77,7 @@ def images_of_campaign(
     base = Path(path).absolute().parent
     note(f"{path}: reading tasks")
     tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
-    return images.resolve_all(
-        image_requests(tasks), ImageMapping(environment.images, base), build=build, failures=failures
-    )
+    return image_requests(tasks), ImageMapping(environment.images, base), environment.network_of_builds
 
 
 def build(arguments: argparse.Namespace) -> int:
@@ -82,6 +89,8 @@ def build(arguments: argparse.Namespace) -> int:
 
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: at least 1")
+    if arguments.dry_run:
+        return _forecast(arguments)
     if arguments.slurm:
         return _build_by_jobs(arguments)
     if arguments.detach or arguments.jobs or arguments.sbatch:
@@ -132,6 +141,38 @@ def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
             note(f"{source}:{line}: {instruction} is left out: {reason}")
         requests.append(ImageRequest(source, dockerfile=path))
     return requests
+
+
+def _forecast(arguments: argparse.Namespace) -> int:
+    """Says what a build would take; makes nothing."""
+    from megaflow_hpc.environments.builds.forecast import Forecaster
+    from megaflow_hpc.environments.images.cache.cache import ImageCache
+    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.sandbox.provider import default_scratch
+
+    images = open_images(arguments)
+    cache = default_scratch() / "cache"
+    staged = [str(row["name"]) for row in ImageCache(cache, "").list()] if cache.is_dir() else []
+    forecaster = Forecaster(images, staged)
+    campaigns, dockerfiles, others = _kinds(arguments.source)
+    for source in campaigns:
+        requests, mapping, network = _wanted_by_campaign(images, source, True)
+        forecaster.add(requests, mapping, arguments.network or network)
+    mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
+    forecaster.add(_requests(images, dockerfiles), mapping, arguments.network)
+    forecaster.add(map(ImageRequest, others), ImageMapping({name: name for name in others}, Path.cwd(), "images build"))
+    found = forecaster.forecast
+    if arguments.json:
+        print_json({**vars(found), "to_make": found.to_make})
+        return 0
+    say(f"images: {found.images}, {found.there} in the store, {found.to_make or 'none'} to be made")
+    say(f"layers: {found.layers_made} to be made, {found.layers_fetched} to be fetched")
+    least = "at least " if found.unknown else ""
+    say(f"store: {least}{_size(found.store_bytes)}, {found.store_inodes} files more")
+    say(f"node: {least}{_size(found.node_bytes)}, {found.node_inodes} files, beyond what this one has")
+    if found.unknown:
+        say("\n".join(["not known before it is made:", *(f"  {line}" for line in found.unknown)]))
+    return 0
 
 
 def _build_by_jobs(arguments: argparse.Namespace) -> int:
@@ -254,6 +295,10 @@ def export(arguments: argparse.Namespace) -> int:
     else:
         say(f"{target}: {megabytes(target.stat().st_size)} MB")
     return 0
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def megabytes(size: Any) -> str:

@@ -142,7 +142,7 @@ class Builder:
         trees, listings = self._ready(layers)
         try:
             async with asyncio.timeout(timeout_s) as timer, Workshop(layers, trees, self._scratch) as workshop:
-                bases = {name: _image_of(path) for name, path in images.items()}
+                bases = {name: image_of(path) for name, path in images.items()}
                 build = StageBuilds(dockerfile, bases, layers, listings, workshop, self._spec(), say)
                 return await build.build()
         except TimeoutError:
@@ -197,8 +197,8 @@ def _discard(place: Path) -> None:
         place.parent.rmdir()
 
 
-def _image_of(path: str) -> LayeredImage:
-    """What a file or a directory is to whom builds on it."""
+def image_of(path: str) -> LayeredImage:
+    """Returns what a file or a directory is to whom builds on it."""
     if is_layered(path):
         return read_layered(path)
     return LayeredImage(Base.of(path, digest_in(path)), workdir=working_directory(path))

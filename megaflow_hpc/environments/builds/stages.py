@@ -97,7 +97,7 @@ class StageBuilds:
                 exports.append(step.text)
                 continue
             try:
-                layer = await self._step(image, _absolute(step, image.workdir or "/"), exports)
+                layer = await self._step(image, absolute(step, image.workdir or "/"), exports)
             except (ConfigError, OSError, Refused) as error:
                 raise ConfigError(f"{self._dockerfile.path}:{step.line}: {error}") from error
             image = image.over([layer] if layer else [])
@@ -106,7 +106,7 @@ class StageBuilds:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _step(self, image: LayeredImage, step: Copy | Run | Workdir, exports: Sequence[str]) -> LayerFacts | None:
-        key = self._key(image, step, exports)
+        key = step_key(self._dockerfile, self._images, self._spec.network, image, step, exports)
         if known := self._layers.step(key):
             return known[0]
         with self._layers.making(key) as place:
@@ -124,22 +124,6 @@ class StageBuilds:
             layer = self._layers.add(file, facts) if facts.inodes else None
             self._layers.note_step(key, layer, source)
             return layer
-
-    def _key(self, image: LayeredImage, step: Copy | Run | Workdir, exports: Sequence[str]) -> str:
-        content = asdict(step)
-        del content["line"]
-        digest = hashlib.sha256(f"{KEY_VERSION}\0{identity(image)}\0{type(step).__name__}\0".encode())
-        copies: list[Copy] = [step] if isinstance(step, Copy) else []
-        if isinstance(step, Run):
-            copies = [mount.copy for mount in step.mounts if mount.copy]
-            content |= {"exports before": list(exports), "network": self._spec.network}
-        digest.update(json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogateescape"))
-        for copy in copies:
-            if copy.origin is None:
-                self._dockerfile.context.update(digest, copy.sources)
-            else:
-                digest.update(f"\0{identity(self._images[copy.origin])}".encode())
-        return digest.hexdigest()[:KEY_LENGTH]
 
     def _make_directory(self, image: LayeredImage, step: Workdir, file: Path) -> LayerFacts:
         view = self._listings.view(image)
@@ -232,6 +216,38 @@ class StageBuilds:
         return layer
 
 
+def step_key(
+    dockerfile: Dockerfile,
+    images: Mapping[str, LayeredImage],
+    network: str,
+    image: LayeredImage,
+    step: Copy | Run | Workdir,
+    exports: Sequence[str],
+) -> str:
+    """Returns what a step is known by: a hash of all that goes into it.
+
+    Args:
+        images: those that the build starts or copies from, and its stages so far.
+        network: of the steps.
+        image: what is below the step.
+        exports: lines of ``ENV`` before it.
+    """
+    content = asdict(step)
+    del content["line"]
+    digest = hashlib.sha256(f"{KEY_VERSION}\0{identity(image)}\0{type(step).__name__}\0".encode())
+    copies: list[Copy] = [step] if isinstance(step, Copy) else []
+    if isinstance(step, Run):
+        copies = [mount.copy for mount in step.mounts if mount.copy]
+        content |= {"exports before": list(exports), "network": network}
+    digest.update(json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogateescape"))
+    for copy in copies:
+        if copy.origin is None:
+            dockerfile.context.update(digest, copy.sources)
+        else:
+            digest.update(f"\0{identity(images[copy.origin])}".encode())
+    return digest.hexdigest()[:KEY_LENGTH]
+
+
 def identity(image: LayeredImage) -> str:
     """Returns what stands for an image's files: its base, and its layers by their digests."""
     base = image.base
@@ -240,7 +256,7 @@ def identity(image: LayeredImage) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _absolute(step: Copy | Run | Workdir, home: str) -> Copy | Run | Workdir:
+def absolute(step: Copy | Run | Workdir, home: str) -> Copy | Run | Workdir:
     """The step with its relative paths from the base image's own directory."""
     if isinstance(step, Workdir):
         return replace(step, path=posixpath.join(home, step.path))

@@ -17,7 +17,7 @@ from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
+from megaflow_hpc.environments.images.registry.image import RemoteImage, describe, fetch
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host import apptainer as runtime
 
@@ -63,6 +63,16 @@ def pull(
     except SiteError as error:
         raise registries.failed(source, error) from error
     return None
+
+
+def look(registries: Registries, source: str) -> RemoteImage | None:
+    """Returns what a pull would bring; ``None`` where that is not known: no registry says, or it has no layers."""
+    if registries.air_gapped or not source.startswith("docker://"):
+        return None
+    try:
+        return describe(registries.reference(source))
+    except SiteError:
+        return None
 
 
 def _pull_layers(registries: Registries, source: str, layers: LayerStore, progress: _Progress) -> LayeredImage:

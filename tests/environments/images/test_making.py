@@ -16,11 +16,13 @@ import pytest
 
 from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.making import Making, at_once, make_all
 from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from tests.support.places import ROOT
+from tests.support.registries import Registry, layer, noise
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -110,16 +112,56 @@ def test_build_goes_on_after_one_that_fails_and_says_what_it_does(
     assert "images: 2/2 made, 2 steps, " in said
     status, out, said = verb("build", *paths, "--map", f"base={base}")
     assert status == 1
-    print("SAID", said)
     assert "images: 2, 1 in the store, 1 to be made\n" in said
     assert f"{paths[1]} failed: " in said
     assert verb("build", paths[0], "--map", f"base={base}")[2] == "images: 1, 1 in the store, none to be made\n"
 
 
+def test_what_a_build_takes_is_said_before_and_is_what_it_took(
+    verb: Verb, small_images: SmallImages, tmp_path: Path
+) -> None:
+    """Two Dockerfiles share their first step, and one of them has a third that is not known before."""
+    base = small_images.fill(ImageStore(), 1)[0]
+    first = "FROM base\nCOPY file /a\n"
+    requests = dockerfiles(tmp_path / "context", f"{first}COPY file /b\n", f"{first}COPY <<E /c/d\ntext\nE\n")
+    paths = [str(request.dockerfile) for request in requests]
+    words = (*paths, "--map", f"base={base}")
+    told = json.loads(verb("build", *words, "--dry-run", "--json")[1])
+    assert (told["images"], told["there"], told["to_make"]) == (2, 0, 2)
+    assert (told["layers_made"], told["layers_fetched"], told["unknown"]) == (3, 0, [])
+    assert list(ImageStore().layers.layers()) == []
+    built = json.loads(verb("build", *words, "--json")[1])["images"].values()
+    store = ImageStore()
+    layers = {layer.digest: layer for path in built for layer in read_layered(path).layers}
+    sif = store.image(Path(base).stem)
+    assert sif is not None
+    assert told["node_bytes"] <= sum(layer.unpacked_bytes for layer in layers.values()) + sif.unpacked_bytes
+    assert told["node_bytes"] >= 3 * 4096 + sif.unpacked_bytes
+    assert told["store_inodes"] == 3 * len(layers) + 3 * len(built)
+    again = json.loads(verb("build", *words, "--dry-run", "--json")[1])
+    assert (again["there"], again["to_make"], again["store_bytes"], again["layers_made"]) == (2, 0, 0, 0)
+
+    assert verb("stage", *built)[0] == 0  # nothing more for this node
+    again = json.loads(verb("build", *words, "--dry-run", "--json")[1])
+    assert (again["node_bytes"], again["node_inodes"]) == (0, 0)
+    (tmp_path / "context" / "2.Dockerfile").write_text(f"{first}RUN true\nCOPY file /e\n")
+    out = verb("build", tmp_path / "context" / "2.Dockerfile", "--map", f"base={base}", "--dry-run")[1]
+    assert "layers: 2 to be made, 0 to be fetched\n" in out
+    assert f"not known before it is made:\n  {tmp_path}/context/2.Dockerfile:3\n" in out
+
+
+def test_what_a_registry_would_send_is_said_before(verb: Verb, registry: Registry) -> None:
+    layers = [layer({"base": noise("forecast", 50_000)}), layer({"own": b"own"})]
+    registry.push("forecast", "1", layers)
+    words = ("docker://lab.org/forecast:1", "--mirror", f"lab.org=http://{registry.address}", "--dry-run", "--json")
+    told = json.loads(verb("build", *words)[1])
+    assert (told["to_make"], told["layers_fetched"], told["store_bytes"]) == (1, 2, sum(len(x.blob) for x in layers))
+
+
 @pytest.fixture
 def sleeping(small_rootfs: str, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A build on a terminal whose two images take half an hour; it is in their first steps."""
-    requests = dockerfiles(tmp_path / "context", *(f"FROM base\nRUN echo {n} && sleep 1800\n" for n in "ab"))
+    """A build on a terminal whose two images never end; it is in their first steps."""
+    requests = dockerfiles(tmp_path / "context", *(f"FROM base\nRUN echo {n} && kill -STOP $$\n" for n in "ab"))
     words = ["images", "build", *(str(request.dockerfile) for request in requests), "--map", f"base={small_rootfs}"]
     terminal, screen = pty.openpty()
     process = subprocess.Popen(
@@ -154,7 +196,7 @@ def test_ctrl_c_ends_all_that_is_under_way(sleeping: subprocess.Popen[bytes], tm
     assert sleeping.wait(60) == 130
     assert list((tmp_path / "store" / "work").glob("*.*/")) == []
     assert list((tmp_path / "store" / "layers").iterdir()) == []
-    assert not any("sleep\x001800" in line for line in _command_lines())
+    assert not any("echo a && kill -STOP" in line for line in _command_lines())
 
 
 def _drain(descriptor: int) -> None:

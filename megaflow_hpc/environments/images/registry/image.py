@@ -141,6 +141,11 @@ def fetch(
     return image
 
 
+def describe(reference: Reference) -> RemoteImage:
+    """Returns what an image of a registry is made of; fetches no layer. Raises as :func:`fetch`."""
+    return _describe(RegistryClient(reference))
+
+
 class _Counter:
     """Counts what came, over all threads; ``stopped`` ends them."""
 
