@@ -48,6 +48,7 @@ WRONG = {
     "images manifest": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "images stage": ("/no/image.sif --form zip", "zip", "choose from"),
     "images list": ("--stagd", "--stagd", "unrecognized arguments"),
+    "images export": ("nothing /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),
