@@ -205,7 +205,8 @@ class ImageProgress:
             self._begun = True
             wrong = state.total - state.there - state.to_make
             line = f"images: {state.total}, {state.there} in the store, {state.to_make or 'none'} to be made"
-            self.say(f"{line}, {wrong} cannot be" if wrong else line)
+            if state.to_make or wrong:
+                self.say(f"{line}, {wrong} cannot be" if wrong else line)
         done = state.made + state.failed
         figures = f"{state.steps} steps, {state.bytes / 1e6:.1f} MB, {seconds(state.elapsed_s)}"
         figures += f", {state.failed} failed" if state.failed else ""

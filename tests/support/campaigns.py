@@ -47,7 +47,8 @@ def running(campaign: Path) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    run = process.stderr.readline().removeprefix("run directory: ").strip()
+    said = iter(process.stderr.readline, "")
+    run = next(line for line in said if line.startswith("run directory: ")).removeprefix("run directory: ").strip()
 
     def rollout_runs() -> bool:
         assert process.poll() is None, process.stderr.read()
