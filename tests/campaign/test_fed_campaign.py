@@ -45,8 +45,10 @@ def test_batches_are_added_as_results_come_though_pods_are_killed_and_drained(ma
     assert run.status()["rollouts"]["total"] == 4
     waits(run, 4)
 
+    claims = Path(run.path, "ledger", "claims")
+    before = set(claims.glob("[0-9]*"))
     add(run, 2)
-    until(lambda: run.status()["rollouts"]["running"] > 0, "round 2 runs")
+    until(lambda: set(claims.glob("[0-9]*")) - before, "a pod has claimed round 2")
     os.kill(run.local.pod.pid, signal.SIGKILL)
     run.local.pod.wait(60)
     run.local.stop()

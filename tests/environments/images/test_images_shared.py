@@ -143,10 +143,11 @@ def test_images_of_a_group_are_built_on_without_copying_them(
     # The group removes its image, and with it the layer that a link leads to: it is made again.
     assert verb("prune", one.stem, "--store", group)[0] == 0
     assert not mine.whole(two)
-    assert built(verb, mine, tmp_path / "context", "two") == [two]
-    assert mine.whole(two)
-    assert not (own / "layers" / shared).is_symlink()
-    assert json.loads(verb("prune", two.stem, base.digest, "--json", "--store", own)[1])["removed"] != []
+    (again,) = built(verb, mine, tmp_path / "context", "two")
+    assert mine.whole(again)
+    assert not (own / "layers" / read_layered(again).layers[0].digest).is_symlink()
+    doomed = sorted({two.stem, again.stem})  # steps that run leave the times at which they ran
+    assert json.loads(verb("prune", *doomed, base.digest, "--json", "--store", own)[1])["removed"] != []
     assert (group / "sha256" / f"{base.digest}.sif").exists()
 
 
