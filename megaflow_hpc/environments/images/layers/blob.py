@@ -26,10 +26,6 @@ else:
     inflater = isal_zlib.decompressobj
     deflater = lambda: isal_zlib.compressobj(1, zlib.DEFLATED, 31)  # noqa: E731
 
-WHITEOUT = b".wh."
-OPAQUE = b".wh..wh..opq"
-OPAQUE_ATTRIBUTES = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
-"""How overlays mark such a directory; the first is what an ordinary user's reads."""
 BLOCK = 4096
 """A file system gives out blocks, and at least one for what is not empty."""
 LARGEST = 1 << 40

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TypeAlias, Union
 
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.layers.blob import OPAQUE, WHITEOUT, LayerStream
+from megaflow_hpc.environments.images.layers.blob import LayerStream
+from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK
 from megaflow_hpc.environments.images.layers.packing import Attributes
 from megaflow_hpc.environments.images.layers.view import HIDDEN, Entry
 from megaflow_hpc.errors import SandboxError, SiteError
@@ -103,10 +104,10 @@ def of_blob(blob: str | os.PathLike[str]) -> Listing:
                 parts = [os.fsdecode(part) for part in plain(member.name)]
                 path = "/".join(parts)
                 attributes = Attributes(member.mode, member.uid, member.gid, member.mtime)
-                if parts and parts[-1] == os.fsdecode(OPAQUE):
+                if parts and parts[-1] == OPAQUE_MARK:
                     opaque.append("/".join(parts[:-1]))
-                elif parts and parts[-1].startswith(os.fsdecode(WHITEOUT)):
-                    listing.add("/".join([*parts[:-1], parts[-1].removeprefix(os.fsdecode(WHITEOUT))]), HIDDEN)
+                elif parts and parts[-1].startswith(DELETED):
+                    listing.add("/".join([*parts[:-1], parts[-1].removeprefix(DELETED)]), HIDDEN)
                 elif member.kind == "hardlink":
                     known = listing.entry("/".join(os.fsdecode(part) for part in plain(member.target)))
                     listing.add(path, known or Entry(stat.S_IFREG, attributes))

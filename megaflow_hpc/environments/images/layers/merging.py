@@ -16,7 +16,8 @@ from megaflow_hpc.host.files import remove_tree
 
 DELETED = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
-_OPAQUE = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
+OPAQUE_ATTRIBUTES = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
+"""How overlays mark a directory that hides what is below; the first is what an ordinary user's reads."""
 
 
 def put_over(upper: str, root: str, top: bool = True) -> None:
@@ -25,7 +26,7 @@ def put_over(upper: str, root: str, top: bool = True) -> None:
     Both may hold whatever a stranger put there; nobody may write to either meanwhile. No link in them is followed.
     """
     mode = open_to_owner(upper)
-    if not top and _is_opaque(upper):  # a root is never made anew: such a mark there is the agent's
+    if not top and is_opaque(upper):  # a root is never made anew: such a mark there is the agent's
         for name in os.listdir(root):
             remove_tree(os.path.join(root, name))
     with os.scandir(upper) as found:
@@ -66,20 +67,22 @@ def move(source: str, target: str) -> None:
         os.chmod(target, mode)
 
 
-def _is_opaque(directory: str) -> bool:
-    if os.path.lexists(os.path.join(directory, OPAQUE_MARK)):
-        return True
-    for name in _OPAQUE:
-        try:
-            if os.getxattr(directory, name, follow_symlinks=False) == b"y":
+def is_opaque(directory: str) -> bool:
+    """Whether a directory of a layer hides what is below in it."""
+    return os.path.lexists(os.path.join(directory, OPAQUE_MARK)) or has_opaque_attribute(directory)
+
+
+def has_opaque_attribute(directory: str | int) -> bool:
+    """Whether an extended attribute says so; of a path or a descriptor."""
+    for name in OPAQUE_ATTRIBUTES:
+        with contextlib.suppress(OSError):
+            if os.getxattr(directory, name, follow_symlinks=isinstance(directory, int)) == b"y":
                 return True
-        except OSError:
-            continue
     return False
 
 
 def show_through(directory: str | os.PathLike[str]) -> None:
     """Takes the attributes off a directory by which it would hide the image's."""
-    for name in _OPAQUE:
+    for name in OPAQUE_ATTRIBUTES:
         with contextlib.suppress(OSError):
             os.removexattr(directory, name, follow_symlinks=False)

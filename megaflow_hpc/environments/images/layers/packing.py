@@ -10,19 +10,16 @@ import os
 import stat
 import tarfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from megaflow_hpc.environments.images.layers.blob import (
-    OPAQUE,
-    OPAQUE_ATTRIBUTES,
-    WHITEOUT,
     LayerFacts,
     Tally,
     deflater,
 )
+from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, has_opaque_attribute
 from megaflow_hpc.host.tar import Refused
 from megaflow_hpc.host.unpack import DEEPEST
 
@@ -78,11 +75,6 @@ class Packer:
         """Returns digest and sizes of what was written."""
         return LayerFacts(self._digest.hexdigest(), self._bytes, self._tally.bytes, self._tally.inodes)
 
-    @property
-    def entries(self) -> int:
-        """Entries written so far."""
-        return self._tally.inodes
-
     # --- entries ------------------------------------------------------------------------------------------------
 
     def directory(self, name: str, attributes: Attributes) -> None:
@@ -123,15 +115,15 @@ class Packer:
     def whiteout(self, name: str) -> None:
         """Says that what is below at ``name`` is gone."""
         parent, _, last = name.rpartition("/")
-        hidden = os.fsdecode(WHITEOUT) + last
+        hidden = DELETED + last
         self._write_header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
 
     def opaque(self, name: str) -> None:
         """Says that nothing of what is below in the directory ``name`` is seen."""
-        self._write_header(f"{name}/{os.fsdecode(OPAQUE)}", tarfile.REGTYPE, Attributes(0))
+        self._write_header(f"{name}/{OPAQUE_MARK}", tarfile.REGTYPE, Attributes(0))
 
     def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
-        if name.rpartition("/")[2].startswith(os.fsdecode(WHITEOUT)):
+        if name.rpartition("/")[2].startswith(DELETED):
             raise Refused(
                 f"/{name}: a name that begins with .wh. marks what is gone in a layer; call it something else"
             )
@@ -168,13 +160,13 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
     """
     if name.count("/") >= DEEPEST:
         raise Refused(f"{name[:200]}: more than {DEEPEST} directories in one another")
-    if name and _is_opaque(directory):
+    if name and has_opaque_attribute(directory):
         packer.opaque(name)
     for entry in _entries(directory):
         found = entry.stat(follow_symlinks=False)
         path, attributes = f"{name}/{entry.name}" if name else entry.name, attributes_of(found)
-        if marks and entry.name.startswith(os.fsdecode(WHITEOUT)):
-            hidden = entry.name.removeprefix(os.fsdecode(WHITEOUT))
+        if marks and entry.name.startswith(DELETED):
+            hidden = entry.name.removeprefix(DELETED)
             packer.whiteout(f"{name}/{hidden}" if name else hidden)
         elif stat.S_ISDIR(found.st_mode):
             below = os.open(entry.name, _DIRECTORY, dir_fd=directory)
@@ -200,11 +192,3 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
 def _entries(directory: int) -> Iterator[os.DirEntry[str]]:
     with os.scandir(directory) as entries:
         yield from sorted(entries, key=lambda entry: entry.name)
-
-
-def _is_opaque(directory: int) -> bool:
-    for name in OPAQUE_ATTRIBUTES:
-        with suppress(OSError):
-            if os.getxattr(directory, name) == b"y":
-                return True
-    return False

@@ -18,18 +18,17 @@ from pathlib import Path
 from megaflow_hpc.environments.images.layers.blob import (
     LARGEST,
     MOST_ENTRIES,
-    OPAQUE,
-    OPAQUE_ATTRIBUTES,
-    WHITEOUT,
     LayerFacts,
     LayerStream,
 )
+from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_ATTRIBUTES, OPAQUE_MARK
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.tar import Member, Refused, TarReader
 from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain
 
+_WHITEOUT, _OPAQUE = DELETED.encode(), OPAQUE_MARK.encode()
 SMALL = 1 << 18
 """Bytes of a blob that is unpacked in this process: sooner done than a program is started."""
 
@@ -126,14 +125,14 @@ class LayerWriter(TreeWriter):
         if not parts:
             raise Refused("a member without a name")
         name = parts[-1]
-        if self._marks and name.startswith(WHITEOUT):
+        if self._marks and name.startswith(_WHITEOUT):
             self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
-        elif name == OPAQUE:
+        elif name == _OPAQUE:
             descriptor = self._open(parts[:-1])
             if parts[:-1]:  # nothing is below the root of an image
                 _make_opaque(descriptor)
-        elif name.startswith(WHITEOUT):
-            hidden = name.removeprefix(WHITEOUT)
+        elif name.startswith(_WHITEOUT):
+            hidden = name.removeprefix(_WHITEOUT)
             if hidden in (b"", b".", b".."):
                 raise Refused(f"{name!r} hides nothing")
             self._make((*parts[:-1], hidden), lambda parent: os.mknod(hidden, stat.S_IFCHR, 0, dir_fd=parent))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megaflow_hpc.environments.images.layers.blob import OPAQUE, OPAQUE_ATTRIBUTES, WHITEOUT
+from megaflow_hpc.environments.images.layers.merging import DELETED, is_opaque
 from megaflow_hpc.environments.images.layers.packing import Attributes, attributes_of
 
 _MOST_LINKS = 40
@@ -169,7 +169,7 @@ class Tree:
         """See :class:`Layer`."""
         place = os.path.join(self.root, path) if path else self.root
         parent, _, name = path.rpartition("/")
-        mark = os.path.join(self.root, parent, os.fsdecode(WHITEOUT) + name)
+        mark = os.path.join(self.root, parent, DELETED + name)
         try:
             found = os.lstat(place) if path else os.stat(place)
         except OSError:
@@ -188,7 +188,7 @@ class Tree:
         """See :class:`Layer`."""
         with suppress(OSError):
             for name in os.listdir(os.path.join(self.root, path)):
-                yield name.removeprefix(os.fsdecode(WHITEOUT))
+                yield name.removeprefix(DELETED)
 
     def read(self, path: str, limit: int) -> bytes:
         """See :class:`Layer`."""
@@ -196,14 +196,3 @@ class Tree:
         with suppress(OSError), open(os.open(os.path.join(self.root, path), flags), "rb") as file:
             return file.read(limit)
         return b""
-
-
-def is_opaque(directory: str) -> bool:
-    """Whether a directory of a layer hides what is below in it."""
-    if os.path.lexists(os.path.join(directory, os.fsdecode(OPAQUE))):
-        return True
-    for name in OPAQUE_ATTRIBUTES:
-        with suppress(OSError):
-            if os.getxattr(directory, name, follow_symlinks=False) == b"y":
-                return True
-    return False
