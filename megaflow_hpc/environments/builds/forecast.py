@@ -19,9 +19,8 @@ from megaflow_hpc.environments.images.image_file import ImageFiles
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
 from megaflow_hpc.environments.images.pull import look
-from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images, match_name
+from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images, is_built, match_name
 
-_NOT_BUILT = "not-built-"
 _HEADERS = 128
 """Bytes of a small archive beside its files, compressed."""
 
@@ -86,7 +85,7 @@ class Forecaster:
     def _add(self, request: ImageRequest, mapping: ImageMapping) -> None:
         path = self._images.resolve_request(request, mapping, build=False)
         self.forecast.images += 1
-        if not path.name.startswith(_NOT_BUILT):
+        if is_built(path):
             self.forecast.there += 1
             self._on_node(image_of(str(path)) if not path.is_dir() else LayeredImage(None))
         elif request.dockerfile is None:
@@ -121,8 +120,7 @@ class Forecaster:
         images: dict[str, LayeredImage] = {}
         for name in dockerfile.bases:
             path = self._images.resolve(name, mapping, build=False)
-            lacks = path.name.startswith(_NOT_BUILT)
-            images[name] = self._lacking(name, path, mapping) if lacks else image_of(str(path))
+            images[name] = image_of(str(path)) if is_built(path) else self._lacking(name, path, mapping)
         for stage in dockerfile.needed:
             image, exports = images[stage.base], list[str]()
             for step in stage.steps:

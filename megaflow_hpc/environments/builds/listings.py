@@ -39,8 +39,7 @@ class Listings:
     def _base(self, base: Base) -> Layer:
         if os.path.isdir(base.path):
             return Tree(base.path)
-        key = base.digest or f"{base.path}\0{base.bytes}\0{base.mtime_ns}"
-        return self._get(key, partial(listing.of_sif, base.path), _OF_A_BASE)
+        return self._get(base.identity, partial(listing.of_sif, base.path), _OF_A_BASE)
 
     def _get(self, key: str, make: Callable[[], Layer], inodes: int) -> Layer:
         with self._guard:

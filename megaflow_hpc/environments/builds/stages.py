@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class StageBuilds:
             posixpath.normpath(posixpath.join(image.workdir or "/", last.workdir)) if last.workdir else image.workdir
         )
         image = replace(image, settings=image.settings + settings, workdir=workdir)
-        return image.over([self._settings_layer(image)]) if settings else image
+        return image.over([await self._settings_layer(image)]) if settings else image
 
     async def _stage(self, stage: Stage) -> LayeredImage:
         image = self._images[stage.base]
@@ -107,21 +107,26 @@ class StageBuilds:
 
     async def _step(self, image: LayeredImage, step: Copy | Run | Workdir, exports: Sequence[str]) -> LayerFacts | None:
         key = step_key(self._dockerfile, self._images, self._spec.network, image, step, exports)
+
+        async def make(file: Path) -> LayerFacts:
+            self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
+            if isinstance(step, Run):
+                return await self._run(image, step, exports, file)
+            if isinstance(step, Copy):
+                return await self._copy(image, step, file)
+            return await asyncio.to_thread(self._make_directory, image, step, file)
+
+        return await self._once(key, f"{self._dockerfile.path.name}:{step.line}", make)
+
+    async def _once(self, key: str, source: str, make: Callable[[Path], Awaitable[LayerFacts]]) -> LayerFacts | None:
+        """The layer of ``key``, which ``make(file)`` writes where nobody has yet; ``None``: it changes nothing."""
         if known := self._layers.step(key):
             return known[0]
         with self._layers.making(key) as place:
             if known := self._layers.step(key):
                 return known[0]
-            source = f"{self._dockerfile.path.name}:{step.line}"
-            self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
-            file = place / "layer"
-            if isinstance(step, Run):
-                facts = await self._run(image, step, exports, file)
-            elif isinstance(step, Copy):
-                facts = await self._copy(image, step, file)
-            else:
-                facts = await asyncio.to_thread(self._make_directory, image, step, file)
-            layer = self._layers.add(file, facts) if facts.inodes else None
+            facts = await make(place / "layer")
+            layer = self._layers.add(place / "layer", facts) if facts.inodes else None
             self._layers.note_step(key, layer, source)
             return layer
 
@@ -199,20 +204,20 @@ class StageBuilds:
         shown = "\n".join(f"  {each}" for each in text[-_SHOWN_CHARACTERS:].split("\n"))
         raise SiteError(f"{self._dockerfile.path}: the build failed at line {line}\n{shown}")
 
-    def _settings_layer(self, image: LayeredImage) -> LayerFacts:
+    async def _settings_layer(self, image: LayeredImage) -> LayerFacts:
         """A layer with the variables of an image, all of them: it hides that of an image below."""
         content = f"#!/bin/sh\n{image.settings}".encode("utf-8", "surrogateescape")
         key = hashlib.sha256(f"{KEY_VERSION}\0settings\0".encode() + content).hexdigest()[:KEY_LENGTH]
-        known = self._layers.step(key)
-        if known and known[0]:
-            return known[0]
-        with self._layers.making(key) as place:
-            with Packer(place / "layer") as packer:
+
+        async def make(file: Path) -> LayerFacts:
+            with Packer(file) as packer:
                 for directory in (".singularity.d", ".singularity.d/env"):
                     packer.directory(directory, Attributes(0o755))
                 packer.content(SETTINGS, content, Attributes(0o755))
-            layer = self._layers.add(place / "layer", packer.facts())
-            self._layers.note_step(key, layer, "settings")
+            return packer.facts()
+
+        layer = await self._once(key, "settings", make)
+        assert layer is not None
         return layer
 
 
@@ -250,9 +255,7 @@ def step_key(
 
 def identity(image: LayeredImage) -> str:
     """Returns what stands for an image's files: its base, and its layers by their digests."""
-    base = image.base
-    known = base and (base.digest or f"{base.path}\0{base.bytes}\0{base.mtime_ns}")
-    text = "\0".join([known or "", *(layer.digest for layer in image.layers)])
+    text = "\0".join([image.base.identity if image.base else "", *(layer.digest for layer in image.layers)])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 

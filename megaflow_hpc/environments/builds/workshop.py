@@ -86,7 +86,7 @@ class Workshop:
         """Returns the directories of an image's layers and base, the topmost first."""
         found = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
         if image.base is not None:
-            path, key = image.base.path, hashlib.sha256(repr(image.base).encode()).hexdigest()
+            path, key = image.base.path, hashlib.sha256(os.fsencode(image.base.identity)).hexdigest()
             make = partial(_link, path) if os.path.isdir(path) else partial(unpack_sif, path, self.namespace)
             found.append(await asyncio.to_thread(self._hold.get, key, make))
         return found

@@ -49,6 +49,11 @@ class Base:
         found = os.stat(place)
         return cls(place, "", found.st_size, found.st_mtime_ns)
 
+    @property
+    def identity(self) -> str:
+        """What stands for its content: a digest, else path, size and time of change."""
+        return self.digest or f"{self.path}\0{self.bytes}\0{self.mtime_ns}"
+
     def check(self, image: str) -> None:
         """Raises :class:`SandboxError` where it is not what ``image`` was built on."""
         try:

@@ -22,13 +22,13 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, D
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.making import Making, Watch, make_all
-from megaflow_hpc.environments.images.pull import pull
+from megaflow_hpc.environments.images.pull import SIF_OPTIONS, pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore, digest_in
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 
-BUILD_OPTIONS = ("--fakeroot", "--mksquashfs-args", "-comp gzip -Xcompression-level 1")
+BUILD_OPTIONS = ("--fakeroot", *SIF_OPTIONS)
 """Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
 
 BUILD_S = 3600.0
@@ -39,6 +39,11 @@ MOST_BUILD_S = 6 * 3600.0
 
 KEY_LENGTH = 32
 _NOT_BUILT = "not-built-"
+
+
+def is_built(path: Path) -> bool:
+    """Whether a path that was resolved without building is an image's; else it stands for one that is to be made."""
+    return not path.name.startswith(_NOT_BUILT)
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,7 @@ class Images:
         jobs = {
             name: partial(self.resolve_request, wanted[name], mapping)
             for name, path in found.items()
-            if path.name.startswith(_NOT_BUILT)
+            if not is_built(path)
         }
         there, steps, before = len(found) - len(jobs), self._steps, self._added_bytes
 
