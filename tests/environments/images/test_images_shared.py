@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,10 +35,12 @@ def built(verb: Verb, store: ImageStore, place: Path, *names: str) -> list[Path]
     """Images that share their base and a layer, and each have a layer with ``name``."""
     base = next(image for image in store.images() if image.path.endswith(".sif"))
     place.mkdir(exist_ok=True)
-    (place / "shared").write_text("shared by all" * 1000)
+    contents = {"shared": "shared by all" * 1000, **{name: name for name in names}}
+    for name, text in contents.items():
+        (place / name).write_text(text)
+        os.utime(place / name, (1e9, 1e9))  # COPY keeps the time of change, by which a layer made again would be another
     dockerfiles = []
     for name in names:
-        (place / name).write_text(name)
         dockerfiles.append(place / f"{name}.Dockerfile")
         dockerfiles[-1].write_text(f"FROM base\nCOPY shared /shared\nCOPY {name} /name\nWORKDIR /etc\n")
     status, out, said = verb("build", *dockerfiles, "--map", f"base={base.path}", "--json")
