@@ -142,17 +142,25 @@ class ImageJobs:
         except BaseException:
             if mine := [one.array for one in watched if one.submitted and not one.gone and not detach]:
                 with suppress(SiteError):
-                    scancel(mine)
-                    self._say(f"job {' '.join(mine)} is cancelled; what was built stays")
+                    self._cancel(mine)
             if others := [one.array for one in watched if not one.submitted and not one.gone]:
                 self._say(f"job {' '.join(others)}, which was submitted before, goes on")
             raise
 
+    @staticmethod
+    def _queued() -> dict[str, str]:
+        """The arrays of this user that build images and have not ended, by the name of their batch."""
+        queued = site.ask("squeue", "-h", "--me", f"--name={IMAGES}", "-o", "%F|%k")
+        return {comment: array for array, _, comment in (line.partition("|") for line in queued.splitlines())}
+
+    def _cancel(self, arrays: Sequence[str]) -> None:
+        scancel(arrays)
+        self._say(f"job {' '.join(arrays)} is cancelled; what was built stays")
+
     def _under_way(self, lacking: dict[int, str]) -> list[_Watched]:
         """Arrays that were submitted before and build some of what is lacking; removes batches that are old."""
         work, found = self._store.root / "work", []
-        queued = site.ask("squeue", "-h", "--me", f"--name={IMAGES}", "-o", "%F|%k")
-        arrays = {comment: array for array, _, comment in (line.partition("|") for line in queued.splitlines())}
+        arrays = self._queued()
         for path in work.glob("batch-*/"):
             if path.name not in arrays:
                 with suppress(OSError):
@@ -195,7 +203,10 @@ class ImageJobs:
         throttle = min(filter(None, (self._slurm.builds.throttle, allowed.running, elements)))
         try:
             handles = submit(run, images_job(self._slurm, run, elements, None if throttle == elements else throttle))
-        except BaseException:
+        except BaseException:  # Ctrl-C may come when sbatch has queued it and not yet said so
+            with suppress(SiteError):
+                if array := self._queued().get(run.path.name):
+                    self._cancel([array])
             remove_tree(run.path)
             raise
         array = handles[0].job_id.partition("_")[0]

@@ -24,6 +24,10 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+PF_EXITING = 0x4
+"""Flag in ``/proc/PID/stat``, of Linux' ``include/linux/sched.h``."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """A process that cannot be mistaken for a later one of the same pid. ``start`` in clock ticks since boot."""
@@ -84,6 +88,12 @@ def stat_fields(pid: int) -> list[str]:
             return file.read().rpartition(b")")[2].decode().split()
     except OSError:
         return []
+
+
+def exiting(pid: int) -> bool:
+    """Whether a process is gone or on its way out: it runs nothing any more, and has lost its argv before its entry."""
+    fields = stat_fields(pid)
+    return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
 def parent(pid: int) -> int:

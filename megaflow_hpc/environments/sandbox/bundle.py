@@ -26,7 +26,7 @@ from megaflow_hpc.environments.sandbox.templates import Templates, way
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity, descendants
+from megaflow_hpc.host.process import Identity, descendants, exiting
 
 _RUNNER = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
 
@@ -191,7 +191,7 @@ class Bundle:
     def busy(self) -> bool:
         """Whether a process that is not the runner's runs in the container."""
         init = self.container.init if self.container and self.container.alive else None
-        return init is not None and any(Identity.of(pid) and not is_runner(pid) for pid in descendants(init.pid))
+        return init is not None and any(not is_runner(pid) and not exiting(pid) for pid in descendants(init.pid))
 
     def used(self, spec: SandboxSpec) -> str:
         """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""

@@ -60,7 +60,12 @@ class Suspension:
             self._gateway.suspend(rollout, now)
 
     def preempt(self) -> None:
-        """Takes note that Slurm signalled the step: agents are kept at once, and commands that ran are interrupted."""
+        """Takes note that Slurm signalled the step: agents are kept at once, and commands that ran are interrupted.
+
+        Slurm signals more than once. Only the first time tells what ran: then nobody waits for a model any more.
+        """
+        if self.preempted:
+            return
         self.preempted = self._suspending = self._now = True
         for rollout, sandbox in self._at_work.items():
             waiting = self._gateway.suspend(rollout, now=True)

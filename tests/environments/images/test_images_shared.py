@@ -38,7 +38,7 @@ def built(verb: Verb, store: ImageStore, place: Path, *names: str) -> list[Path]
     contents = {"shared": "shared by all" * 1000, **{name: name for name in names}}
     for name, text in contents.items():
         (place / name).write_text(text)
-        os.utime(place / name, (1e9, 1e9))  # COPY keeps the time of change, by which a layer made again would be another
+        os.utime(place / name, (1e9, 1e9))  # COPY keeps the time of change: another would make another layer
     dockerfiles = []
     for name in names:
         dockerfiles.append(place / f"{name}.Dockerfile")

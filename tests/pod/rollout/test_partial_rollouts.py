@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.environments.sandbox.provider import default_scratch
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.process import argv, descendants
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.partial import Partial, new_name
 from megaflow_hpc.pod.rollout.suspension import Suspension
@@ -46,14 +49,17 @@ name = "second"
 SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 3}}\n"
 
 
+Begin = Callable[..., tuple[Run, str]]
+
+
 @pytest.fixture
-def start(tmp_path: Path, make_campaign: Make) -> Callable[[str, int], tuple[Run, str]]:
+def start(tmp_path: Path, make_campaign: Make) -> Begin:
     """Starts a campaign whose rollouts are of three commands each; its tests find out whether each ran exactly once.
 
     The last task has a step before that, of one command.
     """
 
-    def begin(extra: str, tasks: int) -> tuple[Run, str]:
+    def begin(extra: str, tasks: int, late_s: float = LATE_S) -> tuple[Run, str]:
         mark = f"kept-{uuid.uuid4().hex}"
         commands = [
             f"mkdir /{mark} && echo one > log",
@@ -62,7 +68,7 @@ def start(tmp_path: Path, make_campaign: Make) -> Callable[[str, int], tuple[Run
             "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
         ]
         answers: list[Any] = [block(command) for command in commands]
-        answers[1] = {"text": answers[1], "delay_s": LATE_S}
+        answers[1] = {"text": answers[1], "delay_s": late_s}
         easy = {"when": "Do the first.", "answers": [block("id -u > first"), answers[3]]}
         (tmp_path / "answers.yaml").write_text(json.dumps({"tasks": [easy], "default": answers}))
         test = f'[ "$(cat log)" = "$(printf "one\\ntwo\\nthree")" ] && [ -d /{mark} ] && [ ! -e /etc/issue ]'
@@ -84,13 +90,17 @@ def start(tmp_path: Path, make_campaign: Make) -> Callable[[str, int], tuple[Run
     return begin
 
 
-def drain(run: Run, mark: str, rollouts: int) -> None:
-    """Ends the pod while all its rollouts wait for the answer to their second call."""
-    assert run.local is not None
+def await_first_commands(run: Run, mark: str, rollouts: int) -> None:
     deadline = time.monotonic() + 90
     while len(list(default_scratch().glob(f"owners/*/*/layer/upper/{mark}"))) < rollouts:
         assert time.monotonic() < deadline, log(run)
         time.sleep(0.05)
+
+
+def drain(run: Run, mark: str, rollouts: int) -> None:
+    """Ends the pod while all its rollouts wait for the answer to their second call."""
+    await_first_commands(run, mark, rollouts)
+    assert run.local is not None
     run.local.drain()
     assert run.local.pod.wait(60) == 0
     run.local.stop()
@@ -148,7 +158,7 @@ def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_rollouts_without_room_start_anew_and_say_so(start: Callable[[str, int], tuple[Run, str]]) -> None:
+def test_rollouts_without_room_start_anew_and_say_so(start: Begin) -> None:
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}scheduling: {{partial_total_gb: 0.000001}}\n", 1)
     drain(run, mark, 2)
     assert not [path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]
@@ -162,7 +172,28 @@ def test_rollouts_without_room_start_anew_and_say_so(start: Callable[[str, int],
 
 
 @pytest.mark.slow
-def test_rollouts_go_on_where_their_allocation_ended(start: Callable[[str, int], tuple[Run, str]]) -> None:
+def test_what_slurms_first_signal_found_waiting_is_kept_whatever_its_next_ones_find(start: Begin) -> None:
+    """Slurm signals every process of a preempted step when its grace time begins, and again when that ends."""
+    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 1, 60.0)
+    await_first_commands(run, mark, 2)
+    time.sleep(5.0)  # by then the agents wait for their second answers
+    assert run.local is not None
+    runners = [pid for pid in descendants(run.local.pod.pid) if b"megaflow_hpc.pod.rollout.runner" in argv(pid)]
+    assert runners
+    for pid in runners * 20:
+        with suppress(ProcessLookupError):  # it has kept its rollouts already
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.005)
+    run.local.drain()
+    assert run.local.pod.wait(60) == 0
+    run.local.stop()
+    assert len([path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]) == 2, log(
+        run
+    )
+
+
+@pytest.mark.slow
+def test_rollouts_go_on_where_their_allocation_ended(start: Begin) -> None:
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 2)
     drain(run, mark, 3)
     assert not run.ledger.finished
