@@ -107,7 +107,7 @@ class LayerStore:
         Raises:
             SiteError: it is not, or is no layer; nothing is left.
         """
-        with workplace(self.root / "work", f"take{secrets.token_hex(4)}") as place:
+        with workplace(self.root / "work", "take", secrets.token_hex(4)) as place:
             file, found, size = place / "layer", hashlib.sha256(), 0
             with open(file, "wb") as writer:
                 for piece in pieces:

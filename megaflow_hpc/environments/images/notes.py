@@ -51,15 +51,18 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def workplace(work: Path, key: str) -> Iterator[Path]:
-    """Makes a directory ``<key>.<host>-<pid>-<start>`` below ``work``, and removes it at the end.
+def workplace(work: Path, key: str, own: str = "") -> Iterator[Path]:
+    """Makes a directory ``<key><own>.<host>-<pid>-<start>`` below ``work``, and removes it at the end.
 
     What earlier builders of the same key left is removed too, where they are gone.
+
+    Args:
+        own: Tells this one from others of the key in this process.
     """
-    for left in work.glob(f"{key}.*/"):
+    for left in work.glob(f"{key}*.*/" if own else f"{key}.*/"):
         if abandoned(left):
             remove_tree(left)
-    path = work / f"{key}.{socket.gethostname()}-{Identity.of(os.getpid())}"
+    path = work / f"{key}{own}.{socket.gethostname()}-{Identity.of(os.getpid())}"
     remove_tree(path)
     path.mkdir(mode=0o700)
     try:

@@ -169,7 +169,7 @@ class ImageStore:
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
         """Copies a SIF that exists into the store; ``digest`` is what its content must have."""
         self.prepare(str(file))
-        with workplace(self.root / "work", f"add{secrets.token_hex(4)}") as place:
+        with workplace(self.root / "work", "add", secrets.token_hex(4)) as place:
             target = place / "image.sif"
             with open(file, "rb") as reader, open(target, "wb") as writer:
                 while chunk := reader.read(1 << 22):
@@ -190,7 +190,7 @@ class ImageStore:
         }
         digest = layered.digest
         final = self.root / "sha256" / f"{digest}{SUFFIX}"
-        with self.changing(), workplace(self.root / "work", f"add{secrets.token_hex(4)}") as place:
+        with self.changing(), workplace(self.root / "work", "add", secrets.token_hex(4)) as place:
             for layer in layered.layers:
                 self.layers.adopt(layer.digest)
             if layered.base is not None and layered.base.digest:

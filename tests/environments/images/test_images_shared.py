@@ -219,6 +219,10 @@ store.layers.take(Path(sys.argv[2]).name, pieces())
     assert len(prune(other).leftovers) == 1
     assert other.leftovers() == []
     assert other.layers.take(layer.digest, [blob.read_bytes()]) == layer
+    assert subprocess.run([sys.executable, "-c", code, other.root, blob], check=False).returncode == -9
+    assert len(other.leftovers()) == 1
+    assert other.layers.take(layer.digest, [blob.read_bytes()]) == layer
+    assert other.leftovers() == []  # the next to take one removes what the killed one left
 
 
 def test_an_image_is_exported_as_one_sif(verb: Verb, store: ImageStore, tmp_path: Path) -> None:
