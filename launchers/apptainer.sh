@@ -42,11 +42,9 @@ relocate() {
 
 install_from() {
   local mirror=$1 suite=$2 apt=$MEGAFLOW_HOME/cache/apt-$2 version dir deb
-  local key=/usr/share/keyrings/debian-archive-keyring.gpg
-  [[ -f $key ]] || key=$PREFIX$key
   mkdir -p "$apt/debs"
   : >"$apt/status"
-  echo "deb [signed-by=$key] $mirror $suite main" >"$apt/sources.list"
+  debian_source "$apt" "$mirror" "$suite"
   apt_private "$apt" apt-get update || return 1
   version=$(apt_private "$apt" apt-cache show apptainer | sed -n 's/^Version: //p' | head -n1)
   [[ -n $version ]] || return 1

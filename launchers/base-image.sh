@@ -24,11 +24,7 @@ download() {
   mkdir -p "$apt"
   : >"$apt/status"
   rm -f "$apt/sources.list"
-  if [[ -n $mirror ]]; then
-    local key=/usr/share/keyrings/debian-archive-keyring.gpg
-    [[ -f $key ]] || key=$PREFIX$key
-    echo "deb [signed-by=$key] $mirror $suite main" >"$apt/sources.list"
-  fi
+  [[ -z $mirror ]] || debian_source "$apt" "$mirror" "$suite"
   apt_private "$apt" apt-get update
   rm -f "$apt"/cache/archives/*.deb
   apt_private "$apt" apt-get install --yes --download-only --no-install-recommends '?essential' apt "${PACKAGES[@]}"

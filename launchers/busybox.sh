@@ -13,13 +13,7 @@ output=$1
 apt=$MEGAFLOW_HOME/cache/apt-busybox
 found=$(command -v busybox || true)
 if ! is_static "${found:-/nonexistent}"; then
-  rm -rf "$apt/debs" && mkdir -p "$apt/debs"
-  mirror=$(debian_mirror)
-  key=/usr/share/keyrings/debian-archive-keyring.gpg
-  [[ -f $key ]] || key=$PREFIX$key
-  [[ -z $mirror ]] || echo "deb [signed-by=$key] $mirror ${MEGAFLOW_BASE_SUITE:-bookworm} main" >"$apt/sources.list"
-  apt_private "$apt" apt-get update
-  (cd "$apt/debs" && apt_private "$apt" apt-get download busybox-static && dpkg-deb -x busybox-static_*.deb .)
+  debian_files "$apt" busybox-static
   found=$(find "$apt/debs" -name busybox -type f -perm -u+x | head -n1)
   is_static "$found" || die "no static busybox: put one at $output, or install the package busybox-static"
 fi

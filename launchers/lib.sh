@@ -253,6 +253,23 @@ debian_mirror() {
   fi
 }
 
+# debian_source DIR MIRROR SUITE: has apt_private DIR use this archive in place of the machine's sources.
+debian_source() {
+  local key=/usr/share/keyrings/debian-archive-keyring.gpg
+  [[ -f $key ]] || key=$PREFIX$key
+  echo "deb [signed-by=$key] $2 $3 main" >"$1/sources.list"
+}
+
+# debian_files DIR PACKAGE: unpacks one package, and none that it depends on, below DIR/debs.
+debian_files() {
+  local dir=$1 package=$2 mirror
+  rm -rf "$dir/debs" && mkdir -p "$dir/debs"
+  mirror=$(debian_mirror)
+  [[ -z $mirror ]] || debian_source "$dir" "$mirror" "${MEGAFLOW_BASE_SUITE:-bookworm}"
+  apt_private "$dir" apt-get update
+  (cd "$dir/debs" && apt_private "$dir" apt-get download "$package" && dpkg-deb -x "$package"_*.deb .)
+}
+
 # --- packages: what a machine may lack ------------------------------------------------------------------------------
 
 # program:package, the program being what shows that the package is there.

@@ -34,11 +34,9 @@ PYTHON
 
 install_from() {
   local mirror=$1 suite=$2 apt=$MEGAFLOW_HOME/cache/apt-python-$2 name="" candidate version dir libs loader deb
-  local key=/usr/share/keyrings/debian-archive-keyring.gpg
-  [[ -f $key ]] || key=$PREFIX$key
   mkdir -p "$apt"
   : >"$apt/status" # nothing is installed: the C library comes with it
-  echo "deb [signed-by=$key] $mirror $suite main" >"$apt/sources.list"
+  debian_source "$apt" "$mirror" "$suite"
   apt_private "$apt" apt-get update || return 1
   for candidate in python3.13 python3.14 python3.12; do
     version=$(apt_private "$apt" apt-cache show "$candidate" 2>/dev/null | sed -n 's/^Version: //p' | sed -n 1p) || version=""

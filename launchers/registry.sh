@@ -11,13 +11,7 @@ output=$1
 apt=$MEGAFLOW_HOME/cache/apt-registry
 found=$(command -v docker-registry || true)
 if [[ -z $found ]]; then
-  rm -rf "$apt/debs" && mkdir -p "$apt/debs"
-  mirror=$(debian_mirror)
-  key=/usr/share/keyrings/debian-archive-keyring.gpg
-  [[ -f $key ]] || key=$PREFIX$key
-  [[ -z $mirror ]] || echo "deb [signed-by=$key] $mirror ${MEGAFLOW_BASE_SUITE:-bookworm} main" >"$apt/sources.list"
-  apt_private "$apt" apt-get update
-  (cd "$apt/debs" && apt_private "$apt" apt-get download docker-registry && dpkg-deb -x docker-registry_*.deb .)
+  debian_files "$apt" docker-registry
   found=$apt/debs/usr/bin/docker-registry
 fi
 "$found" --version >/dev/null || die "no docker-registry that runs: put one at $output, or install the package docker-registry"
