@@ -19,7 +19,6 @@ import json
 import os
 import posixpath
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,8 +30,7 @@ from megaflow_hpc.environments.images.layers import merging
 from megaflow_hpc.environments.images.layers.packing import Packer, pack_tree
 from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host import beneath
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host import beneath, child
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import Refused
 
@@ -53,15 +51,9 @@ def copy(root: str, target: str, *sources: str) -> None:
         item = os.path.join(place, posixpath.basename(posixpath.normpath(source)) or "root")
         with beneath.opened(top, source, as_root=True) as (found, _):
             inside = f"/proc/self/fd/{found}" + ("/." if stat.S_ISDIR(os.fstat(found).st_mode) else "")
-            done = subprocess.run(
-                [*dies_with_parent(), "cp", "-a", "-H", "-T", "--reflink=auto", "--", inside, item],
-                pass_fds=(found,),
-                stderr=subprocess.PIPE,
-                check=False,
-            )
-        if done.returncode:
-            why = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["cp failed"]
-            raise OSError(errno.EIO, why[-1][:500], source)
+            why = child.cp(inside, item, "-H", "-T", pass_fds=(found,))
+        if why:
+            raise OSError(errno.EIO, why, source)
 
 
 def place(file: str, items: str) -> None:
@@ -98,11 +90,8 @@ def join(target: str, base: str, *layers: str) -> None:
 
 
 def _copy(source: str, target: str) -> None:
-    words = [*dies_with_parent(), "cp", "-a", "--reflink=auto", "--", source, target]
-    done = subprocess.run(words, stderr=subprocess.PIPE, check=False)
-    if done.returncode:
-        why = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["cp failed"]
-        raise OSError(errno.EIO, why[-1][:500], source)
+    if why := child.cp(source, target):
+        raise OSError(errno.EIO, why, source)
 
 
 def pack(root: str, file: str) -> None:

@@ -14,7 +14,6 @@ A layer that several images have is one copy. Everything that has a digest is co
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from megaflow_hpc.environments.images.layers.merging import put_over
 from megaflow_hpc.environments.images.layers.unpacking import unpack
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host import apptainer as runtime
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host import child
 from megaflow_hpc.host.files import remove_tree
 
 Form = Literal["tree", "sif", "direct", "whole"]
@@ -161,12 +160,8 @@ def _lay_out(facts: ImageFacts, place: Path, apptainer: str) -> int:
 
 def _copy_tree(source: str, target: Path) -> None:
     inside = runtime.unshare() if os.geteuid() else ()  # it reads the owner's files whatever their modes say
-    words = [*inside, *dies_with_parent(), "cp", "-a", "--reflink=auto", "--", source, str(target)]
-    done = subprocess.run(
-        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
-    )
-    if done.returncode:
-        raise SandboxError(f"{source}: cannot be copied: {runtime.last_line(done.stderr)}")
+    if why := child.cp(source, target, prefix=inside):
+        raise SandboxError(f"{source}: cannot be copied: {why}")
 
 
 def _measure(directory: str) -> Room:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 
 from megaflow_hpc.environments.images.layers.merging import DELETED, move, open_to_owner, put_over, show_through
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host import child
 from megaflow_hpc.host.files import remove_tree
 
 _BLOCK = 1 << 20
@@ -42,15 +42,8 @@ def lay_out(image: str, layer: str) -> int:
     """
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "root.partial"))
     remove_tree(partial)
-    copied = subprocess.run(
-        [*dies_with_parent(), "cp", "-a", "--reflink=auto", "--", os.path.realpath(image), partial],
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if copied.returncode:
-        raise OSError((copied.stderr.strip().splitlines() or ["cp failed"])[-1])
+    if why := child.cp(os.path.realpath(image), partial):
+        raise OSError(why)
     size = max(_du("-B1", partial), _COUNTED * _du("--inodes", partial))
     if os.path.isdir(upper):
         put_over(upper, partial)
