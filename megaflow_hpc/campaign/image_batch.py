@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.builds.builder import Builder, BuildNetwork
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import BUILD_S, ImageMapping, ImageRequest, Images
 from megaflow_hpc.environments.images.store import ImageStore
@@ -34,6 +34,9 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import printable
+
+if TYPE_CHECKING:
+    from megaflow_hpc.config import CampaignConfig
 
 ERROR_CHARACTERS = 2000
 """Of an error, its end."""
@@ -45,7 +48,7 @@ class Recipe(msgspec.Struct, frozen=True):
     mapping: dict[str, str]
     base_dir: str
     where: str
-    network: Literal["none", "host"] | None = None
+    network: BuildNetwork | None = None
     mirrors: dict[str, str] = {}
     air_gapped: bool = False
 
@@ -164,6 +167,56 @@ class Batch:
     def record(self, number: int, result: Result) -> None:
         """Writes down how an image ended."""
         write_json(self.run.path / "results" / f"{number}.json", msgspec.to_builtins(result))
+
+
+def wanted_by_campaign(
+    config: CampaignConfig, path: Path, images: Images, network: BuildNetwork | None = None
+) -> tuple[Recipe, list[ImageRequest]]:
+    """Returns the images that a campaign's tasks want, and what they have in common.
+
+    Args:
+        images: Its mirrors come before the campaign's.
+        network: Of the steps of Dockerfiles. Default: as the campaign says.
+    """
+    from megaflow_hpc.tasks.images import image_requests
+    from megaflow_hpc.tasks.loading import load_tasks
+
+    environment, ours, base = config.environment, images.registries, path.absolute().parent
+    recipe = Recipe(
+        environment.images,
+        str(base),
+        "environment.images",
+        network or environment.network_of_builds,
+        {**environment.mirrors, **ours.mirrors},
+        ours.air_gapped or environment.air_gapped,
+    )
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
+    return recipe, image_requests(tasks)
+
+
+def wanted_by_name(source: str, mapping: dict[str, str], images: Images, network: BuildNetwork | None = None) -> Wanted:
+    """Returns the image of a Dockerfile, a definition file or an address, relative to the working directory.
+
+    Args:
+        mapping: Of the names that a Dockerfile starts from.
+    """
+    registries = images.registries
+    dockerfile = is_dockerfile(source)
+    recipe = Recipe(
+        mapping if dockerfile else {source: source},
+        str(Path.cwd()),
+        "--map" if dockerfile else "images build",
+        network,
+        dict(registries.mirrors),
+        registries.air_gapped,
+    )
+    return Wanted(source, recipe, dockerfile=str(Path(source).absolute()) if dockerfile else "")
+
+
+def is_dockerfile(source: str) -> bool:
+    """Whether a path is that of a Dockerfile, by its name."""
+    name = Path(source).name
+    return name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")
 
 
 def build(images: Images, wanted: Wanted) -> Result:

@@ -6,12 +6,14 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import ImageProgress, note, print_json, say, table
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
+    from megaflow_hpc.campaign.image_batch import Recipe
+    from megaflow_hpc.environments.builds.builder import BuildNetwork
+    from megaflow_hpc.environments.images.resolve import ImageRequest, Images
     from megaflow_hpc.errors import MegaflowError
 
 
@@ -41,7 +43,7 @@ def images_of_campaign(
     images: Images,
     path: str,
     build: bool,
-    network: Literal["none", "host"] | None = None,
+    network: BuildNetwork | None = None,
     failures: dict[str, MegaflowError] | None = None,
 ) -> dict[str, str]:
     """Returns, for each image that a campaign's tasks name, its file.
@@ -53,31 +55,24 @@ def images_of_campaign(
     """
     from megaflow_hpc.environments.builds.builder import Builder
 
-    requests, mapping, theirs = _wanted_by_campaign(images, path, build)
-    images.builder = Builder(network or theirs) if build else None
-    return images.resolve_all(requests, mapping, build=build, failures=failures)
+    recipe, requests = _wanted_by_campaign(images, path, build, network)
+    images.builder = Builder(recipe.network) if build else None
+    return images.resolve_all(requests, recipe.image_mapping(), build=build, failures=failures)
 
 
 def _wanted_by_campaign(
-    images: Images, path: str, build: bool
-) -> tuple[list[ImageRequest], ImageMapping, Literal["none", "host"] | None]:
-    """What a campaign's tasks want, how it is mapped, and the network of its builds; its registries are used on."""
+    images: Images, path: str, build: bool, network: BuildNetwork | None
+) -> tuple[Recipe, list[ImageRequest]]:
+    """What a campaign's tasks want; its registries are used on."""
+    from megaflow_hpc.campaign.image_batch import wanted_by_campaign
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import ImageMapping
-    from megaflow_hpc.tasks.images import image_requests
-    from megaflow_hpc.tasks.loading import load_tasks
 
     config = load(path)
-    environment = config.environment
-    ours = images.registries
-    images.registries = Registries(
-        {**environment.mirrors, **ours.mirrors}, build and (ours.air_gapped or environment.air_gapped)
-    )
-    base = Path(path).absolute().parent
     note(f"{path}: reading tasks")
-    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
-    return image_requests(tasks), ImageMapping(environment.images, base), environment.network_of_builds
+    recipe, requests = wanted_by_campaign(config, Path(path), images, network)
+    images.registries = Registries(recipe.mirrors, build and recipe.air_gapped)
+    return recipe, requests
 
 
 def build(arguments: argparse.Namespace) -> int:
@@ -122,11 +117,11 @@ def build(arguments: argparse.Namespace) -> int:
 
 def _kinds(sources: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Campaigns, Dockerfiles, and definition files or addresses."""
+    from megaflow_hpc.campaign.image_batch import is_dockerfile
+
     kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
     for source in sources:
-        name = os.path.basename(source)
-        is_dockerfile = name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")
-        kinds[0 if source.endswith((".yaml", ".yml")) else 1 if is_dockerfile else 2].append(source)
+        kinds[0 if source.endswith((".yaml", ".yml")) else 1 if is_dockerfile(source) else 2].append(source)
     return kinds
 
 
@@ -156,8 +151,8 @@ def _forecast(arguments: argparse.Namespace) -> int:
     forecaster = Forecaster(images, staged)
     campaigns, dockerfiles, others = _kinds(arguments.source)
     for source in campaigns:
-        requests, mapping, network = _wanted_by_campaign(images, source, True)
-        forecaster.add(requests, mapping, arguments.network or network)
+        recipe, requests = _wanted_by_campaign(images, source, True, arguments.network)
+        forecaster.add(requests, recipe.image_mapping(), recipe.network)
     mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
     forecaster.add(_requests(images, dockerfiles), mapping, arguments.network)
     forecaster.add(map(ImageRequest, others), ImageMapping({name: name for name in others}, Path.cwd(), "images build"))
@@ -176,7 +171,8 @@ def _forecast(arguments: argparse.Namespace) -> int:
 
 
 def _build_by_jobs(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign.image_jobs import ImageJobs, wanted_by_campaign, wanted_by_name
+    from megaflow_hpc.campaign.image_batch import Wanted, wanted_by_campaign, wanted_by_name
+    from megaflow_hpc.campaign.image_jobs import ImageJobs
     from megaflow_hpc.config import load
     from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
@@ -188,7 +184,8 @@ def _build_by_jobs(arguments: argparse.Namespace) -> int:
             note(f"{source}: reading tasks")
             config = load(source)
             slurm = slurm or config.slurm
-            wanted += wanted_by_campaign(config, Path(source), images, arguments.network)
+            recipe, requests = wanted_by_campaign(config, Path(source), images, arguments.network)
+            wanted += [Wanted.of(request, recipe) for request in requests]
         else:
             wanted.append(wanted_by_name(source, mapping, images, arguments.network))
     slurm = slurm or SlurmConfig()
