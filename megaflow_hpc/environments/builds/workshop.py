@@ -149,10 +149,10 @@ class Workshop:
             return
         layer = self.place("view")
         layer.mkdir()
-        prefix = overlay.argv_prefix(lowers, str(layer), f"{layer}.root", _ROOT, self.namespace)
-        if prefix is None:
+        mounted = overlay.lay(lowers, str(layer), f"{layer}.root")
+        if mounted is None:
             raise SiteError(f"{layer}: no overlay can be mounted there; set TMPDIR to another local directory")
-        yield prefix, f"{layer}.root"
+        yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged
 
     async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
         """Writes a layer of items of another image, put in place over ``image`` (:mod:`.placing`)."""

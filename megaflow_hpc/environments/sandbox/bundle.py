@@ -111,7 +111,7 @@ class Bundle:
             self.access.check()
             container.prepare(spec.env, spec.as_root, spec.workdir, self.access.settings)
             pristine = self._is_new
-            prefix, argv = self.access.command_line(
+            line = self.access.command_line(
                 self._apptainer,
                 spec,
                 layer=self.layer.path,
@@ -119,12 +119,12 @@ class Bundle:
                 command=_RUNNER,
             )
             if templates is not None:
-                lesson = templates.lesson(self.access, spec, prefix) if pristine else None
+                lesson = templates.lesson(self.access, spec, line.mounted) if pristine else None
                 if lesson is None:
-                    cloned = await templates.find(self.access, spec, prefix, control, _RUNNER)
+                    cloned = await templates.find(self.access, spec, line.mounted, control, _RUNNER)
             temporary = os.path.join(self.directory, "tmp")
             await container.start(
-                argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=prefix, cloned=cloned
+                line.argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=line.prefix, cloned=cloned
             )
             self.container = container
             if templates is not None and lesson is not None:

@@ -27,7 +27,7 @@ from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, exec_argv, namespac
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.template import Clone, Template
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
-from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT, MOUNT_POINTS
+from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
@@ -88,13 +88,13 @@ class Templates:
         self.refused: dict[_Key, str] = {}
         """Unpacked image → why no sandbox can be cloned over it; Apptainer starts each by itself then."""
 
-    def lesson(self, access: Access, spec: SandboxSpec, prefix: Sequence[str]) -> Lesson | None:
+    def lesson(self, access: Access, spec: SandboxSpec, mounted: Overlay | None) -> Lesson | None:
         """Returns what is to be given to :meth:`learn` when Apptainer has started a container on an empty layer;
         ``None`` where there is nothing to learn. Others who ask for clones over the image wait for that."""
-        overlay, key = _overlay(prefix), _key(access)
-        if way() == "apptainer" or overlay is None or key in self.refused or key in self._environments:
+        key = _key(access)
+        if way() == "apptainer" or mounted is None or key in self.refused or key in self._environments:
             return None
-        if not self._possible(access, spec, overlay[1]):
+        if not self._possible(access, spec, mounted.options):
             return None
         lesson: Lesson = asyncio.get_running_loop().create_future()
         self._environments[key] = lesson
@@ -123,18 +123,17 @@ class Templates:
         lesson.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))
 
     async def find(
-        self, access: Access, spec: SandboxSpec, prefix: Sequence[str], control: str, command: Sequence[str]
+        self, access: Access, spec: SandboxSpec, mounted: Overlay | None, control: str, command: Sequence[str]
     ) -> Start | None:
         """Returns how to start a container as a clone; ``None`` where Apptainer is to start it.
 
         Args:
-            prefix: what :meth:`.Access.command_line` would have Apptainer start behind.
+            mounted: what Apptainer would start over (:meth:`.Access.command_line`).
         """
-        overlay = _overlay(prefix)
         lesson = self._environments.get(_key(access))
-        if way() == "apptainer" or overlay is None or lesson is None or _key(access) in self.refused:
+        if way() == "apptainer" or mounted is None or lesson is None or _key(access) in self.refused:
             return None
-        if not self._possible(access, spec, overlay[1]):
+        if not self._possible(access, spec, mounted.options):
             return None
         if self._supported is None:
             self._supported = await asyncio.to_thread(supported)
@@ -155,8 +154,8 @@ class Templates:
             return None
         capabilities = ",".join(str(_CAPABILITIES[name]) for name in ROOT_MAY)
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
-        variables = [_renamed(entry, overlay[2]) for entry in environment]
-        words = (spec.network, *overlay, capabilities, " ".join(command), str(len(binds)), *binds, *variables)
+        variables = [_renamed(entry, mounted.merged) for entry in environment]
+        words = (spec.network, *mounted, capabilities, " ".join(command), str(len(binds)), *binds, *variables)
         return functools.partial(kept.template.clone, words)
 
     def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
@@ -280,13 +279,6 @@ def _filters() -> bool:
     thread = launcher(filtered=True)
     thread.call(lambda: None)  # it knows when it has begun
     return thread.refuses
-
-
-def _overlay(prefix: Sequence[str]) -> tuple[str, str, str] | None:
-    """What :data:`.overlay.MOUNT` takes in an argv prefix that does nothing but to mount an overlay; else ``None``."""
-    if len(prefix) > 6 and prefix[-6] == "-c" and prefix[-5].startswith(MOUNT):
-        return prefix[-3], prefix[-2], prefix[-1]
-    return None
 
 
 def _key(access: Access) -> _Key:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +88,17 @@ def choose(
     return other, f"unpacking would take {cost:.1f} s and save {saving:.1f} s in {expected_starts:g} starts"
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """How Apptainer starts a container over a writable layer."""
+
+    prefix: Sequence[str]
+    """Argv prefix that changes what it runs as and where."""
+    argv: list[str]
+    mounted: overlay.Overlay | None = None
+    """What the prefix mounts of directories of this node; ``None``: nothing, or something else."""
+
+
 class Access:
     """One sandbox's hold on its image, from :meth:`ImageAccess.acquire` to :meth:`release`."""
 
@@ -127,9 +139,8 @@ class Access:
 
     def command_line(
         self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
-    ) -> tuple[Sequence[str], list[str]]:
-        """Returns an argv prefix that changes what a container runs as and where, and Apptainer's command line, with a
-        writable layer over the image."""
+    ) -> CommandLine:
+        """Returns how a container is started with a writable layer over the image."""
         binds = (f"{control}:{CONTROL_DIR}", *spec.binds)
         if self.copies:
             root = os.path.join(layer, "root")
@@ -137,22 +148,23 @@ class Access:
             for bind in (*points, *binds):
                 _bind_point(root, bind)
             argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
-            return self.namespace or namespace_root(spec) or namespace_user(spec), argv
+            return CommandLine(self.namespace or namespace_root(spec) or namespace_user(spec), argv)
         merged = f"{layer}.root"
+        prefix: Sequence[str] | None = None
+        laid: overlay.Overlay | None = None
         if self._mounted is not None:
-            prefix: Sequence[str] | None = self._mounted.argv_prefix(self.layers, layer, merged, spec)
-        else:
-            prefix = None
-            if self.form == "tree":
-                prefix = overlay.argv_prefix((*self.layers, self.rootfs), layer, merged, spec, self.namespace)
+            prefix = self._mounted.argv_prefix(self.layers, layer, merged, spec)
+        elif self.form == "tree" and (laid := overlay.lay((*self.layers, self.rootfs), layer, merged)):
+            prefix = overlay.argv_prefix(laid, spec, self.namespace)
         if prefix is None and self.layers:
             raise SandboxError(f"{self.rootfs}: no overlay of layers can be mounted at {layer}; set MEGAFLOW_SCRATCH")
         if prefix is None:
             argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
-            return namespace_root(spec), argv
+            return CommandLine(namespace_root(spec), argv)
         for bind in binds:
             _bind_point(os.path.join(layer, "upper"), bind)
-        return prefix, exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
+        argv = exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
+        return CommandLine(prefix, argv, laid)
 
     def check(self) -> None:
         """Raises :class:`SandboxError` if the image went away under the sandbox."""

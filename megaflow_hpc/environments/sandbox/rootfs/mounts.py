@@ -80,7 +80,7 @@ class Mounted:
         words = ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(self.holder.pid), "--"]
         words += ["unshare", "--mount", "--propagation", "private", "--"]
         words += ["/bin/sh", "-c", f'{overlay.MOUNT}exec "$@"', "sh"]
-        words += overlay.mount_arguments([*layers, self.root], layer, merged)
+        words += overlay.arguments([*layers, self.root], layer, merged)
         # A user namespace of the sandbox's own, also for its root: the kernel bounds processes by namespace.
         return [*words, *namespace_root(spec), *namespace_user(spec)]
 

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megaflow_hpc.environments.sandbox.argv import as_user, bounded
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
@@ -35,18 +36,23 @@ _LONGEST_NAMES = 3400
 """Bytes of their names; the rest of the page is for the writable layer's."""
 
 
-def argv_prefix(
-    lowers: Sequence[str], layer: str, merged: str, spec: SandboxSpec, namespace: Sequence[str] | None = None
-) -> list[str] | None:
-    """Returns the argv prefix of a container's command line: into namespaces of its own, and there an overlay at
-    ``merged``.
+class Overlay(NamedTuple):
+    """What :data:`MOUNT` takes."""
+
+    directory: str
+    """To mount from."""
+    options: str
+    merged: str
+    """Where to."""
+
+
+def lay(lowers: Sequence[str], layer: str, merged: str) -> Overlay | None:
+    """Makes what an overlay at ``merged`` needs, and returns how it is mounted.
 
     Args:
         lowers: directories of the image, the topmost first.
         layer: directory of the writable layer; ``upper`` and ``work`` are made in it, and what a volatile mount leaves
             in ``work`` goes.
-        spec: says who to be from there on.
-        namespace: argv prefix that enters a user namespace; default :func:`unshare`'s.
 
     Returns:
         ``None`` where this does not work: then Apptainer's own overlay has to do.
@@ -56,8 +62,18 @@ def argv_prefix(
     if os.geteuid() == 0 or not works(os.path.dirname(layer)):
         return None
     prepare(lowers, layer, merged)
+    return arguments(lowers, layer, merged)
+
+
+def argv_prefix(mounted: Overlay, spec: SandboxSpec, namespace: Sequence[str] | None = None) -> list[str]:
+    """Returns the argv prefix of a container's command line: into namespaces of its own, and there an overlay.
+
+    Args:
+        spec: says who to be from there on.
+        namespace: argv prefix that enters a user namespace; default :func:`unshare`'s.
+    """
     script = f'{MOUNT}{bounded(spec)}exec "$@"'
-    result = [*_enter(namespace), "/bin/sh", "-c", script, "sh", *mount_arguments(lowers, layer, merged)]
+    result = [*_enter(namespace), "/bin/sh", "-c", script, "sh", *mounted]
     return result if spec.as_root else [*result, *as_user()]
 
 
@@ -88,14 +104,14 @@ def _has(lowers: Sequence[str], name: str) -> bool:
     return False
 
 
-def mount_arguments(lowers: Sequence[str], layer: str, merged: str) -> list[str]:
-    """Returns what :data:`MOUNT` takes: a directory to mount from, which is made here, the options, where to.
+def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
+    """Returns how an overlay is mounted, and makes the directory of links that it may be mounted from.
 
     Raises:
         SandboxError: there are more of them than the kernel takes.
     """
     if len(lowers) == 1:
-        return ["/", _options(lowers[0], layer), merged]
+        return Overlay("/", _options(lowers[0], layer), merged)
     if len(lowers) > MOST_LOWERS:
         raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MOST_LOWERS}")
     links = f"{layer}.lower"
@@ -103,12 +119,12 @@ def mount_arguments(lowers: Sequence[str], layer: str, merged: str) -> list[str]
     common = os.path.commonpath(lowers)
     names = [lower[len(common) :].lstrip("/") or "." for lower in lowers]
     if sum(map(len, names)) + len(names) < _LONGEST_NAMES and not odd(*names):
-        return [common, _options(":".join(names), layer), merged]
+        return Overlay(common, _options(":".join(names), layer), merged)
     os.mkdir(links, 0o700)
     numbers = [str(number) for number in reversed(range(len(lowers)))]
     for number, lower in zip(numbers, lowers, strict=True):
         os.symlink(lower, f"{links}/{number}")
-    return [links, _options(":".join(numbers), layer), merged]
+    return Overlay(links, _options(":".join(numbers), layer), merged)
 
 
 def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:
@@ -142,7 +158,7 @@ def _try(directory: str) -> bool:
             "-c",
             script,
             "sh",
-            *mount_arguments([f"{where}/lower"], f"{where}/layer", f"{where}/merged"),
+            *arguments([f"{where}/lower"], f"{where}/layer", f"{where}/merged"),
         ]
         done = subprocess.run(argv, capture_output=True, check=False, timeout=60)
         remove_tree(f"{where}/layer")
