@@ -61,7 +61,7 @@ class Forecaster:
     def __init__(self, images: Images, staged: Iterable[str] = ()) -> None:
         self.forecast = Forecast()
         self._images = images
-        self._staged = set(staged)
+        self._staged = {name.rpartition("-")[0] for name in staged}
         self._files = ImageFiles()
         self._names: set[str] = set()
         self._seen: set[str] = set()
@@ -169,7 +169,7 @@ class Forecaster:
             self._unpacked(facts.key, facts.unpacked_bytes, facts.inodes)
 
     def _unpacked(self, key: str, size: int, inodes: int) -> None:
-        if f"node {key}" in self._seen or any(name.startswith(key[:40]) for name in self._staged):
+        if f"node {key}" in self._seen or key[:40] in self._staged:
             return
         self._seen.add(f"node {key}")
         self.forecast.node_bytes += size

@@ -108,8 +108,7 @@ def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int], who: Acc
     lines += [f"if [ ! -d {workdir} ]; then tools mkdir -p {workdir}; fi", f"cd {workdir}"]
     lines += [f"export HOME={shlex.quote(who.home)}"] if home else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in step.exports.items()]
-    command = " ".join(map(shlex.quote, step.argv))
-    command = f"exec {command}"
+    command = "exec " + " ".join(map(shlex.quote, step.argv))
     name = (step.user or "").partition(":")[0]
     words = (str(who.uid), str(who.gid), ",".join(map(str, who.groups)), name, command)
     lines += ["as_user " + " ".join(map(shlex.quote, words)) if who.uid or who.gid else command]

@@ -94,11 +94,9 @@ class ImageFiles:
         known = self._known.get(image)
         if known and known[1].base == base:
             return known[1]
-        # The topmost of a layer that comes twice says all that the lower one did, and no overlay takes it twice.
-        layers = tuple(reversed({layer.digest: layer for layer in reversed(layered.layers)}.values()))
-        if base is None and not layers:
+        if base is None and not layered.layers:
             raise SandboxError(f"{image}: an image without a base and without layers")
-        parts: list[LayerFacts | ImageFacts] = [*layers, *([base] if base else [])]
+        parts: list[LayerFacts | ImageFacts] = [*layered.layers, *([base] if base else [])]
         facts = ImageFacts(
             os.path.realpath(image),
             Path(os.path.realpath(image)).stem,
@@ -107,7 +105,7 @@ class ImageFiles:
             sum(part.inodes for part in parts),
             0,
             base,
-            layers,
+            layered.layers,
             layered.settings,
         )
         self._known[image] = (now, facts)

@@ -105,9 +105,9 @@ class LayeredImage:
         """SHA-256 of the document."""
         return hashlib.sha256(self.document()).hexdigest()
 
-    def over(self, layers: Sequence[LayerFacts], settings: str = "", workdir: str | None = None) -> LayeredImage:
-        """Returns the image with further layers and settings."""
-        return LayeredImage(self.base, (*self.layers, *layers), self.settings + settings, workdir or self.workdir)
+    def over(self, layers: Sequence[LayerFacts]) -> LayeredImage:
+        """Returns the image with further layers over its own."""
+        return replace(self, layers=(*self.layers, *layers))
 
 
 def is_layered(image: str | os.PathLike[str]) -> bool:
