@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,10 +21,10 @@ from pathlib import Path
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.tasks.releases.sdists import run_pip
 from tests.bench.builder_peers import Buildah, Docker, Ours
 from tests.environments.images.conformance.answers import compare
 from tests.environments.images.conformance.cases import make_base
+from tests.support.sources import fetch_sources
 
 PACKAGES = (
     "aeval-harbor==0.4.0",
@@ -40,12 +39,7 @@ _LARGEST = 20_000_000
 
 def fetch(place: Path) -> list[Path]:
     """The distinct Dockerfiles of the packages' sources, unpacked below ``place``."""
-    names = ",".join(package.partition("==")[0] for package in PACKAGES)
-    options = ["--no-deps", "--no-binary", names, "--ignore-requires-python", "--no-input", "-d", str(place)]
-    done = run_pip(["download", *options, *PACKAGES])
-    assert done.returncode == 0, done.stderr
-    for archive in place.glob("*.tar.gz"):
-        subprocess.run(["tar", "-xf", archive, "-C", place], check=True)
+    fetch_sources(PACKAGES, place)
     files = sorted(path for path in place.rglob("*ockerfile*") if path.is_file())
     return list({path.read_bytes(): path for path in reversed(files)}.values())
 

@@ -24,8 +24,9 @@ from megaflow_hpc.environments.images.resolve import ImageMapping, Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.images import image_requests, in_image_directories
-from megaflow_hpc.tasks.releases.sdists import fetch_wheels, run_pip
+from megaflow_hpc.tasks.releases.sdists import fetch_wheels
 from megaflow_hpc.tasks.validation import Validation, validate
+from tests.support.sources import fetch_sources
 
 PACKAGES = ("aeval-harbor==0.4.0", "tolokaforge-adapter-terminal-bench==0.2.0")
 TERMINAL_BENCH = "aeval_harbor-0.4.0/suites/terminal-beach/vendor/upstream"
@@ -40,13 +41,7 @@ export PIP_NO_INDEX=1 PIP_FIND_LINKS=/opt/wheels PIP_BREAK_SYSTEM_PACKAGES=1
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages' sources."""
     place = tmp_path_factory.mktemp("foreign")
-    # Named, not :all:, or pip builds their build back ends from source as well.
-    names = ",".join(package.partition("==")[0] for package in PACKAGES)
-    options = ["--no-deps", "--no-binary", names, "--ignore-requires-python", "--no-input", "-d", str(place)]
-    done = run_pip(["download", *options, *PACKAGES])
-    assert done.returncode == 0, done.stderr
-    for archive in place.glob("*.tar.gz"):
-        subprocess.run(["tar", "-xf", archive, "-C", place], check=True)
+    fetch_sources(PACKAGES, place)
     return place
 
 

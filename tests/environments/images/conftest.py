@@ -9,6 +9,9 @@ import pytest
 
 from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.cli import main
+from megaflow_hpc.environments.images.cache.cache import ImageCache
+from megaflow_hpc.host.apptainer import find_apptainer
+from megaflow_hpc.host.files import remove_tree
 from tests.support.registries import Front, Registry, front, registry_server
 
 
@@ -53,3 +56,14 @@ def verb(
         return status, said.out, said.err
 
     return run
+
+
+@pytest.fixture
+def open_cache(tmp_path: Path) -> Iterator[Callable[..., ImageCache]]:
+    """Opens a cache of this test's, with a budget."""
+
+    def make(budget_mb: float = 1000.0, inodes: int = 1_000_000) -> ImageCache:
+        return ImageCache(tmp_path / "cache", find_apptainer(), budget_bytes=int(budget_mb * 1e6), budget_inodes=inodes)
+
+    yield make
+    remove_tree(tmp_path / "cache")

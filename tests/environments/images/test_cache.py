@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,6 @@ def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
 def images(small_images: SmallImages, tmp_path: Path) -> list[str]:
     """Six images of one megabyte each, in a store."""
     return small_images.fill(ImageStore(tmp_path / "store"), 6)
-
-
-@pytest.fixture
-def open_cache(tmp_path: Path) -> Iterator[Callable[..., ImageCache]]:
-    def make(budget_mb: float = 1000.0, inodes: int = 1_000_000) -> ImageCache:
-        return ImageCache(tmp_path / "cache", find_apptainer(), budget_bytes=int(budget_mb * MB), budget_inodes=inodes)
-
-    yield make
-    remove_tree(tmp_path / "cache")
 
 
 def here(cache: ImageCache, images: list[str], form: str = "sif") -> list[int]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,6 @@ from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.host.files import remove_tree
 from tests.support.layers import OPAQUE, Entries, add_image, add_layer
 
 MB = 1_000_000
@@ -46,15 +44,6 @@ def store(tmp_path: Path) -> ImageStore:
 @pytest.fixture
 def bases(small_images: SmallImages, store: ImageStore) -> list[str]:
     return small_images.fill(store, 3)
-
-
-@pytest.fixture
-def open_cache(tmp_path: Path) -> Iterator[Callable[..., ImageCache]]:
-    def make(budget_mb: float = 1000.0, inodes: int = 1_000_000) -> ImageCache:
-        return ImageCache(tmp_path / "cache", find_apptainer(), budget_bytes=int(budget_mb * MB), budget_inodes=inodes)
-
-    yield make
-    remove_tree(tmp_path / "cache")
 
 
 def seen(*directories: str) -> set[str]:
