@@ -83,9 +83,12 @@ DOORS: dict[str, str] = {
     "monitor": "config ledger rundir",
     "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
     "environments/sandbox model/engines model/server trajectories trajectories/journal trajectories/reading",
-    "cli": "campaign slurm bench config rundir agents tasks tasks/harbor tasks/releases tasks/swebench "
-    "environments/builds environments/images environments/images/cache environments/sandbox "
-    "trajectories trajectories/exports trajectories/maintenance trajectories/reading",
+    "cli": "bench campaign environments/images environments/sandbox rundir slurm",
+    "cli/campaigns": "cli campaign slurm",
+    "cli/runs": "cli campaign rundir trajectories trajectories/reading",
+    "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
+    "cli/making": "cli campaign config tasks tasks/harbor tasks/releases tasks/swebench agents "
+    "environments/builds environments/images environments/images/cache environments/sandbox",
     "bench": "__init__ bench/programs environments environments/images environments/images/cache environments/sandbox "
     "pod/scheduling rundir trajectories trajectories/hdf5",
     "bench/programs": "bench environments/images/cache ledger model/gateway pod pod/master rundir trajectories/journal",

@@ -20,16 +20,16 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.version import __version__
 
 GROUPS = (
-    "campaign",
-    "status",
+    "campaigns.campaign",
+    "runs.status",
     "doctor",
-    "show",
-    "diff",
-    "export",
-    "store",
-    "tasks",
-    "images",
-    "weights",
+    "runs.show",
+    "runs.diff",
+    "files.export",
+    "files.store",
+    "making.tasks",
+    "making.images",
+    "runs.weights",
     "janitor",
     "bench",
 )

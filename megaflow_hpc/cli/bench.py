@@ -7,7 +7,8 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.verb import add_json
 
 if TYPE_CHECKING:
     from megaflow_hpc.bench.figures import Figure

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaflow_hpc.cli.output import add_json, print_json, say
+from megaflow_hpc.cli.output import print_json, say
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import MegaflowError, SiteError
 
 ASK_S = 60.0

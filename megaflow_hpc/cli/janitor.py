@@ -8,7 +8,8 @@ import tempfile
 from collections import Counter
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, print_json, say
+from megaflow_hpc.cli.output import print_json, say
+from megaflow_hpc.cli.verb import add_json
 
 
 def register(subparsers: Any) -> None:

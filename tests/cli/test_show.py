@@ -12,7 +12,7 @@ from array import array
 import h5py
 import pytest
 
-from megaflow_hpc.cli.tokens import view
+from megaflow_hpc.cli.runs.tokens import view
 from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.types import TokenSequence

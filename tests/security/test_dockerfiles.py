@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.cli.images_make import images_of_campaign
+from megaflow_hpc.cli.making.images_make import images_of_campaign
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore

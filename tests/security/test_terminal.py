@@ -14,7 +14,7 @@ import pytest
 import megaflow_hpc
 from megaflow_hpc.cli import main
 from megaflow_hpc.cli.output import table
-from megaflow_hpc.cli.status import shown
+from megaflow_hpc.cli.runs.status import shown
 from megaflow_hpc.texts import in_one_line, printable
 from megaflow_hpc.trajectories import gather
 from megaflow_hpc.types import Attempt
@@ -164,7 +164,7 @@ def test_what_is_logged_is_printed_harmlessly(capsys, caplog):
 def test_every_verb_prints_through_one_function():
     """``print`` itself is left to the functions that make text harmless."""
     bare = []
-    for path in sorted((Path(megaflow_hpc.__file__).parent / "cli").glob("*.py")):
+    for path in sorted((Path(megaflow_hpc.__file__).parent / "cli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 bare.append(path.name)

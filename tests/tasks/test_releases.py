@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.cli import tasks as verbs
+from megaflow_hpc.cli.making import tasks as verbs
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.tasks import named_tests

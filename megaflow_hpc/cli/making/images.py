@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli import images_make
-from megaflow_hpc.cli.images_make import megabytes
-from megaflow_hpc.cli.output import add_json, note, print_json, say, table
+from megaflow_hpc.cli.making import images_make
+from megaflow_hpc.cli.making.images_make import megabytes
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.verb import add_json
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.cache.cache import ImageCache

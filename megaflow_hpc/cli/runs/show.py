@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli import tokens
-from megaflow_hpc.cli.output import add_json, print_json, say
+from megaflow_hpc.cli.output import print_json, say
+from megaflow_hpc.cli.runs import tokens
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import printable
 

@@ -9,7 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, say
+from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
 
 EPILOG = """\

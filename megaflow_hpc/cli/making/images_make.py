@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import ImageProgress, note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.progress import ImageProgress
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.image_batch import Recipe

@@ -5,18 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megaflow_hpc.cli.output import (
-    FINAL,
-    ImageProgress,
-    Progress,
-    add_json,
-    note,
-    print_json,
-    say,
-    summary,
-    training_lines,
-    unstarted_lines,
-)
+from megaflow_hpc.cli.output import FINAL, note, print_json, say, summary, training_lines, unstarted_lines
+from megaflow_hpc.cli.progress import ImageProgress, Progress
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 
 Parsers = Any

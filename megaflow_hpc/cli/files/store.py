@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
 
 

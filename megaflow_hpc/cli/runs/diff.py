@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import add_json, print_json
-from megaflow_hpc.cli.show import LINE_CHARACTERS, content_of, find, finite, print_lines
+from megaflow_hpc.cli.output import print_json
+from megaflow_hpc.cli.runs.show import LINE_CHARACTERS, content_of, find, finite, print_lines
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.texts import printable
 
 if TYPE_CHECKING:

@@ -7,8 +7,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli import tasks_import
-from megaflow_hpc.cli.output import ImageProgress, add_json, note, print_json, say, table
+from megaflow_hpc.cli.making import tasks_import
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.progress import ImageProgress
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
 
 BUILD_EPILOG = """\

@@ -10,16 +10,8 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.cli.output import (
-    FINAL,
-    add_json,
-    print_json,
-    say,
-    seconds,
-    table,
-    training_lines,
-    unstarted_lines,
-)
+from megaflow_hpc.cli.output import FINAL, print_json, say, seconds, table, training_lines, unstarted_lines
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.texts import printable
 
 CLEAR = "\x1b[H\x1b[2J"

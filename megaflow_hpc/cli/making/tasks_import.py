@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import add_json, note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 

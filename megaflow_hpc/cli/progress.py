@@ -1,0 +1,138 @@
+"""How far long work is, on stderr: a bar or a line in place on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.cli.output import FINAL, note, seconds
+from megaflow_hpc.texts import in_one_line, printable
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments.images.making import Making
+
+
+class Progress:
+    """Shows a campaign's status on stderr: a bar on a terminal, a line now and then in a log."""
+
+    LINE_EVERY_S = 15.0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar: Any = None
+        self._task: Any = None
+        self._last_line = ("", 0.0)
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}", markup=False),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(in_one_line(name), total=None, detail="")
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        counts = status["rollouts"]
+        done = sum(counts[state] for state in FINAL)
+        serving = sum(server["state"] == "serving" for server in status["servers"])
+        pods = sum(pod["state"] in ("started", "draining") for pod in status["pods"])
+        parts = [f"{counts['running']} running", f"pods {pods}"]
+        broken = [server for server in status["servers"] if server["state"] == "failed"]
+        parts += [f"servers {serving}"] if status["servers"] else []
+        parts += [f"{broken[0]['server']} cannot start: {broken[0].get('cause', 'see its log')}"] if broken else []
+        parts += [f"failed {counts['failed']}"] if counts["failed"] else []
+        parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
+        detail = ", ".join(parts)
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=done, total=counts["total"], detail=in_one_line(f"{status['state']}: {detail}")
+            )
+            return
+        line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
+        said, when = self._last_line
+        settled = status["state"] in ("finished", "cancelled") or not said
+        if line != said and (settled or time.monotonic() - when > self.LINE_EVERY_S):
+            note(line)
+            self._last_line = (line, time.monotonic())
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class ImageProgress:
+    """Shows on stderr how the making of images goes: a line in place on a terminal, one every two seconds in a log.
+
+    As a context manager; threads may call it. Nothing is shown before there is something to say.
+    """
+
+    EVERY_S = 2.0
+
+    def __init__(self) -> None:
+        self._live: Any = None
+        self._terminal = sys.stderr.isatty()
+        self._said = time.monotonic()
+        self._begun = False
+
+    def __enter__(self) -> ImageProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        """Prints a line, above that in place."""
+        live = self._live
+        if live is None:
+            note(line)
+        else:
+            live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        self._said = time.monotonic()
+
+    def show(self, state: Making) -> None:
+        """Shows how far it is."""
+        if state.looked_up < state.total:
+            self._now(f"images: {state.looked_up} of {state.total} looked up")
+            return
+        if not self._begun:
+            self._begun = True
+            wrong = state.total - state.there - state.to_make
+            line = f"images: {state.total}, {state.there} in the store, {state.to_make or 'none'} to be made"
+            if state.to_make or wrong:
+                self.say(f"{line}, {wrong} cannot be" if wrong else line)
+        done = state.made + state.failed
+        figures = f"{state.steps} steps, {state.bytes / 1e6:.1f} MB, {seconds(state.elapsed_s)}"
+        figures += f", {state.failed} failed" if state.failed else ""
+        if done < state.to_make:
+            left = f", {seconds(state.left_s)} left" if state.left_s is not None else ""
+            self._now(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
+        else:
+            self._begun = False
+            self.__exit__()
+            if state.to_make:
+                self.say(f"images: {done}/{state.to_make} made, {figures}")
+
+    def _now(self, line: str) -> None:
+        if self._terminal:
+            if self._live is None:
+                from rich.console import Console
+                from rich.live import Live
+
+                self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=True)
+                self._live.start()
+            from rich.text import Text
+
+            self._live.update(Text(in_one_line(line), no_wrap=True, overflow="ellipsis"))
+        elif time.monotonic() - self._said >= self.EVERY_S:
+            self.say(line)

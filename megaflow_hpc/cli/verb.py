@@ -1,0 +1,79 @@
+"""How a verb joins the command line: the same help, the same names of arguments, for every verb.
+
+A group's ``register`` adds each of its verbs by :func:`add_verb`, which asks for what no help may lack: a line of what
+it does and an example that can be copied. Arguments that several verbs take are added by a function of their own here,
+so that they are spelled alike: ``RUN`` (:func:`add_run`), ``-o`` (:func:`add_output`), ``--json`` (:func:`add_json`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megaflow_hpc.errors import MegaflowError
+
+Subparsers = Any
+"""What ``ArgumentParser.add_subparsers`` returns; argparse does not name its type in public."""
+
+
+def add_verb(
+    subparsers: Subparsers,
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    help_: str,
+    *,
+    examples: Sequence[str],
+    description: str = "",
+    json: bool = True,
+) -> argparse.ArgumentParser:
+    """Adds one verb and returns its parser, to which the caller adds the verb's own arguments.
+
+    Args:
+        function: carries the verb out; returns the exit status.
+        help_: one line without a full stop, for the list of verbs.
+        examples: command lines without ``megaflow-hpc``; at least one.
+        description: whole sentences for the verb's own help; ``help_`` where empty.
+        json: whether it takes ``--json``; every verb that prints does.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help_,
+        description=description or help_[0].upper() + help_[1:] + ".",
+        epilog="\n  ".join([f"example{'s' * (len(examples) > 1)}:", *(f"megaflow-hpc {line}" for line in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=function)
+    if json:
+        add_json(parser)
+    return parser
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
+
+
+def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: bool = False) -> None:
+    """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest one here.
+
+    Args:
+        nargs: as of ``add_argument``, for verbs that take several.
+        file: whether a ``trajectories.h5`` is taken too.
+    """
+    what = "run directory, a trajectories.h5" if file else "run directory"
+    parser.add_argument("run_dir", metavar="RUN", nargs=nargs, type=_run, help=f"{what}, or latest: the newest here")
+
+
+def add_output(parser: argparse.ArgumentParser, what: str, required: bool = False) -> None:
+    """Adds ``-o``/``--output`` as ``output``; ``what`` says in a line what is written there."""
+    parser.add_argument("-o", "--output", metavar="PATH", required=required, help=what)
+
+
+def _run(text: str) -> str:
+    from megaflow_hpc.rundir import runs
+
+    try:
+        return str(runs.latest()) if text == "latest" else text
+    except MegaflowError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
