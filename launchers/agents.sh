@@ -5,7 +5,7 @@
 # usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code openhands; the first three without an argument
 #
 # The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
-# read-only, so the tasks' images stay as they are (docs/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
+# read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
 # Node and npm come from PyPI, npm uses its registry as it is configured. OpenHands comes from PyPI, as
 # containers/openhands.txt lists it, and its Python from Debian's archive (launchers/python.sh).
 # shellcheck source=launchers/lib.sh

@@ -5,7 +5,7 @@
 #
 # Harbor needs a newer Python than megaflow-hpc does, so it has an environment of its own (MEGAFLOW_HARBOR_VENV, by default
 # MEGAFLOW_HOME/harbor). The package itself is not installed there: who runs Harbor puts the sources on PYTHONPATH, or
-# installs megaflow-hpc beside Harbor as usual (docs/harbor.md).
+# installs megaflow-hpc beside Harbor as usual (docs/how-to/harbor.md).
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -131,9 +131,11 @@ def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() 
 
 
 def test_every_hop_of_the_walks_in_the_docs_is_there() -> None:
-    """docs/architecture.md walks a task, a token and a weight version through files and functions."""
+    """docs/explanation/architecture.md walks a task, a token and a weight version through files and functions."""
     rows = re.findall(
-        r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
+        r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$",
+        (ROOT / "docs" / "explanation" / "architecture.md").read_text(),
+        re.MULTILINE,
     )
     assert len(rows) > 25
     missing = []

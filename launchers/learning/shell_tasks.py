@@ -14,7 +14,7 @@ from operations import OPERATIONS, content, is_done
 
 
 class ShellTask:
-    """One operation, as a task of a campaign (docs/python-tasks.md)."""
+    """One operation, as a task of a campaign (docs/how-to/python-tasks.md)."""
 
     image = "megaflow-base"
     workdir = "/app"

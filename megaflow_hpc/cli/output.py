@@ -80,7 +80,8 @@ def summary(result: dict[str, Any]) -> str:
         for name, row in result["policies"].items()
     ]
     notes = [
-        f"{name}: {row['inexact']} model calls were recorded without all their token ids (docs/model-service.md)"
+        f"{name}: {row['inexact']} model calls were recorded without all their token ids "
+        "(docs/explanation/model-service.md)"
         for name, row in result["policies"].items()
         if row.get("inexact")
     ]

@@ -168,7 +168,9 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds {type(value).__name__}, expected a mapping; docs/quickstart.md shows one")
+        raise ConfigError(
+            f"{path}: holds {type(value).__name__}, expected a mapping; docs/tutorials/first-campaign.md shows one"
+        )
     return parse(value, str(path), node)
 
 

@@ -1,4 +1,4 @@
-"""Sandboxes over plain Apptainer (``sandbox``) and the images they are made of (``images``). See docs/sandboxes.md.
+"""Sandboxes over plain Apptainer (``sandbox``) and the images they are made of (``images``).
 
 Agents' and verifiers' code asks for sandboxes here: an :class:`ApptainerProvider` gets a :class:`SandboxSpec` and hands
 out :class:`ApptainerSandbox`, the one implementation of :class:`megaflow_hpc.types.Sandbox`. Nothing here knows of

@@ -13,7 +13,7 @@
     ledger/open/<consumer>                somebody may add blocks: the campaign is not finished
     ledger/finished                       so many blocks are done, and those are all
 
-:mod:`megaflow_hpc.ledger.rules` says what they mean, docs/ledger.md in whole sentences.
+:mod:`megaflow_hpc.ledger.rules` says what they mean, docs/explanation/ledger.md in whole sentences.
 """
 
 from __future__ import annotations

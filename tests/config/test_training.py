@@ -186,7 +186,7 @@ def test_a_trained_policys_engine_takes_no_sampling_from_the_models_files(tmp_pa
 
 
 def test_the_docs_show_the_defaults(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "training.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    text = (ROOT / "docs" / "how-to" / "training.md").read_text().partition("```yaml\n")[2].partition("```")[0]
     policies = yaml.safe_load(text)["training"]["policies"]["default"]
     assert policies.keys() == PolicyTraining.model_fields.keys()
     assert policies["loss"].keys() == LossConfig.model_fields.keys()

@@ -24,7 +24,7 @@ MARK = f"marked-{secrets.token_hex(12)}"
 GIVEN = f"given-{secrets.token_hex(12)}"
 """In the campaign file: there, and for whom the file says; not in what is passed on to others."""
 AS_PLANNED = {"campaign.yaml", "env.sh", "run.json"}
-"""Files of a run directory that hold what the user wrote; docs/security.md."""
+"""Files of a run directory that hold what the user wrote; docs/explanation/security.md."""
 VARIABLES = {
     "HF_TOKEN": MARK,
     "OPENAI_API_KEY": MARK,

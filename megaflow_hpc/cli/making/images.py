@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Images are kept in a store on the shared file system, each under the digest of its content: as SIF files, or as a base
 and layers that they share. Nodes copy what they need from there, once each, into a cache on local scratch
-(docs/images.md).
+(docs/how-to/images.md).
 
   build     make or fetch what a campaign, a definition file, a Dockerfile or an address needs
   pull      fetch addresses, or what a manifest lists

@@ -15,8 +15,8 @@ from megaflow_hpc.errors import ConfigError
 
 BUILD_EPILOG = """\
 A bug file names two releases of a package, the tests that tell them apart and an issue text; see launchers/bugs.yaml
-and docs/real-bugs.md. Both source distributions are fetched by pip as it is configured. What is there already is kept,
-so the command can be repeated after an interruption.
+and docs/how-to/real-bugs.md. Both source distributions are fetched by pip as it is configured. What is there already
+is kept, so the command can be repeated after an interruption.
 
 examples:
   megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs

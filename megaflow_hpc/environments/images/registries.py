@@ -73,7 +73,7 @@ class Registries:
         through = f" (for {source})" if address != source else ""
         return SiteError(
             f"{error}{through}\n  where registries are out of reach: name a mirror in {MIRRORS}, or fetch it "
-            "elsewhere and bring it here (docs/images.md)"
+            "elsewhere and bring it here (docs/how-to/images.md)"
         )
 
     def check(self, source: str) -> None:
@@ -82,7 +82,7 @@ class Registries:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here ({AIR_GAPPED} or "
                 "environment.air_gapped); where there is a network: megaflow-hpc images build CAMPAIGN --manifest FILE "
-                "(docs/images.md)"
+                "(docs/how-to/images.md)"
             )
 
     def check_definition(self, path: Path) -> None:

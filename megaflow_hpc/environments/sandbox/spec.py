@@ -24,7 +24,7 @@ class SandboxSpec:
     workdir: str | None = None
     """Where commands start; made if it is missing. Default ``/``."""
     user: str | None = None
-    """``None``, ``root`` or ``0``: uid 0 of a user namespace; any other: an ordinary uid (docs/sandboxes.md)."""
+    """``None``, ``root`` or ``0``: uid 0 of a user namespace; any other: an ordinary uid."""
     binds: tuple[str, ...] = ()
     """``SRC:DEST[:ro]``, as Apptainer takes them."""
     network: Network = "none"

@@ -2,7 +2,7 @@
 
 Harbor's contract: ``tests/`` is at ``/tests``, ``test.sh`` runs in the work directory, the reward is in
 ``/logs/verifier/reward.json`` or ``reward.txt``. A test that fails is a reward; only a verifier that gives none is an
-error. Three places to judge in (docs/tasks.md says what each closes):
+error. Three places to judge in (docs/how-to/tasks.md says what each closes):
 
 - *shared*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
   are fresh directories of the host, put over whatever the agent made there; the shells, basic tools, loader and C

@@ -1,6 +1,7 @@
 """Tasks from real bugs: two releases of a package, the later of which fixes a known defect.
 
-A short YAML file names the releases and the tests (``launchers/bugs.yaml`` is one; docs/real-bugs.md explains it).
+A short YAML file names the releases and the tests (``launchers/bugs.yaml`` is one, which
+docs/how-to/real-bugs.md explains).
 Nothing of the packages is kept with it: both source distributions are downloaded when tasks are built. Each bug becomes
 a Harbor task directory::
 
@@ -140,7 +141,7 @@ def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], st
     value, node = read_yaml(path)
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see docs/real-bugs.md"
+            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see docs/how-to/real-bugs.md"
         )
     try:
         content = BugFile.model_validate(value)

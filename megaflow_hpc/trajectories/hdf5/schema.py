@@ -1,5 +1,5 @@
 """The columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``: the one table that writer, reader,
-validator and docs/trajectory-format.md share.
+validator and docs/reference/trajectory-format.md share.
 
 One dataset per column, all one-dimensional. Ragged data lie flat: the entries of item i are ``[offset[i],
 offset[i+1])`` of the flat columns, and an offset column has one entry more than there are items. Only the filters
@@ -259,7 +259,7 @@ def level(column: Column) -> int:
 
 
 def markdown() -> str:
-    """Returns the tables of docs/trajectory-format.md."""
+    """Returns the tables of docs/reference/trajectory-format.md."""
     lines = ["| root attribute | holds |", "| --- | --- |"]
     lines += [f"| `{name}` | {doc} |" for name, doc in ROOT_ATTRIBUTES]
     for group in GROUPS:

@@ -19,7 +19,7 @@ from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.host.files import remove_tree
 
 KILLS = int(os.environ.get("MEGAFLOW_BUILD_KILLS", "6"))
-"""In the suite; the figure in docs/images.md is of 100."""
+"""In the suite; the figure in docs/how-to/images.md is of 100."""
 
 BUILD = """
 import sys

@@ -105,5 +105,5 @@ def test_a_broken_invariant_is_named(path, message):
 
 
 def test_the_documentation_lists_the_columns_as_written():
-    page = ROOT / "docs" / "trajectory-format.md"
+    page = ROOT / "docs" / "reference" / "trajectory-format.md"
     assert markdown() in page.read_text()

@@ -65,4 +65,4 @@ DIFFERENT = (
     "mount as user",
     "user name with number group",
 )
-"""Cases whose images differ from BuildKit's; docs/dockerfiles.md says how."""
+"""Cases whose images differ from BuildKit's; docs/reference/dockerfiles.md says how."""
