@@ -22,6 +22,7 @@ from megaflow_hpc.version import __version__
 GROUPS = (
     "campaigns.campaign",
     "runs.status",
+    "runs.watch",
     "doctor",
     "runs.show",
     "runs.diff",

@@ -1,10 +1,8 @@
-"""Verbs that look at a run and change nothing: status, watch."""
+"""The verb that says once how a run is: status."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +10,10 @@ import msgspec
 
 from megaflow_hpc.cli.output import FINAL, print_json, say, seconds, table, training_lines, unstarted_lines
 from megaflow_hpc.cli.verb import add_json
-from megaflow_hpc.texts import printable
-
-CLEAR = "\x1b[H\x1b[2J"
 
 
 def register(subparsers: Any) -> None:
-    """Adds status and watch."""
+    """Adds status."""
     status = subparsers.add_parser(
         "status",
         help="show counts by state, pods, servers, failures by cause",
@@ -35,19 +30,6 @@ def register(subparsers: Any) -> None:
     add_json(status)
     status.set_defaults(run=_status)
 
-    watch = subparsers.add_parser(
-        "watch",
-        help="follow a run's status until it ends",
-        description="Shows the status anew every few seconds until the campaign ends. Ctrl-C leaves, and the campaign "
-        "goes on. Slurm is asked twice a minute. Pods that limits left no room for are added while it is open.",
-        epilog="example:\n  megaflow-hpc watch RUN",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    watch.add_argument("run_dir", metavar="RUN", help="run directory")
-    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks; default 2")
-    add_json(watch)
-    watch.set_defaults(run=_watch)
-
 
 def _status(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
@@ -63,39 +45,6 @@ def _status(arguments: argparse.Namespace) -> int:
     else:
         say(shown(run.config.name, status))
     return 0
-
-
-def _watch(arguments: argparse.Namespace) -> int:
-    """On a terminal one page, rewritten; into a file or pipe a page whenever counts have changed (one JSON a line)."""
-    from megaflow_hpc.campaign.facade import Run
-
-    run, said = Run(arguments.run_dir), None
-    while True:
-        status = run.status()
-        run.slurm_jobs.top_up()
-        page = shown(run.config.name, status)
-        over = run.over(status)
-        if arguments.json:
-            if over or told(status) != said:
-                print_json(status, indent=None)
-        elif sys.stdout.isatty():
-            print(CLEAR + printable(page))
-        elif over or told(status) != said:
-            say(page + "\n")
-        said = told(status)
-        sys.stdout.flush()
-        if over:
-            return 0
-        time.sleep(max(0.1, arguments.every))
-
-
-def told(status: Mapping[str, Any]) -> Any:
-    """What of a status is worth another page."""
-    return (
-        status["state"],
-        status["rollouts"],
-        {policy: found["step"] for policy, found in status.get("training", {}).items()},
-    )
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
