@@ -33,7 +33,7 @@ class MicroBatch:
     mask: NDArray[np.uint8]
     """(T), 1 where a token was sampled and counts."""
     logprobs: NDArray[np.float32]
-    """(T), the engine's; NaN where nothing was sampled."""
+    """(T), the engine's; 0 where nothing was sampled."""
     versions: NDArray[np.int32]
     """(T), ordinals of the versions that sampled; -1 where nothing was."""
     advantages: NDArray[np.float32]
@@ -147,6 +147,7 @@ class Minibatch:
         lengths = np.array([part.length for part in parts], np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         mask = _joined([np.frombuffer(s.loss_mask, np.uint8) for s in sequences], np.uint8)
+        logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
         versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
         for number in np.unique(versions[mask == 1]).tolist():
             versions[versions == number] = -2 - self._ordinal(number)  # so that none is replaced twice
@@ -158,7 +159,7 @@ class Minibatch:
             positions=(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)).astype(np.int32),
             offsets=offsets,
             mask=mask,
-            logprobs=_joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32),
+            logprobs=np.where(mask == 1, logprobs, np.float32(0)),
             versions=versions,
             advantages=np.where(mask == 1, each[0], np.float32(0)),
             weights=np.where(mask == 1, each[1], np.float32(0)),

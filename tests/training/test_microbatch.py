@@ -56,7 +56,7 @@ def test_sequences_lie_end_to_end_with_their_own_positions_and_values() -> None:
     assert batch.versions.tolist() == [-1, -1, -1, 0, 0, 7, 7, 7, 7, -1, -1, 0]
     assert batch.advantages.tolist() == (-2.0 * batch.mask).tolist()
     assert batch.weights.tolist() == (0.5 * batch.mask).tolist()
-    assert np.isnan(batch.logprobs).tolist() == (batch.mask == 0).tolist()
+    assert batch.logprobs.tolist() == (-0.5 * batch.mask).tolist()
     assert batch.sample.tolist() == [0, 1, 0]
     assert batch.group.tolist() == [0, 0, 0]
     batch.versions[0] = batch.tokens[0] = 9  # the caller's own copy

@@ -116,7 +116,7 @@ def _micro_batch(batch: microbatch.MicroBatch, name: str) -> MicroBatch:
         input_ids=batch.tokens.tolist(),
         loss_mask=batch.mask.astype(bool).tolist(),
         advantages=batch.advantages.tolist(),
-        inference_logprobs=np.nan_to_num(batch.logprobs, nan=0.0).tolist(),
+        inference_logprobs=batch.logprobs.tolist(),
         position_ids=batch.positions.tolist(),
         sequence_lengths=lengths,
         temperatures=[1.0] * total,  # no policy that is trained may have another

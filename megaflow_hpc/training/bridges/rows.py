@@ -24,7 +24,6 @@ class Row:
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
-    """(L), 0 where nothing was sampled."""
     versions: NDArray[np.int32]
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
@@ -60,14 +59,14 @@ def rows(step: Step, minibatch: Minibatch | None = None) -> list[Row]:
             f"step {step.number}: this rank holds {packed.sampled} of {chosen.tokens} tokens that count; make the "
             "Dataflow with one rank: this trainer divides batches among ranks itself"
         )
-    logprobs, found = np.nan_to_num(packed.logprobs, nan=0.0), []
+    found = []
     for s in np.argsort(packed.sample, kind="stable").tolist():
         part = slice(int(packed.offsets[s]), int(packed.offsets[s + 1]))
         row = Row(
             rollout=step.plan.rollouts[int(packed.sample[s])],
             tokens=packed.tokens[part],
             mask=packed.mask[part],
-            logprobs=logprobs[part],
+            logprobs=packed.logprobs[part],
             versions=packed.versions[part],
             advantages=packed.advantages[part],
             weights=packed.weights[part],

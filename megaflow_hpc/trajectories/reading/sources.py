@@ -60,6 +60,7 @@ class Flat(NamedTuple):
     tokens: NDArray[np.int32]
     """(T), as the three columns that follow"""
     logprobs: NDArray[np.float32]
+    """NaN where not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
 

@@ -192,10 +192,11 @@ class TrajectoryStore:
                 ``tokens`` and elsewhere with the value of tokens that were not sampled.
 
         Returns:
-            ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (NaN where not sampled), ``weight_version``
-            int32 (-1 where not sampled): (T,) or (S, longest). ``offsets`` int64 (S+1): sequence s is tokens
-            ``[offsets[s], offsets[s+1])`` of the flat columns. Per sequence, (S,): ``trajectory`` int64, the row
-            number; ``group`` and ``policy``, strings; ``reward`` float32, NaN unless verified.
+            ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (0 where not sampled, where the store has NaN:
+            a product with the mask is right), ``weight_version`` int32 (-1 where not sampled): (T,) or (S, longest).
+            ``offsets`` int64 (S+1): sequence s is tokens ``[offsets[s], offsets[s+1])`` of the flat columns. Per
+            sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings; ``reward`` float32,
+            NaN unless verified.
 
         Raises:
             KeyError, IndexError: no such trajectory.

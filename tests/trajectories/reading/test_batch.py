@@ -44,7 +44,8 @@ def run(tmp_path_factory, rollouts):
 
 
 def column(rollouts, rows, name):
-    return b"".join(getattr(s, name).tobytes() for row in rows for s in rollouts[row].sequences)
+    held = b"".join(getattr(s, name).tobytes() for row in rows for s in rollouts[row].sequences)
+    return np.nan_to_num(np.frombuffer(held, np.float32), nan=0).tobytes() if name == "logprobs" else held
 
 
 NAMES = {"tokens": "tokens", "logprobs": "logprobs", "loss_mask": "loss_mask", "weight_version": "weight_versions"}
