@@ -20,6 +20,8 @@ esac
 NODE=22.20.0
 [[ $(id -u) != 0 ]] || die "run launchers/agents.sh as an ordinary user"
 SOURCES=$(cd "$(dirname "$0")/.." && pwd -P)
+PACKAGE=$SOURCES/megaflow_hpc # in a checkout; an installed package has this script inside it
+[[ -d $PACKAGE ]] || PACKAGE=${SOURCES%/*}
 export MEGAFLOW_HOME=${MEGAFLOW_HOME:-$HOME/.megaflow-hpc}
 LOGS=${LOGS:-$MEGAFLOW_HOME/logs} PREFIX=${PREFIX:-$MEGAFLOW_HOME/packages} MACHINE_PATH=${MACHINE_PATH:-$PATH}
 BOX=${MEGAFLOW_AGENTS:-$MEGAFLOW_HOME/agents}
@@ -95,12 +97,12 @@ openhands() {
     chmod +x "$BOX/bin/openhands"
     mark_done "$dir/.complete" "$package"
   fi
-  cp "$SOURCES/megaflow_hpc/agents/openhands_run.py" "$dir/run.py.new"
+  cp "$PACKAGE/agents/openhands_run.py" "$dir/run.py.new"
   mv -f "$dir/run.py.new" "$dir/run.py"
 }
 
 # NAME PACKAGE@VERSION, a line each.
-mapfile -t packages < <("$(find_python)" - "$SOURCES/megaflow_hpc/agents/presets.py" "$@" <<'PYTHON'
+mapfile -t packages < <("$(find_python)" - "$PACKAGE/agents/presets.py" "$@" <<'PYTHON'
 import ast, sys
 tree = ast.parse(open(sys.argv[1]).read())
 found = {n.target.id: n.value for n in tree.body if isinstance(n, ast.AnnAssign)}

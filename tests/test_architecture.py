@@ -14,7 +14,7 @@ from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
-EVERYBODYS = {"types", "errors", "version", "texts", "host"}
+EVERYBODYS = {"types", "errors", "version", "texts", "resources", "host"}
 """Rooms that every room may use; they use nothing but one another."""
 
 DOORS: dict[str, str] = {
@@ -24,6 +24,7 @@ DOORS: dict[str, str] = {
     "errors": "",
     "version": "",
     "texts": "",
+    "resources": "",
     "host": "",
     # The campaign file, and everything under RUN.
     "config": "",

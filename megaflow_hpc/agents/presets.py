@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import resource
 
 INSIDE = "/opt/megaflow-agents"
 """Path of the tool box in sandboxes."""
@@ -105,7 +106,7 @@ def toolbox_of(name: str, given: str | None) -> Path:
     wanted = {**PACKAGES, **PYTHON_PACKAGES}[name]
     if found != wanted:
         raise ConfigError(
-            f"agent {name}: the tool box {box} should hold {wanted} and holds {found}; run launchers/agents.sh "
-            f"{name}, or name another directory in args.toolbox or MEGAFLOW_AGENTS"
+            f"agent {name}: the tool box {box} should hold {wanted} and holds {found}; run bash "
+            f"{resource('launchers/agents.sh')} {name}, or name another directory in args.toolbox or MEGAFLOW_AGENTS"
         )
     return box

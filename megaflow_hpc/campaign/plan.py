@@ -28,6 +28,7 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
+from megaflow_hpc.resources import docs
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
@@ -227,8 +228,8 @@ def check_supported(config: CampaignConfig, where: Where) -> None:
         raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
     if config.training and config.slurm.trainer.share == "sleep":
         raise ConfigError(
-            f"{where('slurm.trainer.share')}: slurm.trainer.share: sleep is not there yet (docs/limits.md); leave it "
-            "out, and give trainer and engines GPUs of their own"
+            f"{where('slurm.trainer.share')}: slurm.trainer.share: sleep is not there yet "
+            f"({docs('limits.md')}); leave it out, and give trainer and engines GPUs of their own"
         )
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megaflow_hpc.resources import docs
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
@@ -81,7 +82,7 @@ def summary(result: dict[str, Any]) -> str:
     ]
     notes = [
         f"{name}: {row['inexact']} model calls were recorded without all their token ids "
-        "(docs/explanation/model-service.md)"
+        f"({docs('explanation/model-service.md')})"
         for name, row in result["policies"].items()
         if row.get("inexact")
     ]

@@ -27,6 +27,7 @@ from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_trained, neutral
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import docs
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -169,7 +170,7 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
     value, node = read_yaml(path)
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{path}: holds {type(value).__name__}, expected a mapping; docs/tutorials/first-campaign.md shows one"
+            f"{path}: holds {type(value).__name__}, expected a mapping; {docs('tutorials/first-campaign.md')} shows one"
         )
     return parse(value, str(path), node)
 

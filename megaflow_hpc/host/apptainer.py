@@ -40,9 +40,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
         found = shutil.which(name, path=environ.get("PATH"))
         if found:
             return os.path.abspath(found)
-    raise SiteError(
-        "apptainer: not on PATH; load the site's module, run launchers/demo, or point MEGAFLOW_APPTAINER at it"
-    )
+    raise SiteError("apptainer: not on PATH; load the site's module, install it, or point MEGAFLOW_APPTAINER at it")
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:

@@ -12,14 +12,15 @@ from megaflow_hpc.cli.making import images_make
 from megaflow_hpc.cli.making.images_make import megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.resources import docs
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Images are kept in a store on the shared file system, each under the digest of its content: as SIF files, or as a base
 and layers that they share. Nodes copy what they need from there, once each, into a cache on local scratch
-(docs/how-to/images.md).
+({docs("how-to/images.md")}).
 
   build     make or fetch what a campaign, a definition file, a Dockerfile or an address needs
   pull      fetch addresses, or what a manifest lists

@@ -12,21 +12,23 @@ from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import ImageProgress
 from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import docs
 
-BUILD_EPILOG = """\
-A bug file names two releases of a package, the tests that tell them apart and an issue text; see launchers/bugs.yaml
-and docs/how-to/real-bugs.md. Both source distributions are fetched by pip as it is configured. What is there already
-is kept, so the command can be repeated after an interruption.
+BUILD_EPILOG = f"""\
+A bug file names two releases of a package, the tests that tell them apart and an issue text; an example is in
+{docs("how-to/real-bugs.md")}.
+Both source distributions are fetched by pip as it is configured. What is there already is kept, so the command can be
+repeated after an interruption.
 
 examples:
-  megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs
+  megaflow-hpc tasks build bugs.yaml --output tasks/bugs
       task directories only
-  megaflow-hpc tasks build launchers/bugs.yaml --output tasks/bugs --base base.sif
+  megaflow-hpc tasks build bugs.yaml --output tasks/bugs --base base.sif
       and tasks/images/megaflow-bugs.sif, the image they all name, built over base.sif (which needs python3 and git)
 
 then, in a campaign file:
   tasks: [tasks/bugs/*]
-  environment: {images: {megaflow-bugs: tasks/images/megaflow-bugs.sif}}
+  environment: {{images: {{megaflow-bugs: tasks/images/megaflow-bugs.sif}}}}
 """
 
 VALIDATE_EPILOG = """\

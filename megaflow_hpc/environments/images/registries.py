@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images.registry.reference import Reference
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.resources import docs
 
 SCHEMES = ("docker://", "oras://", "library://")
 MIRRORS = "MEGAFLOW_IMAGE_MIRRORS"
@@ -73,7 +74,7 @@ class Registries:
         through = f" (for {source})" if address != source else ""
         return SiteError(
             f"{error}{through}\n  where registries are out of reach: name a mirror in {MIRRORS}, or fetch it "
-            "elsewhere and bring it here (docs/how-to/images.md)"
+            f"elsewhere and bring it here ({docs('how-to/images.md')})"
         )
 
     def check(self, source: str) -> None:
@@ -82,7 +83,7 @@ class Registries:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here ({AIR_GAPPED} or "
                 "environment.air_gapped); where there is a network: megaflow-hpc images build CAMPAIGN --manifest FILE "
-                "(docs/how-to/images.md)"
+                f"({docs('how-to/images.md')})"
             )
 
     def check_definition(self, path: Path) -> None:

@@ -23,6 +23,7 @@ from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.resources import resource
 from megaflow_hpc.tasks.releases.sdists import fetch_wheels
 from megaflow_hpc.tasks.releases.tasks import WORKDIR, Bug, BugFile, Progress
 
@@ -47,7 +48,8 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
     It holds what every bug of the file needs, whichever were selected: its content does not depend on ``--only``.
     """
     if not base.exists():
-        raise ConfigError(f"--base {base}: no such image; build one with: megaflow-hpc images build, or launchers/demo")
+        recipe = resource("containers/task-base.def")
+        raise ConfigError(f"--base {base}: no such image; build one with: megaflow-hpc images build {recipe}")
     needs = requirements(content, content.bugs)
     status = base.stat()
     made_from = json.dumps([INSTALL, content.image, needs, str(base.resolve()), status.st_size, status.st_mtime_ns])

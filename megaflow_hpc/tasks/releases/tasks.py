@@ -33,6 +33,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config import Section, explain, line_of, read_yaml
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import docs
 from megaflow_hpc.tasks import named_tests
 from megaflow_hpc.tasks.releases import sdists
 from megaflow_hpc.tasks.releases.sdists import (
@@ -141,7 +142,7 @@ def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], st
     value, node = read_yaml(path)
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see docs/how-to/real-bugs.md"
+            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see {docs('how-to/real-bugs.md')}"
         )
     try:
         content = BugFile.model_validate(value)

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import docs
 from megaflow_hpc.trajectories.reading.table import Table
 
 MAX_LENGTH = 10_000
@@ -129,7 +130,9 @@ class _Evaluation:
                 func=ast.Attribute(value=value, attr=name), args=[ast.Constant(value=str() as text)], keywords=[]
             ) if name in _STRING_TESTS:
                 return self._string_test(node, value, name, text)
-        raise self._fault(node, f"{ast.unparse(node)!r} is not allowed here; see the forms in docs/how-to/reading.md")
+        raise self._fault(
+            node, f"{ast.unparse(node)!r} is not allowed here; see the forms in {docs('how-to/reading.md')}"
+        )
 
     def _column(self, node: ast.expr, name: str) -> NDArray[Any]:
         if name not in self._table.names:

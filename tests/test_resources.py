@@ -1,0 +1,54 @@
+"""What messages point at is there: files by absolute path, documentation by address."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import megaflow_hpc
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.resources import PROJECT, docs, resource
+from tests.support.places import ROOT
+
+PACKAGE = Path(megaflow_hpc.__file__).parent
+
+
+def test_files_have_absolute_paths_and_pages_addresses() -> None:
+    assert resource("sbatch/sandbox_pods.sbatch").read_text().startswith("#!/bin/bash\n")
+    assert resource("containers").is_absolute()
+    with pytest.raises(SiteError, match="sbatch/none: not among the files"):
+        resource("sbatch/none")
+    page = docs("how-to/images.md")
+    assert page.startswith("https://")
+    assert page.endswith("/docs/how-to/images.md")
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] == PROJECT
+
+
+def test_every_page_and_file_that_the_package_names_is_there() -> None:
+    """``docs("…")`` and ``resource("…")``, wherever they are called."""
+    missing, found = [], 0
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="docs" | "resource" as kind), args=[ast.Constant(value=str() as name)]):
+                    found += 1
+                    if not (ROOT / "docs" / name if kind == "docs" else resource(name)).exists():
+                        missing.append(f"{path}: {name}")
+    assert missing == []
+    assert found > 8
+
+
+def test_no_message_points_into_a_checkout() -> None:
+    """A wheel has no ``docs/``: strings that are printed name a page by :func:`docs`, a file by :func:`resource`."""
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        unprinted = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in unprinted:
+                wrong += [f"{path.name}: {name}" for name in re.findall(r"\bdocs/[\w/-]+\.md", node.value)]
+    assert wrong == []
