@@ -10,6 +10,7 @@ import contextlib
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megaflow_hpc.campaign.demand import beside, pod_options, together
 from megaflow_hpc.config import CampaignConfig
@@ -22,7 +23,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.training import TrainingView
-from megaflow_hpc.slurm import accounting, limits, script, site
+from megaflow_hpc.slurm import accounting, limits, reasons, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
@@ -172,6 +173,17 @@ class Jobs:
     def invalidate(self) -> None:
         """Makes the next look ask Slurm."""
         self._live = (-ASK_SLURM_S, None)
+
+    def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
+        """Returns why the run's jobs wait in the queue, as :func:`~megaflow_hpc.slurm.reasons.waiting` groups them.
+
+        Servers that are held until they are needed, and the gather job, which waits for the pods, are left out.
+        """
+        roles = {record.id: record.role for record in self.arrays.records()}
+        jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
+        return reasons.waiting(
+            (role, state) for role, state in jobs if role != "gather" and not (role == "servers" and state.held)
+        )
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
         """Returns the pods that are queued or running; ``None`` if Slurm cannot tell now."""

@@ -101,6 +101,7 @@ class Run:
         live = self.live_jobs(self._slurm_age_s)
         status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
+        status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
         return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,20 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
         first = pods[0]
         who = f"pod {first['pod']}" if len(pods) == 1 else f"{len(pods)} pods, among them {first['pod']},"
         line = f"{who} ended on {first['node']} before any rollout: {cause} (log: {first['log']})"
+        lines.append(in_one_line(line))
+    return lines
+
+
+def queue_lines(status: Mapping[str, Any]) -> list[str]:
+    """Says which jobs wait in Slurm's queue, why, what to do about it, and when Slurm expects the first to start."""
+    lines = []
+    for group in status.get("queue", ()):
+        who = group["first"] if group["jobs"] == 1 else f"{group['jobs']} (among them {group['first']})"
+        line = f"{group['role']} in the queue: {who}: {group['reason']}"
+        line += f" ({group['means']})" if group["means"] else ""
+        line += f"; {group['remedy']}" if group["remedy"] else ""
+        if group["starts_at"] is not None:
+            line += f"; expected to start {time.strftime('%a %H:%M', time.localtime(group['starts_at']))}"
         lines.append(in_one_line(line))
     return lines
 

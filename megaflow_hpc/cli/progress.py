@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import FINAL, note, seconds
+from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
 from megaflow_hpc.texts import in_one_line, printable
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Progress:
         parts += [f"{broken[0]['server']} cannot start: {broken[0].get('cause', 'see its log')}"] if broken else []
         parts += [f"failed {counts['failed']}"] if counts["failed"] else []
         parts += [f"eta {seconds(status['eta_s'])}"] if status["eta_s"] else []
+        if not pods and status["rollouts"]["running"] == 0:
+            parts += queue_lines(status)[:1]
         detail = ", ".join(parts)
         if self._bar is not None:
             self._bar.update(

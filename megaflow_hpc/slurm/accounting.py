@@ -16,6 +16,9 @@ LIVE = frozenset(
     | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"}
 )
 
+_FIELDS = "%i|%T|%S|%N|%r"
+"""The reason is last: it may be an administrator's own words."""
+
 
 @dataclass(frozen=True)
 class JobState:
@@ -24,7 +27,10 @@ class JobState:
     id: str
     state: str
     reason: str = ""
+    """Slurm's code for why it waits (:mod:`.reasons`)."""
     node: str = ""
+    starts_at: float | None = None
+    """When Slurm expects one that waits to start, in seconds UTC; ``None``: it does not say."""
 
     @property
     def live(self) -> bool:
@@ -63,17 +69,18 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     found: dict[str, JobState] = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
-            output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", "%i|%T|%r|%N")
+            output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", _FIELDS, epoch=True)
         except SiteError as error:
             if "Invalid job id" in str(error):  # every one of them is forgotten
                 continue
             raise
         for line in output.splitlines():
-            job_id, state, reason, node = line.split("|", 3)
+            job_id, state, start, node, reason = line.split("|", 4)
+            starts_at = float(start) if state == "PENDING" and start.isdecimal() else None
             for number in expand(job_id):
                 element = named(number, cluster)
                 if not (element in found and found[element].live):  # a heterogeneous job lives while a part of it does
-                    found[element] = JobState(element, state, reason, node)
+                    found[element] = JobState(element, state, reason, node, starts_at)
     return found
 
 
@@ -114,8 +121,8 @@ def uses(job_ids: Iterable[str]) -> list[Use]:
     fields = "JobID,Start,End,AllocCPUS,AllocTRES"
     found = []
     for cluster, numbers in by_cluster(job_ids).items():
-        command = ("env", "SLURM_TIME_FORMAT=%s", "sacct", *on(cluster), "-n", "-X", "-P", "-D")
-        for line in ask(*command, "-j", ",".join(numbers), "-o", fields).splitlines():
+        command = ("sacct", *on(cluster), "-n", "-X", "-P", "-D", "-j", ",".join(numbers), "-o", fields)
+        for line in ask(*command, epoch=True).splitlines():
             job_id, start, end, cores, resources = line.split("|", 4)
             if start.isdigit():  # else it has not started
                 gpus = re.search(r"\bgres/gpu=(\d+)", resources)

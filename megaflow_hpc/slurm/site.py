@@ -37,14 +37,18 @@ class Partition:
     cpus_per_gpu: int = 0
 
 
-def ask(*command: str) -> str:
+def ask(*command: str, epoch: bool = False) -> str:
     """Runs a Slurm command and returns its output.
+
+    Args:
+        epoch: Whether it prints times in seconds UTC.
 
     Raises:
         SiteError: The command is missing, fails, or does not answer.
     """
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "%s"} if epoch else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=environment)
     except FileNotFoundError:
         raise SiteError(f"{command[0]}: not found; load the site's Slurm module, or use --launcher local") from None
     except subprocess.TimeoutExpired:

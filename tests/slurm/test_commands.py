@@ -14,7 +14,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import mpi
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import accounting, arrays, ids, limits, site
+from megaflow_hpc.slurm import accounting, arrays, ids, limits, reasons, site
 from megaflow_hpc.slurm.accounting import JobState, Use
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.resources import Cap
@@ -65,24 +65,54 @@ def prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Print]:
 
 
 SQUEUE = """\
-7_[2-3%2]|PENDING|Resources|
-7_0|RUNNING|None|node1
-7_1|COMPLETED|None|node2
-8_[0-1]|PENDING|JobHeldUser|
-9_0|REQUEUE_HOLD|(null)|
-10+0|COMPLETED|None|node3
-10+1|RUNNING|None|node4
+7_[2-3%2]|PENDING|1795335600||Resources
+7_0|RUNNING|1795335100|node1|None
+7_1|COMPLETED|1795335100|node2|None
+8_[0-1]|PENDING|N/A||JobHeldUser
+9_0|REQUEUE_HOLD|N/A||(null)
+10+0|COMPLETED|1795335100|node3|None
+10+1|RUNNING|1795335100|node4|None
+11|PENDING|N/A||late | ask Ada
 """
 
 
 def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
     called = prints("squeue", SQUEUE)
-    found = accounting.live_jobs(["7", "8", "9", "10"])
-    assert called.read_text() == "-h -j 7,8,9,10 -t all -o %i|%T|%r|%N\n"
+    found = accounting.live_jobs(["7", "8", "9", "10", "11"])
+    assert called.read_text() == "-h -j 7,8,9,10,11 -t all -o %i|%T|%S|%N|%r\n"
     assert found["7_0"] == JobState("7_0", "RUNNING", "None", "node1")
-    assert {name for name, job in found.items() if job.live} == {"7_0", "7_2", "7_3", "8_0", "8_1", "9_0", "10"}
+    assert {name for name, job in found.items() if job.live} == {"7_0", "7_2", "7_3", "8_0", "8_1", "9_0", "10", "11"}
     assert {name for name, job in found.items() if job.held} == {"8_0", "8_1", "9_0"}
     assert found["10"].node == "node4", "a heterogeneous job lives while a part of it does"
+    pods, held, other = reasons.waiting(("pods", job) for job in found.values())
+    assert pods | {"means": ""} == {
+        "role": "pods", "reason": "Resources", "jobs": 2, "first": "7_2", "means": "", "remedy": "",
+        "starts_at": 1795335600.0,
+    }  # fmt: skip
+    assert (held["reason"], held["remedy"]) == ("JobHeldUser", "scontrol release JOB")
+    assert (other["reason"], other["means"], other["starts_at"]) == ("late | ask Ada", "", None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
+        ("PartitionTimeLimit", "more time than the partition"),
+        ("QOSMaxJobsPerUserLimit", "as many jobs"),
+        ("AssocGrpCpuLimit", "hold as much"),
+        ("AssocMaxJobsLimit", "as many jobs"),
+        ("QOSMaxCpuPerJobLimit", "one job"),
+        ("QOSMaxWallDurationPerJobLimit", "more time than"),
+        ("AssocGrpCPURunMinutesLimit", "used up"),
+        ("ReqNodeNotAvail, UnavailableNodes:node[1-3]", "down, drained or reserved"),
+        (
+            "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+            "down, drained or reserved",
+        ),
+        ("Dependency", "waits for other jobs"),
+    ],
+)
+def test_reasons_that_slurm_gives_are_said_in_plain_words(reason: str, word: str) -> None:
+    assert word in reasons.explain(reason)[0]
 
 
 def test_jobs_that_slurm_has_forgotten_are_gone_and_a_controller_that_is_away_is_an_error(prints: Print) -> None:
@@ -94,7 +124,7 @@ def test_jobs_that_slurm_has_forgotten_are_gone_and_a_controller_that_is_away_is
 
 
 def test_each_cluster_is_asked_for_its_own_jobs(prints: Print) -> None:
-    called = prints("squeue", "7_0|RUNNING|None|node1\n")
+    called = prints("squeue", "7_0|RUNNING|1795335100|node1|None\n")
     assert set(accounting.live_jobs(["7", "7@other"])) == {"7_0", "7_0@other"}
     assert called.read_text().splitlines()[1].startswith("-M other -h -j 7 ")
 

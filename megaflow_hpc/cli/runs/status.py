@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.cli.output import FINAL, print_json, say, seconds, table, training_lines, unstarted_lines
+from megaflow_hpc.cli.output import FINAL, print_json, queue_lines, say, seconds, table, training_lines, unstarted_lines
 from megaflow_hpc.cli.verb import add_json
 
 
@@ -59,6 +59,7 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):
         if status[key]:
             lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))
+    lines += queue_lines(status)
     lines += training_lines(status)
     lines += unstarted_lines(status)
     silent = [pod for pod in status["pods"] if pod["state"] == "silent"]

@@ -60,5 +60,6 @@ def told(status: Mapping[str, Any]) -> Any:
     return (
         status["state"],
         status["rollouts"],
+        [(group["role"], group["reason"]) for group in status["queue"]],
         {policy: found["step"] for policy, found in status.get("training", {}).items()},
     )
