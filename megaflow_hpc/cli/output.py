@@ -75,7 +75,7 @@ def summary(result: dict[str, Any]) -> str:
             row["statuses"].get("completed", 0),
             row["statuses"].get("truncated", 0),
             row["statuses"].get("failed", 0),
-            row["solved"],
+            f"{row['solved']} of {found['samples'] if (found := row.get('evaluation')) else 0}",
             *_evaluated(row.get("evaluation"), row["mean_reward"]),
             row["turns"],
         )
@@ -91,15 +91,16 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _evaluated(found: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
-    """Mean reward and pass@k of a policy, each with half the width of its 95 % interval."""
-
-    def shown(value: float, half: float | None) -> str:
-        return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
-
+    """Mean reward and pass@k of a policy, each with its 95 % interval."""
     if not found:
         return ("-" if mean is None else f"{mean:.3f}"), "-"
-    each = [f"@{k} {shown(p['value'], p['ci95'])}" for k, p in found["pass_at"].items()]
-    return shown(found["mean"], found["ci95"]), ", ".join(each) or "-"
+    each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in found["pass_at"].items()]
+    return estimate(found["mean"], found["low"], found["high"]), ", ".join(each) or "-"
+
+
+def estimate(value: float, low: float | None, high: float | None) -> str:
+    """``0.500 [0.095, 0.905]``: an estimate and its interval, if there is one."""
+    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:

@@ -294,6 +294,6 @@ class Monitor:
             row["evaluation"] = evaluate(by_task, **self._evaluation)
             rewards = [reward for given in by_task.values() for reward in given if reward is not None]
             row["statuses"] = dict(row["statuses"])
-            row["solved"] = sum(reward >= 1.0 for reward in rewards)
+            row["solved"] = row["evaluation"]["passed"] if row["evaluation"] else 0
             row["mean_reward"] = round(sum(rewards) / len(rewards), 4) if rewards else None
         return dict(sorted(rows.items()))
