@@ -21,6 +21,7 @@ from megaflow_hpc.version import __version__
 
 GROUPS = (
     "campaigns.campaign",
+    "runs.listing",
     "runs.status",
     "runs.watch",
     "doctor",

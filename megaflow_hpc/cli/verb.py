@@ -55,7 +55,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: bool = False) -> None:
-    """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest one here.
+    """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest one here (``DIR/latest``: there).
 
     Args:
         nargs: as of ``add_argument``, for verbs that take several.
@@ -74,6 +74,6 @@ def _run(text: str) -> str:
     from megaflow_hpc.rundir import runs
 
     try:
-        return str(runs.latest()) if text == "latest" else text
+        return str(runs.named(text))
     except MegaflowError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -30,6 +30,18 @@ class _Header(msgspec.Struct):
     format_version: int = 0
 
 
+class _Named(msgspec.Struct):
+    name: str = ""
+
+
+class RunHead(msgspec.Struct):
+    """What a list of runs needs of ``run.json``."""
+
+    campaign: _Named = msgspec.field(default_factory=_Named)
+    total: int = 0
+    """Rollouts of the campaign, those aside that were added later."""
+
+
 class ServerRecord(msgspec.Struct):
     """One engine server: an element of the engine array, or a rank of the heterogeneous job."""
 
@@ -137,6 +149,15 @@ def read_run(run: RunDir) -> RunRecord:
     Raises:
         ConfigError: There is none, it is damaged, of a later format, or closed to this user.
     """
+    return _read(run, RunRecord)
+
+
+def read_head(run: RunDir) -> RunHead:
+    """Reads the little of ``run.json`` that a list of runs needs; raises as :func:`read_run` does."""
+    return _read(run, RunHead)
+
+
+def _read(run: RunDir, kind: type[T]) -> T:
     try:
         data = run.run_json.read_bytes()
     except FileNotFoundError:
@@ -159,7 +180,7 @@ def read_run(run: RunDir) -> RunRecord:
             f"{FORMAT_VERSION}; use a newer megaflow-hpc"
         )
     try:
-        return _decode(data, RunRecord)
+        return _decode(data, kind)
     except ValueError as error:
         raise _damaged(run, error) from error
 

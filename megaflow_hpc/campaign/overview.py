@@ -1,0 +1,177 @@
+"""Many runs at a glance: what state each is in and how far, from a few small files of each and one question to Slurm.
+
+Of a run are read the head of run.json, the marks and the leases; its rollouts are counted as its pods' leases do, so
+that a list of a thousand runs takes seconds. Its bytes cost a walk, which has a bound for all runs together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.ledger.report import progress_of
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import read_head
+from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.ids import array_of
+
+SIZED_ENTRIES = 20_000
+"""Files and directories that are looked at for the bytes of all runs of a list, unless more are asked for."""
+
+
+@dataclass
+class Glance:
+    """What a list says of one run."""
+
+    path: Path
+    name: str
+    """The campaign's."""
+    state: str
+    """``planned``, ``queued``, ``running``, ``stopped``, ``cancelled``, ``finished``; ``broken`` where files are
+    damaged, and ``unknown`` where Slurm, which has its jobs, does not answer."""
+    done: int | None
+    """Rollouts that are stored, as the pods say; ``None`` where nobody can tell."""
+    total: int | None
+    planned_at: float
+    """Seconds UTC."""
+    bytes: int | None = None
+    """``None`` where it was not measured."""
+    cause: str = ""
+    """Why it is broken or unknown."""
+
+
+def glances(paths: Iterable[Path]) -> list[Glance]:
+    """Looks at run directories, which may be damaged, half made or removed meanwhile; keeps their order."""
+    found = [_Look(path) for path in paths]
+    open_ = [look for look in found if not look.settled]
+    live, cause = _live(sorted({job for look in open_ for job in look.jobs}))
+    for look in open_:
+        look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
+    return [look.glance for look in found]
+
+
+def measure(found: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
+    """Sets :attr:`Glance.bytes` of runs, in their order, until ``most`` files and directories were looked at."""
+    looked = 0
+    for glance in found:
+        size, waiting = 0, [str(glance.path)]
+        while waiting and (most is None or looked <= most):
+            try:
+                with os.scandir(waiting.pop()) as entries:
+                    for entry in entries:
+                        looked += 1
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(entry.path)
+                        else:
+                            size += entry.stat(follow_symlinks=False).st_size
+            except OSError:  # removed meanwhile, or closed to us
+                continue
+        if waiting:
+            return
+        glance.bytes = size
+
+
+class _Pod(msgspec.Struct):
+    """What a lease says that is of use here."""
+
+    job_id: str = ""
+    host: str = ""
+    pid: int = 0
+    pid_start: int = 0
+    t: float = 0.0
+    ended: str = ""
+
+
+class _Look:
+    """One run, as its files show it."""
+
+    def __init__(self, path: Path) -> None:
+        run, marks = RunDir(path), Marks(RunDir(path))
+        self.glance = Glance(path, "", "broken", None, None, _time_of(run))
+        self.settled = True
+        self.jobs: list[str] = []
+        self._pods: list[_Pod] = []
+        self._started = False
+        try:
+            head = read_head(run)
+            self.glance.name, self.glance.total = head.campaign.name, head.total
+            ledger = Ledger(run)
+            self.glance.total += sum(ledger.rollouts_added(added) for added in ledger.added())
+            if marks.finished:
+                self.glance.state, self.glance.done = "finished", self.glance.total
+                return
+            leases, gone = ledger.leases(), ledger.gone()
+            stored = [progress.stored for lease in leases.values() if (progress := progress_of(lease))]
+            self.glance.done = min(sum(stored), self.glance.total)
+            if marks.cancelled:
+                self.glance.state = "cancelled"
+                return
+            for name, lease in leases.items():
+                with contextlib.suppress(msgspec.ValidationError):
+                    self._pods += [] if name in gone else [msgspec.convert(lease, _Pod)]
+            recorded = {path.stem for path in run.jobs.glob("[0-9]*.json")}
+            self.jobs = sorted(recorded | {array_of(pod.job_id) for pod in self._pods if pod.job_id})
+            self._started, self.settled = bool(leases or self.jobs), False
+        except (ConfigError, OSError, ValueError, TypeError, LookupError) as error:
+            self.glance.state, self.glance.cause = "broken", str(error)
+
+    def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
+        """Settles the state by what Slurm still has; ``live`` is ``None`` where nobody knows, for ``cause``."""
+        running = None if live is None else {state.id for state in live if state.state == "RUNNING"}
+        if any(_lives(pod, running) for pod in self._pods):
+            self.glance.state = "running"
+        elif live:
+            self.glance.state = "queued"
+        elif self.jobs and live is None:
+            self.glance.state, self.glance.cause = "unknown", cause
+        else:
+            self.glance.state = "stopped" if self._started else "planned"
+
+
+def _lives(pod: _Pod, running: set[str] | None) -> bool:
+    """Whether a pod lives: Slurm, or this node's process table, or else the age of its lease tells."""
+    if pod.ended:
+        return False
+    if pod.job_id and running is not None:
+        return pod.job_id in running
+    if not pod.job_id and pod.host == os.uname().nodename:
+        return Identity(pod.pid, pod.pid_start).alive()
+    return time.time() - pod.t < TIMES.lease_s
+
+
+def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
+    """Returns the elements that Slurm still has, by job or array; or ``None``, and why it cannot be told."""
+    if not jobs:
+        return {}, ""
+    if not site.has_slurm():
+        return None, "its jobs are Slurm's, which is not here"
+    try:
+        answer = accounting.live_jobs(jobs)
+    except SiteError as error:
+        return None, str(error)
+    found: dict[str, list[JobState]] = {}
+    for state in answer.values():
+        if state.live:
+            found.setdefault(array_of(state.id), []).append(state)
+    return found, ""
+
+
+def _time_of(run: RunDir) -> float:
+    for path in (run.run_json, run.path):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
