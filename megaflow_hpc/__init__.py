@@ -1,9 +1,10 @@
 """LLM agent rollouts at scale on Slurm.
 
->>> from megaflow_hpc import Campaign, open_trajectories            # doctest: +SKIP
+>>> from megaflow_hpc import Campaign, Run, open_trajectories       # doctest: +SKIP
 >>> run = Campaign.from_yaml("campaign.yaml").submit()              # doctest: +SKIP
+>>> run = Run("runs/fix-bugs")                                      # doctest: +SKIP
 
-The two names are imported on first use, so that ``import megaflow_hpc`` costs milliseconds.
+The names are imported on first use, so that ``import megaflow_hpc`` costs milliseconds.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.version import __version__
 
-__all__ = ["Campaign", "__version__", "open_trajectories"]
+__all__ = ["Campaign", "Run", "__version__", "open_trajectories"]
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.facade import Campaign as Campaign
+    from megaflow_hpc.campaign.facade import Run as Run
     from megaflow_hpc.trajectories import open_trajectories as open_trajectories
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Campaign":
-        from megaflow_hpc.campaign.facade import Campaign
+    if name in ("Campaign", "Run"):
+        from megaflow_hpc.campaign import facade
 
-        return Campaign
+        return getattr(facade, name)
     if name == "open_trajectories":
         from megaflow_hpc.trajectories import open_trajectories
 

@@ -14,6 +14,7 @@ from tests.support.harbor_tasks import write_solved_task
 from tests.support.requirements import REMEDY, required
 
 pytest_plugins = [
+    "tests.docs.group",
     "tests.support.engines",
     "tests.support.sandboxes",
     "tests.support.second_user",

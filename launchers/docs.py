@@ -1,0 +1,92 @@
+"""Writes the pages of the docs that are made from code, and builds the site.
+
+usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
+
+``pages`` writes docs/reference/campaign-file.md and commands.md, or with ``--check`` says which are stale. ``site``
+builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and
+fails at a broken link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # this checkout, whatever is installed
+
+WIDTH = 100
+"""Columns of help texts on the page."""
+
+CAMPAIGN = """\
+# The campaign file
+
+Every key, as the code has it: unknown keys are errors, and every key but `name`, `tasks` and `agent` has a default.
+Sections have a table of their own, under the path by which the file reaches them; `[]` stands for each entry of a list,
+`NAME` for a name of your own. `megaflow-hpc check FILE` says what is wrong with a file.
+
+"""
+
+COMMANDS = """\
+# Commands
+
+What `megaflow-hpc VERB --help` prints.
+
+"""
+
+
+def main() -> int:
+    what, *rest = sys.argv[1:] or ["--help"]
+    if what == "pages":
+        stale = [(path, text) for path, text in pages() if not path.exists() or path.read_text() != text]
+        for path, text in stale:
+            print(path.relative_to(ROOT))
+            if rest != ["--check"]:
+                path.write_text(text)
+        return int(bool(stale) and rest == ["--check"])
+    if what == "site":
+        directory = Path(rest[0] if rest else ROOT / "build" / "site").absolute()
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False).returncode
+    print(__doc__)
+    return 0 if what in ("-h", "--help") else 2
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yields each page that is made from code, and its text."""
+    from megaflow_hpc.config import reference
+
+    yield ROOT / "docs/reference/campaign-file.md", CAMPAIGN + reference.markdown()
+    yield ROOT / "docs/reference/commands.md", COMMANDS + "\n".join(commands())
+
+
+def commands() -> Iterator[str]:
+    """Yields the lines of the page of all verbs."""
+    os.environ["COLUMNS"] = str(WIDTH)
+    from megaflow_hpc.cli import build_parser
+
+    yield from _helps(build_parser(), 2)
+
+
+def _helps(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if level > 2:
+        yield from (
+            f"{'#' * (level - 1)} `{parser.prog.partition(' ')[2]}`",
+            "",
+            "```text",
+            parser.format_help().rstrip(),
+            "```",
+            "",
+        )
+    for action in subparsers:
+        for verb in dict.fromkeys(action.choices.values()):
+            yield from _helps(verb, level + 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Every key of the campaign file with its type, default and meaning, read from the sections themselves.
+
+What a key means stands once, below its field; the JSON Schema carries it (:func:`.campaign.schema`), and this lays it
+out for people: docs/reference/campaign-file.md holds :func:`markdown`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaflow_hpc.config.campaign import schema
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section."""
+
+    name: str
+    type: str
+    """``text``, ``number``, ``list of text``, ``one of fifo, longest`` …; a section by the path of its table."""
+    default: str
+    """As YAML has it; ``required`` where there is none, empty for a section."""
+    text: str
+    """What it means."""
+
+
+@dataclass
+class Table:
+    """One section, under the first path by which the file reaches it."""
+
+    path: str
+    """``slurm.pods``; ``models.NAME`` for sections by name, ``tasks[]`` for those of a list."""
+    text: str
+    keys: list[Key] = field(default_factory=list)
+
+
+def tables() -> list[Table]:
+    """Returns a table for the file and one for each section, in the order in which the file names them."""
+    whole = schema()
+    definitions = whole.get("$defs", {})
+    paths: dict[str, str] = {}
+    found = [Table("", "")]
+    waiting = [(found[0], whole)]
+    while waiting:
+        table, section = waiting.pop(0)
+        required = set(section.get("required", ()))
+        for name, value in section["properties"].items():
+            path = f"{table.path}.{name}".lstrip(".")
+            for reference, place in _sections(value, path):
+                if reference not in paths and "properties" in definitions[reference]:
+                    paths[reference] = place
+                    found.append(Table(place, _plain(definitions[reference].get("description", ""))))
+                    waiting.append((found[-1], definitions[reference]))
+            default = "required" if name in required else _default(value)
+            key = Key(name, _type(value, definitions, paths), default, _plain(value.get("description", "")))
+            table.keys.append(key)
+    return found
+
+
+def markdown() -> str:
+    """Returns the tables as Markdown, a heading each."""
+    lines: list[str] = []
+    for table in tables():
+        lines += [f"## `{table.path}`" if table.path else "## The file", "", *([table.text, ""] if table.text else [])]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for key in table.keys:
+            default = f"`{key.default}`" if key.default not in ("", "required") else key.default
+            cells = (f"`{key.name}`", key.type, default, key.text)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """One line of Markdown: double backticks are single ones there, and roles are names."""
+    text = re.sub(r":\w+:`~?([^`]+)`", lambda role: f"`{role[1].rpartition('.')[2]}`", text)
+    return " ".join(text.replace("``", "`").split())
+
+
+def _sections(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Names of definitions that a value leads to, each with the path of it."""
+    if "$ref" in value:
+        yield value["$ref"].rpartition("/")[2], path
+    for part in (*value.get("anyOf", ()), *value.get("allOf", ())):
+        yield from _sections(part, path)
+    if isinstance(value.get("items"), Mapping):
+        yield from _sections(value["items"], f"{path}[]")
+    if isinstance(value.get("additionalProperties"), Mapping):
+        yield from _sections(value["additionalProperties"], f"{path}.NAME")
+
+
+_WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "null": "null"}
+
+
+def _type(value: Mapping[str, Any], definitions: Mapping[str, Any], paths: Mapping[str, str]) -> str:
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        if name in paths:
+            return f"[{paths[name]}](#{_anchor(paths[name])})"
+        return _type(definitions[name], definitions, paths)
+    choices = value.get("anyOf") or value.get("oneOf") or ()
+    if choices or "allOf" in value:
+        kinds = [_type(part, definitions, paths) for part in choices or value["allOf"]]
+        return " or ".join(dict.fromkeys(kind for kind in kinds if kind != "null")) or "null"
+    if "enum" in value or "const" in value:
+        return ", ".join(f"`{choice}`" for choice in value.get("enum", [value.get("const")]))
+    if value.get("type") == "array":
+        items = value.get("items")
+        return f"list of {_type(items, definitions, paths)}" if items else "list"
+    if value.get("type") == "object":
+        values = value.get("additionalProperties")
+        return f"names to {_type(values, definitions, paths)}" if isinstance(values, Mapping) and values else "mapping"
+    return _WORDS.get(str(value.get("type")), "any")
+
+
+def _default(value: Mapping[str, Any]) -> str:
+    default = value.get("default", {"object": {}, "array": []}.get(str(value.get("type"))))
+    return "" if isinstance(default, dict) and default else json.dumps(default)  # a section has a table of its own
+
+
+def _anchor(path: str) -> str:
+    """The address of a heading as GitHub and Markdown's ``toc`` make it."""
+    return re.sub(r"[^a-z0-9_-]", "", path.lower())
