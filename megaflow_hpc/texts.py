@@ -1,9 +1,10 @@
-"""Texts of others: JSON that may be anything, and what of a text a terminal may see."""
+"""Texts of others: JSON that may be anything, messages of conversations, and what of a text a terminal may see."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST = 4_000_000
@@ -50,6 +51,43 @@ def containers_at(value: Any, depth: int) -> list[Any]:
             break
         level = [c for v in level for c in (v.values() if isinstance(v, dict) else v) if isinstance(c, (dict, list))]
     return level
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message in OpenAI form: reasoning, content, then its tool calls."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
+        content = "\n".join(str(part) for part in parts)
+    lines = [] if content in (None, "") else [str(content)]
+    for field in ("reasoning_content", "reasoning"):
+        if message.get(field):
+            lines.insert(0, f"({field}) {message[field]}")
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        said = function if isinstance(function, dict) else {}
+        lines.append(f"→ {said.get('name', '?')}({said.get('arguments', '')})")
+    return "\n".join(lines)
+
+
+END_CHARACTERS, MESSAGE_CHARACTERS = 200_000, 20_000
+
+
+def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:
+    """Returns role and text of the last messages of a conversation, bounded, and how many come before them."""
+    found: list[tuple[str, str]] = []
+    left = END_CHARACTERS
+    for message in reversed(messages):
+        text = content_of(message)
+        if len(text) > MESSAGE_CHARACTERS:
+            half = MESSAGE_CHARACTERS // 2
+            text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+        left -= len(text)
+        if left < 0 and found:
+            break
+        found.append((str(message.get("role", "?")), text))
+    return found[::-1], len(messages) - len(found)
 
 
 _STEERING = re.compile(

@@ -8,6 +8,7 @@ import msgspec
 
 from megaflow_hpc.ledger.leader_lease import LeaderLease
 from megaflow_hpc.ledger.rules import Survey
+from megaflow_hpc.rundir.live import Asked
 
 FEW = 8
 """Up to so many pods each look at the ledger for themselves."""
@@ -21,6 +22,9 @@ class Progress(NamedTuple):
     running: int
     queued: int
     stored: int
+    tokens: int = 0
+    """Tokens that engines have sampled for it."""
+    tokens_per_s: float = 0.0
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -35,6 +39,8 @@ class Report(msgspec.Struct, kw_only=True):
     """The limit of the campaign that is exceeded."""
     progress: dict[str, Progress] = msgspec.field(default_factory=dict)
     """By ``<pod>.<start>``, of all that have not ended."""
+    asked: Asked = Asked()
+    """What viewers want to know."""
 
 
 def reported(lease: LeaderLease) -> Report:
@@ -48,6 +54,7 @@ def reported(lease: LeaderLease) -> Report:
 def progress_of(lease: dict[str, object]) -> Progress | None:
     """Returns what a pod's lease says of its progress; ``None`` of one that says nothing."""
     try:
-        return msgspec.convert([lease[name] for name in Progress._fields], Progress)
+        said = {**Progress._field_defaults, **lease}  # of a version that did not say all of it
+        return msgspec.convert([said[name] for name in Progress._fields], Progress)
     except (KeyError, msgspec.ValidationError):
         return None

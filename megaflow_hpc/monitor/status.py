@@ -17,6 +17,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
 from megaflow_hpc.monitor.evaluation import evaluate
+from megaflow_hpc.monitor.running import RunningRollouts
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.events import (
@@ -51,6 +52,7 @@ class PodView:
     workers: int = 0
     slots: int = 0
     seen_at: float = 0.0
+    tokens_per_s: float = 0.0
     why: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
     """Nodes that get no more work, and why."""
@@ -85,6 +87,8 @@ class Monitor:
         self._coordinator = LeaderLease(run, COORDINATOR)
         self._ledger = Ledger(run)
         self._retries: Counter[str] = Counter()
+        self.running = RunningRollouts()
+        """Which rollouts run, and where."""
         self._finished = False
         self._began = math.inf
         """When the first look was over: what files held until then may be of any age."""
@@ -98,12 +102,14 @@ class Monitor:
             pod = self._pods.setdefault(name, PodView(name))
             for event in events:
                 self._apply(pod, event)
+                self.running.apply(name, event)
         for name, progress in self._progress():
             known = self._pods.get(name)
             if known is not None and progress.t > known.seen_at:
                 known.seen_at, known.grown_at = progress.t, time.monotonic()
                 if known.active:
                     known.running, known.stored = progress.running, max(known.stored, progress.stored)
+                    known.tokens_per_s = progress.tokens_per_s
         self._began = min(self._began, time.monotonic())
 
     def _progress(self) -> Iterator[tuple[str, Progress]]:
@@ -220,6 +226,8 @@ class Monitor:
             **({"training": self._trainings.status(trainers)} if self._trainings else {}),
             "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
             "retries": dict(self._retries),
+            "failed_at": self.running.by_cause(),
+            "tokens_per_s": round(sum(pod["tokens_per_s"] for pod in pods), 1),
             "rate_per_s": round(rate, 3),
             "eta_s": round(left / rate) if rate and left else (0 if not left else None),
         }
@@ -231,7 +239,7 @@ class Monitor:
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
-        running = pod.running if state in ("started", "draining") else 0
+        lives = state in ("started", "draining")
         return {
             "pod": pod.name,
             "state": state,
@@ -239,8 +247,9 @@ class Monitor:
             "job_id": pod.job_id,
             "workers": pod.workers,
             "slots": pod.slots,
-            "running": running,
+            "running": pod.running if lives else 0,
             "stored": pod.stored,
+            "tokens_per_s": pod.tokens_per_s if lives else 0.0,
             **({"silent_s": round(silent_s)} if state == "silent" else {}),
             **({"why": pod.why} if pod.why else {}),
             **({"excluded": pod.excluded} if pod.excluded else {}),

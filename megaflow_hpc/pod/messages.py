@@ -1,7 +1,8 @@
 """What the ranks of a pod say to each other. ``op`` names a message; the packing is :mod:`megaflow_hpc.host.wire`.
 
-Master to worker: ``init`` ``start`` ``cancel`` ``endpoints`` ``images`` ``suspend`` ``beat`` ``stop``.
-Worker to master: ``ready`` ``result`` ``beat`` ``left``; a rank beside an engine server says ``engine`` for ``ready``.
+Master to worker: ``init`` ``start`` ``cancel`` ``endpoints`` ``images`` ``suspend`` ``mirror`` ``beat`` ``stop``.
+Worker to master: ``ready`` ``result`` ``activity`` ``transcript`` ``beat`` ``left``;
+a rank beside an engine server says ``engine`` for ``ready``.
 """
 
 from __future__ import annotations

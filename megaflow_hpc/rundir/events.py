@@ -87,6 +87,14 @@ class ProgressEvent(Event, tag="progress", omit_defaults=False):
     """Core-seconds that the allocation has cost so far."""
 
 
+class StartEvent(Event, tag="start"):
+    """A rank was given a rollout: an attempt begins there."""
+
+    id: str
+    rank: int
+    attempt: int
+
+
 class RolloutEvent(Event, tag="rollout", omit_defaults=False):
     """One stored rollout."""
 
@@ -132,6 +140,7 @@ AnyEvent = (
     | EngineEvent
     | ClaimEvent
     | ProgressEvent
+    | StartEvent
     | RolloutEvent
     | AttemptEvent
     | CopyEvent

@@ -16,6 +16,7 @@
       partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
       trajectories.h5     the result
       events/             <pod>.<start>.jsonl: counters and life-cycle events
+      live/               what viewers ask for, and what pods show them of rollouts that run (:mod:`.live`)
       logs/               one file per job element
       report/
 
@@ -56,6 +57,7 @@ class RunDir:
         self.partial = self.path / "partial"
         self.trajectories = self.path / "trajectories.h5"
         self.events = self.path / "events"
+        self.live = self.path / "live"
         self.logs = self.path / "logs"
         self.report = self.path / "report"
 

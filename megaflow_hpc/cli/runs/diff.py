@@ -9,9 +9,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import print_json
-from megaflow_hpc.cli.runs.show import LINE_CHARACTERS, content_of, find, finite, print_lines
+from megaflow_hpc.cli.runs.show import LINE_CHARACTERS, find, finite, print_lines
 from megaflow_hpc.cli.verb import add_json
-from megaflow_hpc.texts import printable
+from megaflow_hpc.texts import content_of, printable
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row

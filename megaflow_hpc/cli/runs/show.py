@@ -14,7 +14,7 @@ from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.runs import tokens
 from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.texts import printable
+from megaflow_hpc.texts import content_of, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -195,22 +195,6 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
         for attempt in attempts:
             cause = f"  {attempt.error_kind}: {attempt.error}" if attempt.error else ""
             yield f"  {attempt.attempt}  {attempt.status}  node {attempt.node or '-'}{cause}", ""
-
-
-def content_of(message: dict[str, Any]) -> str:
-    """Returns the text of a message: reasoning, content, then its tool calls."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
-        content = "\n".join(str(part) for part in parts)
-    lines = [] if content in (None, "") else [str(content)]
-    for field in ("reasoning_content", "reasoning"):
-        if message.get(field):
-            lines.insert(0, f"({field}) {message[field]}")
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", {}) if isinstance(call, dict) else {}
-        lines.append(f"→ {function.get('name', '?')}({function.get('arguments', '')})")
-    return "\n".join(lines)
 
 
 def _fold(text: str, full: bool) -> list[str]:

@@ -96,6 +96,8 @@ class ModelGateway:
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
+        self.tokens = 0
+        """Tokens that engines have sampled here."""
         self._server: HttpServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -201,6 +203,18 @@ class ModelGateway:
         """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused a call of it."""
         rollout = self._by_id[rollout_id]
         return rollout.recorder.state() if rollout.interrupted else None
+
+    def activity(self) -> dict[str, tuple[int, int, bool]]:
+        """Returns of every open rollout its answered calls, its sampled tokens, and whether a call waits."""
+        return {
+            rollout.id: (rollout.recorder.calls, rollout.recorder.sampled, rollout.in_flight > 0)
+            for rollout in self._by_id.values()
+        }
+
+    def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
+        """Returns the messages of a rollout up to its last answered call; none where it is not open."""
+        rollout = self._by_id.get(rollout_id)
+        return rollout.recorder.recording.messages if rollout else ()
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``; callable from any thread."""
@@ -335,9 +349,12 @@ class ModelGateway:
             sample.policy = policy
             recorder.add(sample, conversation, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
             self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
+            self.tokens += len(sample.tokens)
         if not answer.samples:
             recorder.add_text(conversation, answer.message, policy)
-            self._caller.limits.charge(int((answer.body.get("usage") or {}).get("total_tokens") or 0))
+            usage = answer.body.get("usage") or {}
+            self._caller.limits.charge(int(usage.get("total_tokens") or 0))
+            self.tokens += int(usage.get("completion_tokens") or 0)
         recorder.count(answer.protocol, server.degraded)
         return answer.body
 

@@ -21,6 +21,7 @@ from megaflow_hpc.ledger.report import FEW, Report, progress_of, reported
 from megaflow_hpc.ledger.rules import Survey
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.live import Asked, LiveFiles
 
 SOON_S = 2.0
 SELDOM_S = 10.0
@@ -59,6 +60,7 @@ class Coordination:
         self._looked_at = self._renewed_at = -math.inf
         self._generation = ""
         """Of the engines that this pod knows."""
+        self._live = LiveFiles(ledger.run, clock)
 
     @property
     def renew_s(self) -> float:
@@ -93,6 +95,10 @@ class Coordination:
             self._generation = self._endpoints.generation
         return changed
 
+    def asked(self) -> Asked:
+        """Returns what viewers want to know. Raises OSError."""
+        return self.report.asked if self._follows and not self.leads else self._live.asked()
+
     def leave(self) -> None:
         """Lets another pod take the lease. Raises OSError."""
         self._ledger.follow(None)
@@ -122,6 +128,7 @@ class Coordination:
             generation=self._generation,
             exceeded=self._budget.exceeded(leases),
             progress={name: progress for name in live if (progress := progress_of(leases[name])) is not None},
+            asked=self._live.asked() if len(live) > self._few else Asked(),
         )
         if report != self.report or self._clock() - self._renewed_at >= RENEW_S:
             self.leads = self._lease.hold(msgspec.to_builtins(report))

@@ -17,12 +17,13 @@ from typing import Any
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import Backoff
+from megaflow_hpc.pod.master.activities import Activities
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.ranks import Ranks
 from megaflow_hpc.pod.master.results import Results
 from megaflow_hpc.pod.master.run_io import RunIo
-from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, EndpointsChanged, LimitExceeded
+from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, EndpointsChanged, LimitExceeded, ShowProgress
 from megaflow_hpc.pod.master.run_io_thread import LOOK_S, RunIoThread
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.master.work_stealing import WorkStealing
@@ -38,8 +39,10 @@ from megaflow_hpc.rundir.events import (
     EndpointsEvent,
     EngineEvent,
     PodEvent,
+    StartEvent,
     WorkerEvent,
 )
+from megaflow_hpc.rundir.live import Asked
 from megaflow_hpc.rundir.marks import PROGRESS
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
@@ -111,6 +114,7 @@ class Master:
         self._started = 0
         self._per_s = 0.0
         self._announced: list[str] = []
+        self._activities = Activities(pod.comm, self.scheduler, self._io)
 
     # --- the loop ---
 
@@ -208,6 +212,12 @@ class Master:
         self._ranks.accompany(rank)
         self.pod.events.write(EngineEvent(rank=rank, state="ready", node=str(message["node"])))
 
+    def _on_activity(self, rank: int, message: Message) -> None:
+        self._activities.heard(rank, message)
+
+    def _on_transcript(self, rank: int, message: Message) -> None:
+        self._activities.mirrored(message)
+
     def _on_left(self, rank: int, message: Message) -> None:
         self._lose(rank, str(message.get("why", "it left")))
 
@@ -216,6 +226,7 @@ class Master:
 
     def _lose(self, rank: int, why: str) -> None:
         self._ranks.leave(rank)
+        self._activities.leave(rank)
         rollouts = self._results.lost(rank, why)
         self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why, rollouts=rollouts))
 
@@ -237,6 +248,8 @@ class Master:
                     self._on_endpoints(report)
                 case LimitExceeded(why):
                     self._results.pause(why)
+                case Asked():
+                    self._activities.asked = report
         return busy
 
     # --- work ---
@@ -271,6 +284,7 @@ class Master:
             "job_id": self.pod.job_id,
         }
         self.pod.comm.send(rank, message)
+        self.pod.events.write(StartEvent(id=rollout.id, rank=rank, attempt=work.attempt))
         if history is not None:
             history.partial = ""  # used once
         if self._results.grouped:
@@ -348,9 +362,20 @@ class Master:
         self._work_stealing.tick(self._nothing_free, self._draining_since is not None)
         self._say_slow()
         self._per_s, self._started = self._started / TICK_S, 0
-        core_s = round(self._cores * (time.monotonic() - self._began), 1)
-        running, queued = self.scheduler.running, self.scheduler.queued
-        self._io.show_progress(running, queued, self._results.stored, core_s)
+        self._activities.tick()
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        self._io.show_progress(
+            ShowProgress(
+                running=self.scheduler.running,
+                queued=self.scheduler.queued,
+                stored=self._results.stored,
+                core_s=round(self._cores * (time.monotonic() - self._began), 1),
+                tokens=self._activities.tokens,
+                tokens_per_s=self._activities.tokens_per_s,
+            )
+        )
 
     def _copy_stragglers(self, stragglers: Stragglers) -> None:
         """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""

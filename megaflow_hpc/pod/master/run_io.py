@@ -24,6 +24,7 @@ from megaflow_hpc.pod.master.run_io_messages import (
     Report,
     RequestWork,
     RunState,
+    ShowActivity,
     ShowProgress,
     Stop,
     Stopped,
@@ -32,6 +33,7 @@ from megaflow_hpc.pod.master.run_io_messages import (
 )
 from megaflow_hpc.pod.master.run_io_thread import LOOK_S, RunIoThread
 from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.rundir.live import PodActivity
 from megaflow_hpc.types import Rollout
 
 MOST_RECORDS = 20_000
@@ -83,9 +85,13 @@ class RunIo:
         """Has the engines looked at; a change comes back as ``EndpointsChanged``."""
         self._requests.put(ListEndpoints())
 
-    def show_progress(self, running: int, queued: int, stored: int, core_s: float) -> None:
+    def show_progress(self, progress: ShowProgress) -> None:
         """Has the lease say how far the pod is, the next time that it is renewed."""
-        self._requests.put(ShowProgress(running, queued, stored, core_s))
+        self._requests.put(progress)
+
+    def show_activity(self, activity: PodActivity | None) -> None:
+        """Has viewers shown what they ask for of this pod; ``None`` takes it away."""
+        self._requests.put(ShowActivity(activity))
 
     def request_work(self, slots: int) -> None:
         """Asks other pods to fill so many slots; 0 withdraws that."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.outcome import Outcome
+from megaflow_hpc.rundir.live import Asked, PodActivity
 from megaflow_hpc.types import Rollout
 
 # --- requests ---
@@ -42,6 +43,16 @@ class ShowProgress(NamedTuple):
     stored: int
     core_s: float
     """Core-seconds that the allocation has cost so far."""
+    tokens: int = 0
+    """Tokens that the engines have sampled for rollouts of this pod."""
+    tokens_per_s: float = 0.0
+    """Of the last half minute."""
+
+
+class ShowActivity(NamedTuple):
+    """What viewers are shown of this pod; ``None``: nothing any more."""
+
+    activity: PodActivity | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,17 @@ class Stop:
     """What the next pods are told of the rollouts that go back, by id."""
 
 
-Request = PendingResult | ClaimBlock | ListEndpoints | ShowProgress | RequestWork | LookForWorkRequests | HandOff | Stop
+Request = (
+    PendingResult
+    | ClaimBlock
+    | ListEndpoints
+    | ShowProgress
+    | ShowActivity
+    | RequestWork
+    | LookForWorkRequests
+    | HandOff
+    | Stop
+)
 
 # --- reports ---
 
@@ -168,5 +189,14 @@ class Stopped:
 
 
 Report = (
-    Durable | Claimed | EndpointsChanged | WorkRequested | HandedOff | LimitExceeded | RunState | TurnEnded | Stopped
+    Durable
+    | Claimed
+    | EndpointsChanged
+    | WorkRequested
+    | HandedOff
+    | LimitExceeded
+    | Asked
+    | RunState
+    | TurnEnded
+    | Stopped
 )

@@ -8,8 +8,8 @@ end is :class:`~megaflow_hpc.pod.master.run_io.RunIo`). In a turn it
 * renews the lease, as long as the loop turns: one that hangs must not keep others from its work,
 * appends results to the journal, fsyncs it once for all that came meanwhile (group commit), and only then settles and
   reports them,
-* claims blocks, shares work with other pods, takes its part in what one pod does for all, lists engines, and flushes
-  events.
+* claims blocks, shares work with other pods, takes its part in what one pod does for all, lists engines, shows viewers
+  what runs, and flushes events.
 
 What a disk refuses is kept and tried again at the next turn.
 """
@@ -44,6 +44,7 @@ from megaflow_hpc.pod.master.run_io_messages import (
     Request,
     RequestWork,
     RunState,
+    ShowActivity,
     ShowProgress,
     Stop,
     Stopped,
@@ -53,6 +54,7 @@ from megaflow_hpc.pod.master.run_io_messages import (
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.live import Viewers
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
@@ -93,6 +95,7 @@ class RunIoThread(threading.Thread):
         self._coordination = Coordination(ledger, endpoints, budget)
         self._began_at = round(time.time(), 3)
         self._progress = ShowProgress(0, 0, 0, 0.0)
+        self._viewers = Viewers(run, ledger.identity.name if ledger.identity else "")
         self._exceeded = ""
         self._state = RunState()
         self._stuck_since: float | None = None
@@ -146,6 +149,8 @@ class RunIoThread(threading.Thread):
                 self._list_asked = True
             case ShowProgress():
                 self._progress = request
+            case ShowActivity(activity):
+                self._viewers.show(activity)
             case RequestWork(slots):
                 self._work_asked = slots
             case LookForWorkRequests():
@@ -176,6 +181,7 @@ class RunIoThread(threading.Thread):
             self._claim()
             self._share()
             self._list_endpoints()
+            self._look_for_viewers()
             self._stuck_since = None
         except OSError as error:
             # A full disk or quota: what was asked for waits in memory, and each turn tries again.
@@ -273,6 +279,10 @@ class RunIoThread(threading.Thread):
             self._exceeded = why
             self._post(LimitExceeded(why))
 
+    def _look_for_viewers(self) -> None:
+        if (asked := self._viewers.look(self._coordination.asked)) is not None:
+            self._post(asked)
+
     # --- the end ---
 
     def _release(self, stop: Stop) -> None:
@@ -285,8 +295,10 @@ class RunIoThread(threading.Thread):
         if self._requested_slots:
             self._ledger.request_work(0)
         self._blocks.release()
+        self._viewers.leave()
         if self._ledger.finished:
             histories.remove_partials(self._run)
+            self._viewers.clear()
         self._coordination.leave()
         self._renew(ended="released")
 

@@ -21,7 +21,11 @@ from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import AttemptResult, blank, run_attempt
 from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.texts import end_of
 from megaflow_hpc.types import Attempt, Rollout, Task
+
+ACTIVITY_S = 3.0
+"""How often rank 0 is told how far the rollouts are."""
 
 
 class Runner:
@@ -31,14 +35,18 @@ class Runner:
         self._reader, self._writer = reader, writer
         self._services: Services | None = None
         self._rollouts: dict[str, asyncio.Task[None]] = {}
+        self._said: tuple[int, dict[str, tuple[int, int, bool]]] = 0, {}
+        """Tokens, and what :meth:`ModelGateway.activity` returned, as rank 0 knows them."""
 
     async def serve(self) -> None:
         """Answers messages until the socket closes or ``STOP`` comes, then ends every rollout."""
+        speaking = asyncio.create_task(self._speak_of_activity())
         try:
             while (parcel := await read_parcel(self._reader)) is not None and parcel != STOP:
                 for message in unpack_all(parcel):
                     await getattr(self, f"_on_{message['op']}")(message)
         finally:
+            speaking.cancel()
             for task in self._rollouts.values():
                 task.cancel()
             await asyncio.gather(*self._rollouts.values(), return_exceptions=True)
@@ -92,6 +100,29 @@ class Runner:
     async def _on_images(self, message: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
         self._services.provider.prefetch([self._services.images[name] for name in message["order"]])
+
+    async def _on_mirror(self, message: Message) -> None:
+        """Somebody looks at this rollout: rank 0 is told how its conversation ends, unless it knows that already."""
+        assert self._services is not None, "rank 0 sends init first"
+        gateway, rollout = self._services.gateway, message["id"]
+        calls, *_ = gateway.activity().get(rollout, (-1,))
+        if calls not in (-1, message["calls"]):
+            messages, left_out = end_of(gateway.conversation(rollout))
+            told = {"id": rollout, "calls": calls, "messages": messages, "left_out": left_out}
+            await self._send({"op": "transcript", **told})
+
+    async def _speak_of_activity(self) -> None:
+        """Says every few seconds what has changed: a heartbeat's worth, however long the conversations are."""
+        while True:
+            await asyncio.sleep(ACTIVITY_S)
+            if self._services is None:
+                continue
+            gateway = self._services.gateway
+            tokens, known = self._said
+            self._said = gateway.tokens, gateway.activity()
+            changed = {rollout: said for rollout, said in self._said[1].items() if known.get(rollout) != said}
+            if changed or gateway.tokens != tokens:
+                await self._send({"op": "activity", "tokens": gateway.tokens, "rollouts": changed})
 
     async def _on_beat(self, message: Message) -> None:
         pass

@@ -17,6 +17,8 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.live import LITTER_S, Asked, LiveFiles
+from megaflow_hpc.rundir.live import STALE_S as STILL_S
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.ledgers import Clock, rollouts
 from tests.support.operations import counted
@@ -58,6 +60,23 @@ def run(tmp_path: Path) -> RunDir:
     Ledger(run).create()
     write_blocks(run, rollouts(3), size=1)
     return run
+
+
+def test_of_many_pods_one_looks_who_watches_and_tells_the_others(run: RunDir) -> None:
+    clock = Clock()
+    first, second = (Pod(run, name, clock) for name in "ab")
+    viewer = LiveFiles(run)
+    viewer.ask(["t/p/0"], "t/p/1")
+    go_by(clock, 2 * SELDOM_S, first, second)
+    assert (first.coordination.leads, second.coordination.leads) == (True, False)
+    with counted(run.live) as operations:
+        assert second.coordination.asked() == Asked(("t/p/0",), ("t/p/1",))
+    assert operations == {}
+    go_by(clock, STILL_S + 2 * SELDOM_S, first, second)  # its counter stands still
+    assert not first.coordination.asked()
+    assert not second.coordination.asked()
+    go_by(clock, LITTER_S, first, second)
+    assert list(run.live.iterdir()) == []
 
 
 def test_who_is_not_the_coordinator_reads_one_file_and_learns_what_there_is_to_claim(run: RunDir) -> None:
