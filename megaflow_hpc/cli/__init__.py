@@ -25,6 +25,7 @@ GROUPS = (
     "runs.status",
     "runs.watch",
     "doctor",
+    "runs.logs",
     "runs.show",
     "runs.diff",
     "files.export",

@@ -217,11 +217,13 @@ class EventReader:
     Args:
         folder: ``RUN/events``.
         only: The kind of event to decode; empty decodes every kind.
+        about: The rollout to decode events of; empty decodes those of all, and those of none.
     """
 
-    def __init__(self, folder: Path, only: str = "") -> None:
+    def __init__(self, folder: Path, only: str = "", about: str = "") -> None:
         self._folder = folder
         self._mark = f'"event": "{only}"'.encode() if only else b""
+        self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
         self._offsets: dict[Path, int] = {}
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = descriptors.limit() // 2
@@ -241,7 +243,8 @@ class EventReader:
                 continue  # a file system that is away for a moment
             end = data.rfind(b"\n") + 1
             self._offsets[path] = offset + end
-            decoded = (decode(line) for line in data[:end].splitlines() if self._mark in line)
+            lines = (line for line in data[:end].splitlines() if self._mark in line and self._about in line)
+            decoded = (decode(line) for line in lines)
             yield path.stem, [event for event in decoded if event is not None]
 
     def _appended(self, path: Path, offset: int) -> bytes:

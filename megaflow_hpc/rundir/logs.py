@@ -1,0 +1,240 @@
+"""The logs of a run: which there are, the end of one, and all that is written of one rollout.
+
+Each process of a run writes ``RUN/logs/<role>-<job>.log``, ``<role>-local.log`` without Slurm, and an engine
+``<policy>.<n>.engine.log``. What a pod's log says of one rollout begins with its id. Logs are others' text, of any size
+and maybe half a line: they are read from their end, in pieces with a bound, and undecodable bytes stay visible.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, CopyEvent, EventReader, RolloutEvent
+from megaflow_hpc.rundir.layout import RunDir
+
+PIECE = 1 << 20
+"""Bytes that are read at once."""
+LINE = 1 << 14
+"""Bytes of a line that are shown."""
+TAIL_BYTES = 16 << 20
+"""Bytes of a log's end in which the last lines are looked for."""
+SEARCHED_BYTES = 256 << 20
+"""Bytes of all pods' logs in which one rollout is looked for, those of the newest first."""
+_END = 4096
+_ENGINE = ".engine"
+
+
+@dataclass(frozen=True)
+class Log:
+    """One log file."""
+
+    path: Path
+    bytes: int
+    changed_at: float
+    """Seconds UTC."""
+    last: str = ""
+    """Its last line, as far as that is short."""
+
+    @property
+    def name(self) -> str:
+        """What a user calls it: its file's name without ``.log``."""
+        return self.path.name.removesuffix(".log")
+
+    @property
+    def role(self) -> str:
+        """``pod``, ``server``, ``engine``, ``trainer``, ``gather`` …"""
+        return "engine" if self.name.endswith(_ENGINE) else self.name.partition("-")[0]
+
+
+def all_logs(run: RunDir) -> list[Log]:
+    """Returns the logs of a run by name."""
+    found = []
+    try:
+        names = sorted(os.listdir(run.logs))
+    except FileNotFoundError:
+        return []
+    for name in names:
+        path = run.logs / name
+        try:
+            status = path.lstat()
+            if name.endswith(".log") and stat.S_ISREG(status.st_mode):
+                end = tail(path, 1, _END) if status.st_size else Tail([], 0)
+                found.append(Log(path, status.st_size, status.st_mtime, end.lines[-1] if end.lines else ""))
+        except OSError:  # removed meanwhile, or closed to us
+            continue
+    return found
+
+
+def find_log(run: RunDir, wanted: str) -> Log:
+    """Returns the log that a user means: by its name, a role, a job, an element of an array, a pod or a server.
+
+    Raises:
+        ConfigError: there is none, or there are several; names them.
+    """
+    there = all_logs(run)
+    name = wanted.removesuffix(".log")
+    for fits in (
+        lambda log: log.name == name,
+        lambda log: log.name in (f"{name}{_ENGINE}", f"server-{name}", f"pod-{name}", f"pod-{name.rpartition('.')[0]}"),
+        lambda log: log.role == name,
+        lambda log: re.search(rf"-{re.escape(name)}(_|@|$)", log.name) is not None,
+        lambda log: name.startswith("local-") and log.name == "pod-local",
+    ):
+        found = [log for log in there if fits(log)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(f"{wanted}: several logs are called so; name one: {_names(found)}")
+    if not there:
+        raise ConfigError(f"{run.logs}: there is no log; nothing of this run has started")
+    raise ConfigError(f"{wanted}: no such log in {run.logs}; there are: {_names(there)}")
+
+
+def _names(logs: list[Log], most: int = 10) -> str:
+    return ", ".join(log.name for log in logs[:most]) + (f" and {len(logs) - most} more" if len(logs) > most else "")
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of a log."""
+
+    lines: list[str]
+    before: int
+    """Bytes of the log before these lines."""
+    offset: int = 0
+    """Where the log ended."""
+
+
+def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:
+    """Returns the last lines of a log, at most ``lines`` of them and what is in its last ``most`` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        pieces: list[bytes] = []
+        while start > max(0, end - most) and sum(piece.count(b"\n") for piece in pieces) <= lines:
+            size = min(PIECE, start - max(0, end - most))
+            start -= size
+            file.seek(start)
+            pieces.insert(0, file.read(size))
+    data = b"".join(pieces)
+    found = data.split(b"\n")
+    if not found[-1]:
+        found.pop()
+    kept = found[-lines:] if lines else []
+    before = start + sum(len(line) + 1 for line in found[: len(found) - len(kept)])
+    return Tail([_text(line) for line in kept], before, end)
+
+
+def whole(path: Path) -> Iterator[str]:
+    """Yields every line of a log.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    growing = GrowingLog(path)
+    while lines := growing.read():
+        yield from lines
+    yield from growing.rest()
+
+
+class GrowingLog:
+    """Reads on in a log that grows; one that has become shorter is read anew.
+
+    Args:
+        offset: where to begin.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._offset, self._rest = offset, b""
+
+    def read(self) -> list[str]:
+        """Returns the lines that were completed since the last call, of a piece; none where there is nothing new."""
+        try:
+            with open(self.path, "rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset, self._rest = 0, b""
+                while True:
+                    file.seek(self._offset)
+                    data = file.read(PIECE)
+                    self._offset += len(data)
+                    *lines, rest = (self._rest + data).split(b"\n")
+                    self._rest = rest[: LINE + 1]  # of a line without an end, what will be shown
+                    if lines or len(data) < PIECE:
+                        return [_text(line) for line in lines]
+        except OSError:  # a file system that is away for a moment
+            return []
+
+    def rest(self) -> list[str]:
+        """Returns the line that has no end yet."""
+        rest, self._rest = self._rest, b""
+        return [_text(rest)] if rest else []
+
+
+class RolloutLog:
+    """All that events and pods' logs say of one rollout, so far and then on."""
+
+    def __init__(self, run: RunDir, rollout: str) -> None:
+        self._run, self._rollout = run, rollout
+        self._events = EventReader(run.events, about=rollout)
+        self._logs: dict[Path, GrowingLog] = {}
+        self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
+        self.ended = False
+        """Whether its outcome is stored."""
+        self.skipped = 0
+        """Bytes of logs that were too much to look through."""
+
+    def read(self) -> list[str]:
+        """Returns what was written since the last call, events first; none where there is nothing new."""
+        found = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
+        self.ended = self.ended or any(said.startswith("stored: ") for _, said in found)
+        lines = [f"{_clock(t)} {said}" for t, said in sorted(found)]
+        for log in self._pods():
+            while grown := log.read():
+                lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
+        return lines
+
+    def _pods(self) -> list[GrowingLog]:
+        pods = [log for log in all_logs(self._run) if log.role == "pod"]
+        left = SEARCHED_BYTES
+        for log in sorted(pods, key=lambda log: -log.changed_at):
+            if log.path not in self._logs:
+                size = min(log.bytes, left)
+                left -= size
+                self.skipped += log.bytes - size
+                self._logs[log.path] = GrowingLog(log.path, log.bytes - size)
+        return [self._logs[path] for path in sorted(self._logs)]
+
+
+def describe(event: AnyEvent) -> str:
+    """Says in a line what an event tells of its rollout."""
+    match event:
+        case AttemptEvent():
+            rank = "" if event.rank is None else f" on rank {event.rank}"
+            return f"attempt {event.attempt} failed{rank}, and is repeated: {event.kind}: {event.error}"
+        case CopyEvent():
+            return f"started once more on rank {event.rank}, as attempt {event.attempt}: it takes long"
+        case RolloutEvent():
+            reward = "not verified" if event.reward is None else f"reward {event.reward:g}"
+            why = f": {event.kind}: {event.error}" if event.kind or event.error else ""
+            return f"stored: {event.status}, {reward}, {event.turns} turns, {event.seconds:g} s{why}"
+    return type(event).__name__.removesuffix("Event").lower()
+
+
+def _clock(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
+
+
+def _text(line: bytes) -> str:
+    text = line[:LINE].rstrip(b"\r").decode("utf-8", "surrogateescape")
+    return f"{text} … cut" if len(line) > LINE else text
