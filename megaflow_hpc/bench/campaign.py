@@ -1,10 +1,5 @@
 """Whole campaigns: what one asks of slurmctld and holds idle, and what is lost when a lab does its worst to them.
 
-    megaflow-hpc bench campaign --tasks 60
-    megaflow-hpc bench campaign --peers --tasks 60
-    megaflow-hpc bench campaign --flat
-    megaflow-hpc bench campaign --chaos --seeds 20
-
 Each seed is one campaign of real sandboxes, pods and engine servers (``tests/bench/chaos.py``), and a few faults
 at drawn instants: a rank, rank 0, a runner, a whole pod, an engine, a slurmd or slurmctld killed with SIGKILL; a
 preemption, a walltime, a cancelled and a requeued element. A seed decides what is hit and how long after the work has
@@ -26,6 +21,12 @@ from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.host.files import remove_tree
 
 HELP = "whole campaigns: requests to slurmctld, idle seconds; under seeded faults: lost, doubled, left behind"
+EXAMPLES = (
+    "bench campaign --tasks 60",
+    "bench campaign --peers --tasks 60",
+    "bench campaign --flat",
+    "bench campaign --chaos --seeds 20",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

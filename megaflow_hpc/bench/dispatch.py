@@ -26,6 +26,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import find_mpiexec
 
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
+EXAMPLES = ("bench dispatch --ranks 4", "bench dispatch --simulate --slots 2000 --pods 16 --durations seconds.txt")
 DECISION_S = 50e-6
 """Of rank 0's time that one decision takes, journalling included, as measured without ``--simulate``."""
 

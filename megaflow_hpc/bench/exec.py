@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
 HELP = "commands in running sandboxes: latency and rate"
+EXAMPLES = ("bench exec --image base.sif --json",)
 
 SHELL_LINE = "echo one; echo two >&2"
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.bench.load import Load
 
 HELP = "the model gateway: latency added, completions a second, beside LiteLLM and vllm-router"
+EXAMPLES = ("bench gateway", "bench gateway --clients 256 --seconds 10")
 CALLS = 8
 """Calls of a rollout, after which its client opens the next."""
 Note = Callable[[str], None]

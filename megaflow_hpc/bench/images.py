@@ -27,6 +27,7 @@ from megaflow_hpc.bench.figures import Figure, quantile
 from megaflow_hpc.errors import SiteError
 
 HELP = "bytes copied to a node whose cache holds a tenth of its images"
+EXAMPLES = ("bench images --images 100 --samples 4",)
 GOAL = 1.1
 AHEAD = 16
 """Images that a rank is told of before their rollouts start."""

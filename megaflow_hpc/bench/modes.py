@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider
 
 HELP = "sandbox starts by form of image, and the cost of limits"
+EXAMPLES = ("bench modes --image base.sif",)
 
 GOALS_MS = {"tree": 60.0, "mount": 90.0}
 NAMES = {"tree": "an unpacked image", "mount": "one mount per job", "direct": "the SIF itself"}

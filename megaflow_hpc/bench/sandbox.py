@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
 HELP = "start, reset, stop and memory of sandboxes; what a killed owner leaves"
+EXAMPLES = ("bench sandbox --image base.sif",)
 
 SETTLE_S = 1.0
 

@@ -27,6 +27,7 @@ from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.host.files import remove_tree
 
 HELP = "the trajectory store: ingest, size, opening, random batches"
+EXAMPLES = ("bench store", "bench store --rollouts 20 --generated 0")
 
 _GROUP = 16
 """Records per commit."""

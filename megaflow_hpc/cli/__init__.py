@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 
 from megaflow_hpc.cli.output import LogFormatter, note
+from megaflow_hpc.cli.parser import CommandParser, Parser
+from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.version import __version__
 
@@ -35,7 +37,19 @@ GROUPS = (
     "runs.weights",
     "janitor",
     "bench",
+    "help",
 )
+"""Modules of this room, and of the rooms in it, that add verbs."""
+
+SECTIONS = {
+    "start a campaign": ("init", "check", "plan", "run", "submit"),
+    "look at it": ("list", "status", "watch", "show", "diff", "logs", "shell"),
+    "go on, or end it": ("resume", "scale", "weights", "cancel"),
+    "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
+    "tasks and images": ("tasks", "images"),
+    "the site, and this program": ("doctor", "profile", "bench", "janitor", "completion", "manual", "help"),
+}
+"""What people do, and its verbs, as ``--help`` shows them."""
 
 EPILOG = """\
 first steps:
@@ -43,33 +57,57 @@ first steps:
   megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
   megaflow-hpc status RUN                 how far it is
 
-exit status: 0 every rollout was carried out, 1 some could not be, 2 bad file or argument, 3 the site refused,
-130 interrupted
+RUN is a run directory, or latest: the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples.
+
+exit status:
+  0    every rollout was carried out, whatever its reward
+  1    some could not be
+  2    a bad file or argument
+  3    the site refused
+  130  interrupted
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The parser of all verbs; ``run`` of its result is the function that carries out the verb."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        SECTIONS,
         prog="megaflow-hpc",
+        usage="megaflow-hpc [--json] [--debug] VERB …",
         description="LLM agent rollouts at scale on Slurm: model servers, sandboxes and MPI pods from one YAML file.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megaflow-hpc {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    add_json(parser)
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", prog=parser.prog, parser_class=Parser)
     for group in GROUPS:
         importlib.import_module(f"megaflow_hpc.cli.{group}").register(subparsers)
+    parser.set_defaults(run=_help, root=parser, json=False, debug=False, no_json=None)
     return parser
 
 
+def _help(arguments: argparse.Namespace) -> int:
+    """The bare command is asked by who does not know it yet: that is no error, and the help belongs on stdout."""
+    if arguments.json:
+        arguments.root.error("missing: VERB")
+    arguments.root.print_help()
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit status; wrong words end the process with status 2, as argparse does."""
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
+    """Runs one verb and returns its exit status, 2 for wrong words."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())
+    try:
+        arguments = build_parser().parse_args(argv)
+        if arguments.json and arguments.no_json:
+            arguments.no_json.error("--json: this verb prints no JSON")
+        return _carry_out(arguments)
+    except SystemExit as ended:  # help, the version, or a wrong word: argparse has said all
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+
+
+def _carry_out(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except MegaflowError as error:

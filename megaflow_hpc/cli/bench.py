@@ -8,32 +8,32 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_verb
 
 if TYPE_CHECKING:
     from megaflow_hpc.bench.figures import Figure
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``bench`` with a verb for each benchmark."""
-    parser = subparsers.add_parser("bench", help="measure this site, beside peers where asked to", description=__doc__)
-    verbs = parser.add_subparsers(dest="bench_verb", metavar="BENCHMARK", required=True)
     from megaflow_hpc.bench import BENCHMARKS
 
+    verbs = add_group(
+        subparsers,
+        "bench",
+        "measure this site, beside peers where asked to",
+        examples=["bench sandbox --image base.sif", "bench dispatch --simulate --json"],
+        description=__doc__ or "",
+    )
     for name in BENCHMARKS:
         module = importlib.import_module(f"megaflow_hpc.bench.{name}")
-        verb = verbs.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        description = (module.__doc__ or "").replace("``", "")
+        verb = add_verb(verbs, name, _bench, module.HELP, examples=module.EXAMPLES, description=description)
         verb.add_argument(
             "--peers", action="store_true", help="measure peers too, from a checkout; those not installed are named"
         )
-        add_json(verb)
         module.add_arguments(verb)
-        verb.set_defaults(run=_bench, benchmark=name)
+        verb.set_defaults(benchmark=name)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megaflow_hpc.cli.output import print_json, say
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
 
 ASK_S = 60.0
@@ -33,20 +33,19 @@ class Finding:
     remedy: str = ""
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``doctor``."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        subparsers,
         "doctor",
-        help="check what this site has: ok, warn or FAIL with the remedy",
+        _doctor,
+        "check what this site has: ok, warn or FAIL with the remedy",
+        examples=["doctor", "doctor --job      # also two MPI ranks through srun"],
         description="Checks interpreter, Slurm, MPI, Apptainer, scratch and engines. Nothing is changed.",
-        epilog="examples:\n  megaflow-hpc doctor\n  megaflow-hpc doctor --job      # also two MPI ranks through srun",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--job", action="store_true", help="also run a two-rank MPI probe through srun (waits for two CPUs)"
     )
-    add_json(parser)
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -6,27 +6,25 @@ import argparse
 import os
 import tempfile
 from collections import Counter
-from typing import Any
 
 from megaflow_hpc.cli.output import print_json, say
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_verb
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``janitor``."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        subparsers,
         "janitor",
-        help="remove what killed sandboxes left on this node",
+        _janitor,
+        "remove what killed sandboxes left on this node",
+        examples=["janitor", "janitor --scratch /local/me/megaflow"],
         description="Ends processes and removes scratch of sandboxes whose owner is gone. What belongs to a process "
         "that lives is never touched; processes are known by pid and start time.",
-        epilog="examples:\n  megaflow-hpc janitor\n  megaflow-hpc janitor --scratch /local/me/megaflow",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--scratch", metavar="DIR", help="where to look; default: where sandboxes are made on this node"
     )
-    add_json(parser)
-    parser.set_defaults(run=_janitor)
 
 
 def _janitor(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ VERBS = [("verify",), ("compact",), ("anonymise",), ("du",), ("validate",)]
 def test_a_file_that_is_none_of_ours_is_refused_by_name(megaflow, tmp_path, verb, json_):
     foreign = tmp_path / "notes.h5"
     foreign.write_text("no HDF5")
-    more = [tmp_path / "copy.h5"] if verb[0] == "anonymise" else []
+    more = ["-o", tmp_path / "copy.h5"] if verb[0] == "anonymise" else []
     for file, message in (
         (foreign, f"{foreign}: not an HDF5 file; expected a trajectories.h5 (see: megaflow-hpc gather RUN)"),
         (tmp_path / "no.h5", f"{tmp_path / 'no.h5'}: cannot be read (No such file or directory)"),
@@ -117,7 +117,7 @@ def test_journals_are_dropped_of_a_finished_run_only(megaflow, run):
 
 def test_anonymise_writes_a_copy_without_names(megaflow, run, tmp_path):
     copy = tmp_path / "copy.h5"
-    result = megaflow("anonymise", run.trajectories, copy, "--name", "patch", "--json")
+    result = megaflow("anonymise", run.trajectories, "-o", copy, "--name", "patch", "--json")
     assert result.returncode == 0
     assert json.loads(result.stdout) == {"trajectories": 3, "changed": 1, "without_tokens": 1}
     assert "read a few trajectories before sharing" in result.stderr
@@ -126,11 +126,11 @@ def test_anonymise_writes_a_copy_without_names(megaflow, run, tmp_path):
         assert row.messages[0]["content"] == "cat /home/user/notes"
         assert (row.sequences, row.node) == ([], "node-1")
         assert [a.name for a in store["task/default/1"].artifacts] == ["agent.log", "user.diff"]
-    kept = megaflow("anonymise", run.trajectories, copy, "--keep-tokens")
+    kept = megaflow("anonymise", run.trajectories, "-o", copy, "--keep-tokens")
     assert ["without", "tokens", "0"] in [line.split() for line in kept.stdout.splitlines()]
     with open_trajectories(copy) as store:
         assert store["task/default/2"].sequences
-    result = megaflow("anonymise", copy, copy)
+    result = megaflow("anonymise", copy, "-o", copy)
     assert (result.returncode, result.stdout) == (2, "")
     assert f"{copy}: is the file itself; name another one" in result.stderr
 
@@ -142,7 +142,7 @@ def test_an_anonymised_rollout_keeps_no_sampled_ids_in_an_artifact(megaflow, tmp
     ids = Artifact("engine.jsonl", b'{"token_ids": [1, 2]}\n')
     messages = [{"role": "user", "content": f"I am {user}"}]
     commit(run, "a", (0, 0, trajectory(1, artifacts=[ids])), (0, 0, trajectory(2, artifacts=[ids], messages=messages)))
-    assert megaflow("anonymise", gather(run), tmp_path / "copy.h5", "--name", user).returncode == 0
+    assert megaflow("anonymise", gather(run), "-o", tmp_path / "copy.h5", "--name", user).returncode == 0
     with open_trajectories(tmp_path / "copy.h5") as store:
         assert [[a.name for a in row.artifacts] for row in store] == [["engine.jsonl"], []]
 

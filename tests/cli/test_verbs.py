@@ -27,9 +27,11 @@ WRONG = {
     "scale": ("/no/run --pods 1", "/no/run", NO_RUN),
     "cancel": ("/no/run", "/no/run", NO_RUN),
     "gather": ("/no/run", "/no/run", NO_RUN),
+    "list": ("--newest many", "many", "give a whole number"),
+    "logs": ("/no/run", "/no/run", NO_RUN),
     "status": ("/no/run", "/no/run", NO_RUN),
     "watch": ("/no/run", "/no/run", NO_RUN),
-    "doctor": ("--jobs", "--jobs", "unrecognized arguments"),
+    "doctor": ("--jobs", "--jobs", "no such option"),
     "show": ("/no/run 0", "/no/run", NO_STORE),
     "validate": ("/no/file.h5", "/no/file.h5", NO_STORE),
     "diff": ("/no/run 0 1", "/no/run", NO_STORE),
@@ -37,22 +39,22 @@ WRONG = {
     "import": ("/no/x.jsonl --output /no/file.h5", "/no/x.jsonl", "expected JSON lines of megaflow-hpc export"),
     "verify": ("/no/file.h5", "/no/file.h5", NO_STORE),
     "compact": ("/no/file.h5", "/no/file.h5", NO_STORE),
-    "anonymise": ("/no/file.h5 /no/copy.h5", "/no/file.h5", NO_STORE),
+    "anonymise": ("/no/file.h5 -o /no/copy.h5", "/no/file.h5", NO_STORE),
     "du": ("/no/run", "/no/run", NO_STORE),
-    "tasks import": ("/no/x.jsonl --to swebench", "/no/x.jsonl", "correct the path"),
+    "tasks import": ("/no/x.jsonl --output swebench", "/no/x.jsonl", "correct the path"),
     "tasks build": ("/no/bugs.yaml --output /no/tasks", "/no/bugs.yaml", NO_CAMPAIGN),
     "tasks validate": ("/no/tasks", "/no/tasks", NO_TASK),
     "tasks list": ("/no/tasks", "/no/tasks", NO_TASK),
     "images build": ("/no/Dockerfile", "/no/Dockerfile", "correct the path"),
     "images pull": ("/no/image.sif", "/no/image.sif", "neither an address (docker://…) nor a SIF file"),
     "images manifest": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
-    "images stage": ("/no/image.sif --form zip", "zip", "choose from"),
-    "images list": ("--stagd", "--stagd", "unrecognized arguments"),
-    "images export": ("nothing /no/out.sif", "nothing", "see: megaflow-hpc images list"),
+    "images stage": ("/no/image.sif --form zip", "zip", "expected tree or sif"),
+    "images list": ("--stagd", "--stagd", "no such option"),
+    "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),
-    "janitor": ("--scrtch /no", "--scrtch", "unrecognized arguments"),
+    "janitor": ("--scrtch /no", "--scrtch", "no such option"),
     "bench sandbox": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
     "bench exec": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
     "bench modes": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
@@ -75,18 +77,17 @@ def verbs(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[st
 
 
 PARSERS = dict(verbs(build_parser()))
+NO_JSON = {"help"}
+"""Verbs whose output is a text by itself."""
 
 
 def call(words: str) -> int:
     """The exit status of a command line, whether the verb returns it or argparse ends."""
-    try:
-        return main(shlex.split(words))
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    return main(shlex.split(words))
 
 
 def test_the_table_has_every_verb() -> None:
-    assert set(WRONG) == set(PARSERS)
+    assert set(WRONG) == PARSERS.keys() - NO_JSON
 
 
 @pytest.mark.parametrize("verb", sorted(PARSERS))
@@ -98,7 +99,7 @@ def test_a_verb_says_what_it_does_and_what_each_of_its_arguments_means(
     parser = PARSERS[verb]
     assert parser.description
     assert [action.dest for action in parser._actions if not action.help] == []
-    assert "--json" in parser._option_string_actions
+    assert ("--json" in parser._option_string_actions) == (verb not in NO_JSON)
 
 
 @pytest.mark.parametrize("options", ["", " --json"], ids=["text", "json"])
@@ -142,20 +143,6 @@ def test_with_json_nothing_else_is_on_stdout(
     line = words.format(run=planned.path, campaign=campaign, tasks=campaign.parent / "tasks")
     assert call(f"{line} --json") == 0, capsys.readouterr().err
     json.loads(capsys.readouterr().out)
-
-
-def test_no_verb_and_an_unknown_one_are_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("") == 2
-    assert "VERB" in capsys.readouterr().err
-    assert call("sttus RUN") == 2
-    said = capsys.readouterr().err
-    assert "sttus" in said
-    assert "'status'" in said
-
-
-def test_debug_shows_where_an_error_comes_from() -> None:
-    with pytest.raises(Exception, match="/no/run"):
-        main(["--debug", "status", "/no/run"])
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

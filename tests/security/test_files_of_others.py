@@ -364,7 +364,7 @@ def test_a_hostile_column_is_an_error_in_words_within_a_gigabyte(damaged, tmp_pa
         ["verify", damaged],
         *(["show", damaged, row, "--full"] for row in "01"),
         ["compact", damaged, "--output", tmp_path / "small.h5"],
-        ["anonymise", damaged, tmp_path / "anonymous.h5"],
+        ["anonymise", damaged, "-o", tmp_path / "anonymous.h5"],
         ["export", damaged, "--format", "jsonl", "-o", tmp_path / "out"],
     )
     assert exported == 2

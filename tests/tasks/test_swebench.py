@@ -184,7 +184,7 @@ def test_import_checks_files_and_writes_them_in_one_form(tmp_path: Path) -> None
     assert "2 instances, tested by named: 2" in checked.stdout
     target = tmp_path / "out"
     options = ("--image", "user/{id_s}:1", "--test-cmd", "pytest -rA", "--log-parser", "parse_log_pytest")
-    done = imports(str(source), "--to", str(target), *options, "--json")
+    done = imports(str(source), "--output", str(target), *options, "--json")
     assert done.returncode == 0, done.stderr
     assert [row["tested_by"] for row in json.loads(done.stdout)] == ["script", "script"]
     first, second = load_tasks([str(target / "gym.jsonl")], "/")

@@ -7,100 +7,129 @@ from typing import Any
 
 from megaflow_hpc.cli.output import FINAL, note, print_json, say, summary, training_lines, unstarted_lines
 from megaflow_hpc.cli.progress import ImageProgress, Progress
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.values import limit, whole
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 
-Parsers = Any
-"""What ``ArgumentParser.add_subparsers`` returns; argparse does not name its type in public."""
 
-
-def register(subparsers: Parsers) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds plan, run, submit, resume, scale, cancel and gather."""
+    plan = add_verb(
+        subparsers,
+        "plan",
+        _plan,
+        "make the run directory and queue nothing",
+        examples=["plan campaign.yaml", "plan campaign.yaml --only 'fix-*/default/0' --run-dir runs/trial"],
+        description="Checks the campaign file, its tasks and the site, makes the run directory and prints it; on "
+        "stderr the commands that queue it by hand.",
+    )
+    _add_campaign(plan)
 
-    def verb(name: str, help_: str, function: Any, example: str) -> argparse.ArgumentParser:
-        parser = subparsers.add_parser(
-            name,
-            help=help_,
-            description=help_[0].upper() + help_[1:] + ".",
-            epilog=f"example:\n  megaflow-hpc {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(run=function)
-        return parser
+    run = add_verb(
+        subparsers,
+        "run",
+        _run,
+        "submit, follow, gather and print the summary",
+        examples=["run campaign.yaml", "run campaign.yaml --launcher local --ranks 4"],
+        description="Plans the campaign, submits it, shows how far it is, and prints the summary at its end. Ctrl-C "
+        "cancels the jobs and keeps what is stored; megaflow-hpc resume goes on from there.",
+    )
+    _add_campaign(run)
+    _add_launcher(run)
 
-    def campaign(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("campaign", help="campaign file (YAML)")
-        parser.add_argument(
-            "--run-dir", metavar="RUN", help="run directory; default: a new one under the campaign's run_dir"
-        )
-        parser.add_argument(
-            "--only",
-            nargs="+",
-            default=[],
-            metavar="ID",
-            help="plan only these tasks, groups or rollouts (shell patterns)",
-        )
-
-    def launcher(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--launcher",
-            choices=("auto", "local", "slurm"),
-            default="auto",
-            help="where pods and engines run; auto (the default): on Slurm where there is one",
-        )
-        parser.add_argument(
-            "--ranks", type=_ranks, default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
-        )
-
-    plan = verb("plan", "make the run directory and queue nothing", _plan, "plan campaign.yaml")
-    campaign(plan)
-    add_json(plan)
-
-    run = verb("run", "submit, follow, gather and print the summary", _run, "run campaign.yaml --launcher slurm")
-    campaign(run)
-    launcher(run)
-    add_json(run)
-
-    submit = verb("submit", "queue the campaign and return", _submit, "submit campaign.yaml --dry-run")
-    campaign(submit)
+    submit = add_verb(
+        subparsers,
+        "submit",
+        _submit,
+        "queue the campaign and return",
+        examples=["submit campaign.yaml --dry-run", "submit campaign.yaml"],
+        description="Plans the campaign, queues its jobs and prints the run directory and the jobs. Close the terminal "
+        "if you like: follow with megaflow-hpc watch RUN.",
+    )
+    _add_campaign(submit)
     submit.add_argument("--dry-run", action="store_true", help="print every script and touch nothing")
-    add_json(submit)
 
-    resume = verb("resume", "continue a run; nothing that is stored is run again", _resume, "resume RUN --failed")
-    resume.add_argument("run_dir", metavar="RUN", help="run directory")
+    resume = add_verb(
+        subparsers,
+        "resume",
+        _resume,
+        "continue a run; nothing that is stored is run again",
+        examples=["resume RUN", "resume RUN --failed --no-wait", "resume RUN --limit gpu_hours=200 --limit wall=none"],
+        description="Queues what a run still needs, whatever ended it: a limit, a walltime, Ctrl-C, a broken node.",
+    )
+    add_run(resume)
     resume.add_argument("--failed", action="store_true", help="also run again what failed")
     resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="run again these, where they failed")
     resume.add_argument(
         "--limit",
         action="append",
         default=[],
-        type=_limit,
+        type=limit,
         metavar="NAME=HOURS",
         help="change a limit from now on: core_hours, gpu_hours or wall; none lifts it",
     )
     resume.add_argument("--no-wait", action="store_true", help="queue and return")
-    launcher(resume)
-    add_json(resume)
+    _add_launcher(resume)
 
-    scale = verb("scale", "add pods to a running campaign, or let some go", _scale, "scale RUN --pods 12")
-    scale.add_argument("run_dir", metavar="RUN", help="run directory")
-    scale.add_argument("--pods", type=int, metavar="N", help="target number of pods, queued or running")
+    scale = add_verb(
+        subparsers,
+        "scale",
+        _scale,
+        "add pods to a running campaign, or let some go",
+        examples=["scale RUN --pods 12", "scale RUN --servers 4 --policy student"],
+        description="Sets the number of pods, or of engine servers, from now on. Pods that leave finish what they run.",
+    )
+    add_run(scale)
+    scale.add_argument("--pods", type=whole(), metavar="N", help="target number of pods, queued or running")
     scale.add_argument(
-        "--servers", type=int, metavar="N", help="target number of engine servers; held ones are released"
+        "--servers", type=whole(), metavar="N", help="target number of engine servers; held ones are released"
     )
     scale.add_argument("--policy", help="with --servers: the model's policy, where there are several")
-    add_json(scale)
 
-    cancel = verb("cancel", "cancel a run's jobs; what is stored stays", _cancel, "cancel RUN")
-    cancel.add_argument("run_dir", metavar="RUN", help="run directory")
-    add_json(cancel)
+    cancel = add_verb(
+        subparsers,
+        "cancel",
+        _cancel,
+        "cancel a run's jobs; what is stored stays",
+        examples=["cancel RUN"],
+        description="Cancels every job of the run. What is stored stays, and megaflow-hpc resume goes on with it.",
+    )
+    add_run(cancel)
 
-    gather = verb("gather", "write trajectories.h5 from the journals", _gather, "gather RUN")
-    gather.add_argument("run_dir", metavar="RUN", help="run directory")
+    gather = add_verb(
+        subparsers,
+        "gather",
+        _gather,
+        "write trajectories.h5 from the journals",
+        examples=["gather RUN", "gather latest --rebuild"],
+        description="Writes what is stored so far into RUN/trajectories.h5, while the campaign runs or after it.",
+    )
+    add_run(gather)
     gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
     gather.add_argument("--wait", action="store_true", help="first for the pods, those at other clusters too")
     gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="first cancel these engine arrays")
-    add_json(gather)
+
+
+def _add_campaign(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
+    parser.add_argument(
+        "--run-dir", metavar="RUN", help="run directory; default: a new one under the campaign's run_dir"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="ID", help="plan only these tasks, groups or rollouts (shell patterns)"
+    )
+
+
+def _add_launcher(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "local", "slurm"),
+        default="auto",
+        help="where pods and engines run; auto (the default): on Slurm where there is one",
+    )
+    parser.add_argument(
+        "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -223,21 +252,6 @@ def _submit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
-    return int(text)
-
-
-def _limit(text: str) -> tuple[str, float | None]:
-    """``core_hours=100`` or ``wall=none``."""
-    name, _, hours = text.partition("=")
-    try:
-        return name, None if hours == "none" else float(hours)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected NAME=HOURS, as core_hours=100 or wall=none") from None
-
-
 def _resume(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
@@ -261,10 +275,8 @@ def _scale(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     wanted = [number for number in (arguments.pods, arguments.servers) if number is not None]
-    if len(wanted) != 1 or wanted[0] < 0:
-        raise ConfigError(
-            f"scale: {' and '.join(map(str, wanted)) or 'no number'}: give --pods N or --servers N, N >= 0"
-        )
+    if len(wanted) != 1:
+        raise ConfigError(f"scale: {' and '.join(map(str, wanted)) or 'no number'}: give --pods N or --servers N")
     run = Run(arguments.run_dir)
     if arguments.servers is not None:
         return _scale_servers(run, arguments)

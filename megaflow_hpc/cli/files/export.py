@@ -7,66 +7,67 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.values import whole
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 
-EPILOG = """\
+FORMATS = """\
+Writes the trajectories of a campaign for other programs. Works while the campaign runs, keeps little in memory, and
+replaces a file only when the new one is whole.
+
 formats:
-  jsonl    everything, one trajectory a line; `megaflow-hpc import` reads it back
+  jsonl    everything, one trajectory a line; megaflow-hpc import reads it back
   parquet  one row per trajectory: pandas, Polars, DuckDB, Hugging Face datasets
   verl     verl.parquet: prompts, responses, masks and log-probabilities per token sequence
   areal    areal.parquet: input_ids, loss_mask, logprobs, versions, rewards per token sequence
   atif     atif/: Harbor's trajectory format, one JSON document per trajectory
   preds    preds.json: SWE-bench predictions, from the patch that each rollout left
 
-examples:
-  megaflow-hpc export RUN --format jsonl,parquet
-  megaflow-hpc export RUN --format verl --where "status == 'completed' and reward >= 0.5" -o train
-  megaflow-hpc export RUN --format jsonl --compress zst -o share
-
 An expression names columns of the campaign file (status, reward, policy, group, task, agent, turns, …), rewards by
 their names (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
 """
 
 
-def register(subparsers: Any) -> None:
-    """Adds ``export``."""
-    export = subparsers.add_parser(
+def register(subparsers: Subparsers) -> None:
+    """Adds export and import."""
+    export = add_verb(
+        subparsers,
         "export",
-        help="write trajectories in other formats",
-        description="Writes the trajectories of a campaign for other programs. Works while the campaign runs, keeps "
-        "little in memory, and replaces a file only when the new one is whole.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _export,
+        "write trajectories in other formats",
+        examples=[
+            "export RUN --format jsonl,parquet",
+            "export RUN --format verl --where \"status == 'completed' and reward >= 0.5\" -o train",
+            "export latest --format jsonl --compress zst -o share",
+        ],
+        description=FORMATS,
     )
-    export.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
+    add_run(export, file=True)
     export.add_argument(
         "--format", required=True, metavar="F[,F…]", help="jsonl, parquet, verl, areal, atif, preds; several by commas"
     )
     export.add_argument("--where", metavar="EXPR", help="only those for which the expression is true")
-    export.add_argument("-o", "--output", metavar="DIR", help="directory to write to (RUN/export)")
+    add_output(export, "directory to write to (RUN/export)", metavar="DIR")
     export.add_argument("--compress", choices=("none", "gz", "zst"), default="none", help="of JSON lines (none)")
-    add_json(export)
-    export.set_defaults(run=_export)
 
-    back = subparsers.add_parser(
+    back = add_verb(
+        subparsers,
         "import",
-        help="make a trajectories.h5 from exported JSON lines",
-        description="Reads what `export --format jsonl` wrote, plain or compressed, into a new campaign file with the "
-        "same columns.",
-        epilog="example:\n  megaflow-hpc import trajectories.jsonl.zst -o trajectories.h5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _import,
+        "make a trajectories.h5 from exported JSON lines",
+        examples=["import trajectories.jsonl.zst -o trajectories.h5"],
+        description="Reads what megaflow-hpc export --format jsonl wrote, plain or compressed, into a new campaign "
+        "file with the same columns.",
     )
     back.add_argument("file", metavar="FILE", help="JSON lines, plain, .gz or .zst")
-    back.add_argument("-o", "--output", metavar="FILE.h5", required=True, help="the campaign file to write")
+    add_output(back, "the campaign file to write", required=True, metavar="FILE.h5")
     back.add_argument("--campaign", metavar="NAME", help="name of the campaign (FILE's)")
-    back.add_argument("--longest-line", metavar="MiB", type=int, default=64, help="lines that are longer end it (64)")
+    back.add_argument(
+        "--longest-line", metavar="MiB", type=whole(1), default=64, help="lines that are longer end it (64)"
+    )
     back.add_argument("--force", action="store_true", help="replace a file that is there")
-    add_json(back)
-    back.set_defaults(run=_import)
 
 
 class Progress:
@@ -129,7 +130,7 @@ def _import(arguments: argparse.Namespace) -> int:
             target,
             arguments.campaign,
             lambda done: progress("import", done),
-            max(1, arguments.longest_line) << 20,
+            arguments.longest_line << 20,
         )
     finally:
         progress.close()

@@ -3,62 +3,83 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_verb
 from megaflow_hpc.errors import ConfigError
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds verify, compact, anonymise and du."""
-
-    def verb(name: str, help_: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help_, description=f"{help_}.")
-        add_json(parser)
-        parser.set_defaults(run=run)
-        return parser
-
-    parser = verb("verify", "read every column of a trajectories.h5 and compare checksums", _verify)
-    parser.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
-
-    parser = verb(
-        "compact", "drop superseded attempts from a trajectories.h5, or the journals of a finished run", _compact
+    verify = add_verb(
+        subparsers,
+        "verify",
+        _verify,
+        "read every column of a trajectories.h5 and compare checksums",
+        examples=["verify RUN/trajectories.h5"],
+        description="Reads every column and compares it with its checksum. Exit status 1 if one differs.",
     )
-    parser.add_argument("path", metavar="FILE|RUN", type=Path, help="a trajectories.h5, or a run directory")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write there instead of in its place")
-    parser.add_argument(
+    verify.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
+
+    compact = add_verb(
+        subparsers,
+        "compact",
+        _compact,
+        "drop superseded attempts from a trajectories.h5, or the journals of a finished run",
+        examples=[
+            "compact RUN",
+            "compact trajectories.h5 --drop-artifacts '*.log' -o small.h5",
+            "compact RUN --drop-journals",
+        ],
+        description="Writes the file anew without attempts that a later one superseded, in place or to --output. With "
+        "--drop-journals instead: removes the journals and shards of a finished run, once its file is verified to hold "
+        "all of them.",
+    )
+    compact.add_argument("path", metavar="RUN", type=Path, help="run directory, or a trajectories.h5")
+    add_output(compact, "write there instead of in its place", metavar="FILE")
+    compact.add_argument(
         "--drop-artifacts",
         metavar="PATTERN",
         action="append",
         default=[],
         help="also leave these files out, e.g. '*.log'",
     )
-    parser.add_argument(
+    compact.add_argument(
         "--drop-journals",
         action="store_true",
         help="of a finished RUN: remove journals and shards once its trajectories.h5 is verified to hold them",
     )
 
-    parser = verb(
-        "anonymise", "copy a trajectories.h5 without names of users, hosts, jobs and home directories", _anonymise
+    anonymise = add_verb(
+        subparsers,
+        "anonymise",
+        _anonymise,
+        "copy a trajectories.h5 without names of users, hosts, jobs and home directories",
+        examples=["anonymise RUN/trajectories.h5 -o shared.h5 --name turing"],
+        description="Writes a copy in which names of users, hosts, jobs and home directories are replaced, in every "
+        "text of every rollout.",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the copy, which must not exist")
-    parser.add_argument(
+    anonymise.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
+    add_output(anonymise, "the copy, which must not exist", required=True, metavar="FILE")
+    anonymise.add_argument(
         "--name", metavar="WORD", action="append", default=[], help="a further word to remove (repeatable)"
     )
-    parser.add_argument(
+    anonymise.add_argument(
         "--keep-tokens",
         action="store_true",
         help="keep the token sequences of rollouts whose messages were changed: their ids still spell the old text",
     )
 
-    parser = verb("du", "say where the bytes of a run or of a trajectories.h5 are", _du)
-    parser.add_argument("path", metavar="FILE|RUN", type=Path, help="a trajectories.h5, or a run directory")
+    du = add_verb(
+        subparsers,
+        "du",
+        _du,
+        "say where the bytes of a run or of a trajectories.h5 are",
+        examples=["du RUN", "du RUN/trajectories.h5 --json"],
+    )
+    du.add_argument("path", metavar="RUN", type=Path, help="run directory, or a trajectories.h5")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -88,7 +109,7 @@ def _compact(arguments: argparse.Namespace) -> int:
         result["journal_bytes_dropped"] = drop_journals(RunDir(path))
     else:
         file = path / "trajectories.h5" if path.is_dir() else path
-        result = compact(file, arguments.output, arguments.drop_artifacts)
+        result = compact(file, arguments.output and Path(arguments.output), arguments.drop_artifacts)
     _print_counts(result, arguments.json)
     return 0
 
@@ -96,7 +117,7 @@ def _compact(arguments: argparse.Namespace) -> int:
 def _anonymise(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 
-    result = anonymise(arguments.file, arguments.output, arguments.name, arguments.keep_tokens)
+    result = anonymise(arguments.file, Path(arguments.output), arguments.name, arguments.keep_tokens)
     _print_counts(result, arguments.json)
     note("names that nobody listed and no path shows are still there: read a few trajectories before sharing")
     return 0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaflow_hpc.cli.making import images_make
 from megaflow_hpc.cli.making.images_make import megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.values import whole, zero_or_more
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
 from megaflow_hpc.resources import docs
 
 if TYPE_CHECKING:
@@ -21,43 +22,38 @@ DESCRIPTION = f"""\
 Images are kept in a store on the shared file system, each under the digest of its content: as SIF files, or as a base
 and layers that they share. Nodes copy what they need from there, once each, into a cache on local scratch
 ({docs("how-to/images.md")}).
-
-  build     make or fetch what a campaign, a definition file, a Dockerfile or an address needs
-  pull      fetch addresses, or what a manifest lists
-  manifest  say what a campaign needs and what the store lacks, to be carried elsewhere
-  export    write an image to a SIF file, for others
-  stage     copy images into this node's cache
-  list      what the store holds, or this node's cache
-  prune     remove images from the store, or this node's copies
 """
 STORE = (
     "default: MEGAFLOW_IMAGE_STORE, else ~/.megaflow-hpc/images; several separated by colons, the first is written to"
 )
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``images`` and its verbs."""
-    parser = subparsers.add_parser(
+    verbs = add_group(
+        subparsers,
         "images",
-        help="build, fetch, stage and list the images of tasks",
+        "build, fetch, stage and list the images of tasks",
+        examples=["images build campaign.yaml", "images list"],
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(dest="images_verb", metavar="VERB", required=True)
 
     build = _verb(
         verbs,
         "build",
+        images_make.build,
         "build every image that a campaign, or one source, needs",
         "Builds what is not in the store yet, and prints the files. A source is a campaign file, whose tasks say what "
         "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. One "
         "image that fails does not end the others; exit status 1 if any did.",
-        "  megaflow-hpc images build campaign.yaml\n"
-        "  megaflow-hpc images build campaign.yaml --dry-run\n"
-        "  megaflow-hpc images build campaign.yaml --manifest images.json\n"
-        "  megaflow-hpc images build campaign.yaml --slurm --sbatch time=60\n"
-        "  megaflow-hpc images build containers/base.def\n"
-        "  megaflow-hpc images build tasks/one/environment/Dockerfile --map debian:12=base.sif",
+        [
+            "images build campaign.yaml",
+            "images build campaign.yaml --dry-run",
+            "images build campaign.yaml --manifest images.json",
+            "images build campaign.yaml --slurm --sbatch time=60",
+            "images build containers/base.def",
+            "images build tasks/one/environment/Dockerfile --map debian:12=base.sif",
+        ],
     )
     build.add_argument("source", metavar="SOURCE", nargs="+", help="campaign, definition file, Dockerfile, docker://…")
     build.add_argument("--map", metavar="NAME=IMAGE", action="append", default=[], help="image for a FROM; repeatable")
@@ -74,7 +70,9 @@ def register(subparsers: Any) -> None:
         help="build on compute nodes, by a job array as the campaign's slurm.builds says; wait for it",
     )
     build.add_argument("--detach", action="store_true", help="with --slurm: submit and return; again, to wait")
-    build.add_argument("--jobs", metavar="N", type=int, help="with --slurm: elements of the array at most; default: 16")
+    build.add_argument(
+        "--jobs", metavar="N", type=whole(1), help="with --slurm: elements of the array at most; default: 16"
+    )
     build.add_argument(
         "--sbatch",
         metavar="OPTION=VALUE",
@@ -83,109 +81,107 @@ def register(subparsers: Any) -> None:
         help="with --slurm: an option of sbatch, such as partition=cpu; repeatable",
     )
     _networked(build)
-    build.set_defaults(run=images_make.build)
 
     pull = _verb(
         verbs,
         "pull",
+        images_make.pull,
         "fetch images into the store",
         "Fetches addresses (docker://, oras://, library://) through the mirrors, if any, and takes SIF files in. With "
         "--manifest, everything that it lists: from registries, or with --from from a directory with the store's files "
         "that it names, whose content is checked.",
-        "  megaflow-hpc images pull docker://debian:12\n"
-        "  megaflow-hpc images pull docker://python:3.12 --mirror docker.io=registry.site.edu/hub\n"
-        "  megaflow-hpc images pull --manifest images.json --from /media/carried",
+        [
+            "images pull docker://debian:12",
+            "images pull docker://python:3.12 --mirror docker.io=registry.site.edu/hub",
+            "images pull --manifest images.json --from /media/carried",
+        ],
     )
     pull.add_argument("source", metavar="SOURCE", nargs="*", help="an address (docker://…) or a SIF")
     pull.add_argument("--manifest", metavar="FILE", help="what to fetch, as images manifest or build wrote it")
     pull.add_argument("--from", metavar="DIR", dest="directory", help="take the manifest's files from DIR")
     _networked(pull)
-    pull.set_defaults(run=images_make.pull)
 
     manifest = _verb(
         verbs,
         "manifest",
+        images_make.manifest,
         "say what a campaign needs and what of it the store lacks",
         "Fetches and builds nothing. The manifest lists source and digest of every image of the store that the "
         "campaign's tasks use, its base and its layers, and the store's files that it is; entries without a digest are "
         "not there yet. Exit status 1 if there are any.",
-        "  megaflow-hpc images manifest campaign.yaml\n"
-        "  megaflow-hpc images manifest campaign.yaml --output images.json",
+        ["images manifest campaign.yaml", "images manifest campaign.yaml -o images.json"],
     )
     manifest.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
-    manifest.add_argument("--output", metavar="FILE", help="write it to FILE")
-    manifest.set_defaults(run=images_make.manifest)
+    add_output(manifest, "write it to FILE", metavar="FILE")
 
     export = _verb(
         verbs,
         "export",
+        images_make.export,
         "write an image to a SIF file, for others",
         "Packs base and layers into one SIF, or copies the SIF that the image is. The content of layers is compared "
         "with their digests.",
-        "  megaflow-hpc images export docker://debian:12 debian.sif\n"
-        "  megaflow-hpc images export 3f2a9c0b out.sif --force",
+        ["images export docker://debian:12 -o debian.sif", "images export 3f2a9c0b -o out.sif --force"],
     )
     export.add_argument(
         "image", metavar="IMAGE", help="what it was made from, as images list says; its digest, or its beginning"
     )
-    export.add_argument("target", metavar="FILE.sif", help="the file to write")
+    add_output(export, "the file to write", required=True, metavar="FILE.sif")
     export.add_argument("--force", action="store_true", help="replace a file that is there")
-    export.set_defaults(run=images_make.export)
 
     stage = _verb(
         verbs,
         "stage",
+        _stage,
         "copy images into this node's cache ahead of their use",
         "Run it where the sandboxes will run, such as once per node of a job. Images are SIF files, digests (or "
         "their beginnings) of the store, or a campaign file.",
-        "  srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml\n  megaflow-hpc images stage 3f2a9c0b",
+        ["srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml", "images stage 3f2a9c0b"],
     )
     stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF, a digest of the store, or a campaign file")
     stage.add_argument("--form", choices=("tree", "sif"), default="tree", help="unpacked (default), or the file itself")
     _cached(stage)
-    stage.set_defaults(run=_stage)
 
     listing = _verb(
         verbs,
         "list",
+        _list,
         "list what the store holds",
         "MB are those that an image alone has; what its base and layers that others have too take stands beside. With "
         "--staged: what this node's cache holds.",
-        "  megaflow-hpc images list\n  megaflow-hpc images list --staged",
+        ["images list", "images list --staged"],
     )
     listing.add_argument("--staged", action="store_true", help="this node's copies instead")
     _cached(listing)
-    listing.set_defaults(run=_list)
 
     prune = _verb(
         verbs,
         "prune",
+        _prune,
         "remove images from the store",
         "Removes the named images (digests or their beginnings), those older than --older-than days, the layers that "
         "no image has any more, and what killed builders left; without either, only the last two. Layers that no image "
         "had before stay for a day: a build may need them. The base of images that stay is not removed. Runs that were "
         "planned with a removed image cannot go on.",
-        "  megaflow-hpc images prune 3f2a9c0b --dry-run\n  megaflow-hpc images prune --older-than 90\n"
-        "  megaflow-hpc images prune --staged",
+        ["images prune 3f2a9c0b --dry-run", "images prune --older-than 90", "images prune --staged"],
     )
     prune.add_argument("image", metavar="DIGEST", nargs="*", help="digest of an image, or its beginning")
-    prune.add_argument("--older-than", metavar="DAYS", type=float, help="images that were made longer ago")
+    prune.add_argument("--older-than", metavar="DAYS", type=zero_or_more, help="images that were made longer ago")
     prune.add_argument("--staged", action="store_true", help="this node's copies that nobody uses, instead")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     _cached(prune)
-    prune.set_defaults(run=_prune)
 
 
-def _verb(verbs: Any, name: str, help_: str, description: str, examples: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=help_,
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _verb(
+    verbs: Subparsers,
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    help_: str,
+    description: str,
+    examples: Sequence[str],
+) -> argparse.ArgumentParser:
+    parser = add_verb(verbs, name, function, help_, examples=examples, description=description)
     parser.add_argument("--store", metavar="DIR", help=STORE)
-    add_json(parser)
     return parser
 
 

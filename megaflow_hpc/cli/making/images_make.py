@@ -83,8 +83,6 @@ def build(arguments: argparse.Namespace) -> int:
     """
     from megaflow_hpc.errors import ConfigError
 
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise ConfigError(f"--jobs {arguments.jobs}: at least 1")
     if arguments.dry_run:
         return _forecast(arguments)
     if arguments.slurm:
@@ -283,7 +281,7 @@ def export(arguments: argparse.Namespace) -> int:
         if stored is None:
             raise ConfigError(f"{arguments.image}: no such image in {store.root}; see: megaflow-hpc images list")
         image = Path(stored.path)
-    target = Path(arguments.target).absolute()
+    target = Path(arguments.output).absolute()
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
     note(f"{image.stem[:12]}: writing {target}")

@@ -5,78 +5,77 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.cli.making import tasks_import
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import ImageProgress
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.values import whole
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
 
-BUILD_EPILOG = f"""\
+BUILD = f"""\
 A bug file names two releases of a package, the tests that tell them apart and an issue text; an example is in
 {docs("how-to/real-bugs.md")}.
 Both source distributions are fetched by pip as it is configured. What is there already is kept, so the command can be
 repeated after an interruption.
 
-examples:
-  megaflow-hpc tasks build bugs.yaml --output tasks/bugs
-      task directories only
-  megaflow-hpc tasks build bugs.yaml --output tasks/bugs --base base.sif
-      and tasks/images/megaflow-bugs.sif, the image they all name, built over base.sif (which needs python3 and git)
+With --base the image that all of them name is built too, over an image that has python3 and git.
 
 then, in a campaign file:
   tasks: [tasks/bugs/*]
   environment: {{images: {{megaflow-bugs: tasks/images/megaflow-bugs.sif}}}}
 """
 
-VALIDATE_EPILOG = """\
+VALIDATE = """\
 Each task runs twice in fresh sandboxes: as it is (reward 0 expected) and with its own solution (reward 1 expected). For
-tasks of `tasks build` single tests are compared too: a named test must fail before, not merely be missing.
-Sandboxes and verification are a campaign's: by default one without limits of its own, else that of --campaign.
-Exit status 1 if a task is not valid.
-
-examples:
-  megaflow-hpc tasks validate tasks/bugs
-  megaflow-hpc tasks validate tasks/bugs/tomlkit-integer-division --image tasks/images/megaflow-bugs.sif --json
-  megaflow-hpc tasks validate tasks/bugs --campaign campaign.yaml
-"""
-
-LIST_EPILOG = """\
-example:
-  megaflow-hpc tasks list tasks/bugs
+tasks of tasks build single tests are compared too: a named test must fail before, not merely be missing. Sandboxes and
+verification are a campaign's: by default one without limits of its own, else that of --campaign. Exit status 1 if a
+task is not valid.
 """
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``tasks`` and its verbs."""
-    parser = subparsers.add_parser("tasks", help="import, build, validate and list tasks", description=__doc__)
-    verbs = parser.add_subparsers(dest="tasks_verb", metavar="VERB", required=True)
-
-    def verb(name: str, help: str, epilog: str) -> argparse.ArgumentParser:
-        formatter = argparse.RawDescriptionHelpFormatter
-        added: argparse.ArgumentParser = verbs.add_parser(
-            name, help=help, description=help, epilog=epilog, formatter_class=formatter
-        )
-        return added
-
-    tasks_import.register(verb)
-    build = verb(
-        "build", "make Harbor task directories and their image from real bugs of released packages", BUILD_EPILOG
+    verbs = add_group(
+        subparsers,
+        "tasks",
+        "import, build, validate and list tasks",
+        examples=["tasks import swe-bench-verified.jsonl", "tasks validate tasks/bugs"],
+    )
+    tasks_import.register(verbs)
+    build = add_verb(
+        verbs,
+        "build",
+        run_build,
+        "make Harbor task directories and their image from real bugs of released packages",
+        examples=[
+            "tasks build bugs.yaml -o tasks/bugs                   # task directories only",
+            "tasks build bugs.yaml -o tasks/bugs --base base.sif   # and tasks/images/megaflow-bugs.sif",
+        ],
+        description=BUILD,
     )
     build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
-    build.add_argument("--output", metavar="DIR", required=True, help="where the task directories go, one each")
+    add_output(build, "where the task directories go, one each", required=True, metavar="DIR")
     build.add_argument("--base", metavar="SIF", help="image to build the tasks' image over; without it none is built")
     build.add_argument("--image", metavar="SIF", help="the image to make; default: images/NAME.sif beside DIR")
     build.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these bugs")
     build.add_argument(
         "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
     )
-    add_json(build)
-    build.set_defaults(run=run_build)
 
-    validate = verb("validate", "prove that tasks give reward 0 as they are and 1 with their solution", VALIDATE_EPILOG)
+    validate = add_verb(
+        verbs,
+        "validate",
+        run_validate,
+        "prove that tasks give reward 0 as they are and 1 with their solution",
+        examples=[
+            "tasks validate tasks/bugs",
+            "tasks validate tasks/bugs/tomlkit-integer-division --image tasks/images/megaflow-bugs.sif --json",
+            "tasks validate tasks/bugs --campaign campaign.yaml",
+        ],
+        description=VALIDATE,
+    )
     validate.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
     validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif beside DIR")
     validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
@@ -86,14 +85,10 @@ def register(subparsers: Any) -> None:
     validate.add_argument(
         "--network", choices=("none", "host"), help="for tasks that leave it open (default the campaign's, or none)"
     )
-    validate.add_argument("--jobs", metavar="N", type=int, default=2, help="sandboxes at once (default 2)")
-    add_json(validate)
-    validate.set_defaults(run=run_validate)
+    validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="sandboxes at once (2)")
 
-    listing = verb("list", "print the tasks of a directory", LIST_EPILOG)
+    listing = add_verb(verbs, "list", run_list, "print the tasks of a directory", examples=["tasks list tasks/bugs"])
     listing.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
-    add_json(listing)
-    listing.set_defaults(run=run_list)
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -163,8 +158,6 @@ def run_validate(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--only {sorted(unknown)[0]}: no such task in {arguments.directory}; see: megaflow-hpc tasks list"
         )
-    if arguments.jobs < 1:
-        raise ConfigError(f"--jobs {arguments.jobs}: expected 1 or more")
     environment = load(arguments.campaign).environment if arguments.campaign else EnvironmentConfig(network="none")
     if arguments.network:
         environment = environment.model_copy(update={"network": arguments.network})

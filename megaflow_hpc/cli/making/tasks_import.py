@@ -6,37 +6,38 @@ import argparse
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 
-EPILOG = """\
+DESCRIPTION = """\
 Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and
-says how each would be tested: `script` (the line's own or the swebench package's command, its log parsed by the
-package) or `named` (pytest by the ids). With --to the instances are written to DIR/NAME.jsonl in one form, with what
-the options add. A campaign takes such files as they come, imported or not: tasks: [{path: X.jsonl}].
-
-examples:
-  megaflow-hpc tasks import swe-bench-verified.jsonl
-  megaflow-hpc tasks import swe-gym.jsonl --to tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named
-  megaflow-hpc tasks import mine.jsonl --to tasks --test-cmd 'pytest -rA' --log-parser parse_log_pytest
+says how each would be tested: script (the line's own or the swebench package's command, its log parsed by the package)
+or named (pytest by the ids). With --output the instances are written to DIR/NAME.jsonl in one form, with what the
+options add. A campaign takes such files as they come, imported or not: tasks: [{path: X.jsonl}].
 """
 
 
-def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds ``tasks import``.
-
-    Args:
-        verb: adds a verb, given its name, help and epilog.
-    """
-    parser = verb("import", "check SWE-bench style JSONL files, and write them in one form", EPILOG)
+def register(verbs: Subparsers) -> None:
+    """Adds ``tasks import``."""
+    parser = add_verb(
+        verbs,
+        "import",
+        run_import,
+        "check SWE-bench style JSONL files, and write them in one form",
+        examples=[
+            "tasks import swe-bench-verified.jsonl",
+            "tasks import swe-gym.jsonl -o tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named",
+            "tasks import mine.jsonl -o tasks --test-cmd 'pytest -rA' --log-parser parse_log_pytest",
+        ],
+        description=DESCRIPTION,
+    )
     parser.add_argument("files", metavar="X.jsonl", nargs="+", help="files to read")
-    parser.add_argument("--to", metavar="DIR", help="write DIR/NAME.jsonl; without it the files are only checked")
+    add_output(parser, "write DIR/NAME.jsonl; without it the files are only checked", metavar="DIR")
     parser.add_argument(
         "--image",
         metavar="NAME",
@@ -49,8 +50,6 @@ def register(verb: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--test-cmd", metavar="CMD", default="", help="runs the tests, where a line has no command")
     parser.add_argument("--log-parser", metavar="NAME", default="", help="reads its log, where a line names none")
     parser.add_argument("--runner", choices=("script", "named"), default="", help="for lines that do not say")
-    add_json(parser)
-    parser.set_defaults(run=run_import)
 
 
 def run_import(arguments: argparse.Namespace) -> int:
@@ -60,8 +59,10 @@ def run_import(arguments: argparse.Namespace) -> int:
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)
-    if arguments.to and twice:
-        raise ConfigError(f"--to {arguments.to}: two files are called {twice}; import them into different directories")
+    if arguments.output and twice:
+        raise ConfigError(
+            f"--output {arguments.output}: two files are called {twice}; import them into different directories"
+        )
     options = {"test_cmd": arguments.test_cmd, "log_parser": arguments.log_parser, "runner": arguments.runner}
     if arguments.workdir:
         options["workdir"] = arguments.workdir
@@ -80,7 +81,7 @@ def run_import(arguments: argparse.Namespace) -> int:
                 tasks = settle(read_tasks(copy))
             else:
                 tasks = settle(read_tasks(source))
-        target = Path(arguments.to).absolute() / source.name if arguments.to else None
+        target = Path(arguments.output).absolute() / source.name if arguments.output else None
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target, text.encode("utf-8", "surrogatepass"), mode=0o644)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import print_json
 from megaflow_hpc.cli.runs.show import LINE_CHARACTERS, find, finite, print_lines
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.texts import content_of, printable
 
 if TYPE_CHECKING:
@@ -26,22 +26,23 @@ HUNK_LINES = 60
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``diff``."""
-    diff = subparsers.add_parser(
+    diff = add_verb(
+        subparsers,
         "diff",
-        help="compare two trajectories",
+        _diff,
+        "compare two trajectories",
+        examples=[
+            "diff RUN fix-humanize/default/0 fix-humanize/default/1",
+            "diff RUN 0 1 --full | less -R",
+        ],
         description="Compares two rollouts: what differs in their outcome, from which token on they part, and their "
         "conversations, message by message. Exit status 0 whether they differ or not.",
-        epilog="examples:\n  megaflow-hpc diff RUN fix-humanize/default/0 fix-humanize/default/1\n"
-        "  megaflow-hpc diff RUN 0 1 --full | less -R",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    diff.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
+    add_run(diff, file=True)
     diff.add_argument("ids", metavar="ID", nargs=2, help="rollout id (<task>/<policy>/<sample>), or its row number")
     diff.add_argument("--full", action="store_true", help="cut nothing")
-    add_json(diff)
-    diff.set_defaults(run=_diff)
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.runs import tokens
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import content_of, printable
 
@@ -34,36 +34,37 @@ _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
 
 
-def register(subparsers: Any) -> None:
-    """Adds ``show``."""
-    show = subparsers.add_parser(
+def register(subparsers: Subparsers) -> None:
+    """Adds show and validate."""
+    show = add_verb(
+        subparsers,
         "show",
-        help="print one trajectory",
+        _show,
+        "print one trajectory",
+        examples=[
+            "show RUN fix-humanize/default/0",
+            "show RUN 0 --tokens | less",
+            "show RUN/trajectories.h5 fix-humanize/default/0 --json",
+        ],
         description="Prints one rollout of a campaign: its outcome, conversation, model calls and attempts. Works "
         "while the campaign runs.",
-        epilog="examples:\n  megaflow-hpc show RUN fix-humanize/default/0\n  megaflow-hpc show RUN 0 --tokens | less\n"
-        "  megaflow-hpc show RUN/trajectories.h5 fix-humanize/default/0 --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    show.add_argument("run_dir", metavar="RUN", help="run directory, or a trajectories.h5")
+    add_run(show, file=True)
     show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
     show.add_argument("--tokens", action="store_true", help="also every token: id, text, log-probability, mask")
     show.add_argument("--tokenizer", metavar="PATH", help="what ids mean: a tokenizer.json, or a model's directory")
     show.add_argument("--full", action="store_true", help="fold nothing")
-    add_json(show)
-    show.set_defaults(run=_show)
 
-    validate = subparsers.add_parser(
+    validate = add_verb(
+        subparsers,
         "validate",
-        help="check a trajectories.h5 against the schema",
+        _validate,
+        "check a trajectories.h5 against the schema",
+        examples=["validate RUN/trajectories.h5"],
         description="Checks datasets, types, offsets and what must hold between columns. Exit status 1 if anything is "
         "wrong, 2 if the file is none of ours.",
-        epilog="example:\n  megaflow-hpc validate RUN/trajectories.h5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     validate.add_argument("file", metavar="FILE", help="a trajectories.h5")
-    add_json(validate)
-    validate.set_defaults(run=_validate)
 
 
 def _validate(arguments: argparse.Namespace) -> int:

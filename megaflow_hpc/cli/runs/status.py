@@ -9,26 +9,25 @@ from typing import Any
 import msgspec
 
 from megaflow_hpc.cli.output import FINAL, print_json, queue_lines, say, seconds, table, training_lines, unstarted_lines
-from megaflow_hpc.cli.verb import add_json
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds status."""
-    status = subparsers.add_parser(
+    status = add_verb(
+        subparsers,
         "status",
-        help="show counts by state, pods, servers, failures by cause",
+        _status,
+        "show counts by state, pods, servers, failures by cause",
+        examples=["status RUN", "status latest --json", "status RUN --usage"],
         description="Shows counts by state, rate, estimate to completion, pods (with those that are silent), servers, "
         "failures by cause. Slurm is asked once, with one query for all jobs.",
-        epilog="examples:\n  megaflow-hpc status runs/fix-bugs-… --json\n  megaflow-hpc status RUN --usage",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    status.add_argument("run_dir", metavar="RUN", help="run directory")
+    add_run(status)
     status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
     status.add_argument(
         "--usage", action="store_true", help="add core and GPU seconds, and those in which no rollout ran"
     )
-    add_json(status)
-    status.set_defaults(run=_status)
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.runs.status import shown
+from megaflow_hpc.cli.values import above_zero
 from megaflow_hpc.cli.verb import add_run, add_verb
 from megaflow_hpc.texts import printable
 
@@ -28,7 +29,7 @@ def register(subparsers: Any) -> None:
         examples=["watch RUN", "watch latest --json"],
     )
     add_run(watch)
-    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks; default 2")
+    watch.add_argument("--every", type=above_zero, default=2.0, metavar="S", help="seconds between looks (2)")
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -7,45 +7,59 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.verb import add_json
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.cli.values import whole
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 
 
-def register(subparsers: Any) -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds ``weights`` with publish and list."""
-    help_ = "publish new weights for the engines of a campaign, or list what was published"
-    group = subparsers.add_parser("weights", help=help_, description=f"{help_.capitalize()}.")
-    verbs = group.add_subparsers(dest="weights_verb", metavar="VERB", required=True)
+    verbs = add_group(
+        subparsers,
+        "weights",
+        "publish new weights for the engines of a campaign, or list what was published",
+        examples=["weights publish RUN checkpoints/step-20", "weights list RUN"],
+    )
+    publish = add_verb(
+        verbs,
+        "publish",
+        _publish,
+        "make a model directory the next version; servers load it in place",
+        examples=[
+            "weights publish RUN checkpoints/step-20",
+            "weights publish RUN checkpoints/step-20 --policy student --move --keep 3",
+        ],
+        description="Copies the directory (or moves it) into the run and makes it the newest version of a policy. "
+        "Servers look for it every few seconds and load it while rollouts run. The version is printed.",
+    )
+    add_run(publish)
+    publish.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")
+    publish.add_argument("--policy", help="the model's policy, where there are several")
+    publish.add_argument("--move", action="store_true", help="rename DIR instead of copying it")
+    publish.add_argument(
+        "--keep", metavar="N", type=whole(1), help="remove all but the N newest versions of the policy"
+    )
+    publish.add_argument(
+        "--token", default="", help="a name; publishing under it again gives the version that is there"
+    )
+    publish.add_argument("--digest", default="", help="names the content; with the same token it must be the same")
 
-    help_ = "make a model directory the next version; servers load it in place"
-    parser = verbs.add_parser("publish", help=help_, description=f"{help_.capitalize()}.")
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")
-    parser.add_argument("--policy", help="the model's policy, where there are several")
-    parser.add_argument("--move", action="store_true", help="rename DIR instead of copying it")
-    parser.add_argument("--keep", metavar="N", type=int, help="remove all but the N newest versions of the policy")
-    parser.add_argument("--token", default="", help="a name; publishing under it again gives the version that is there")
-    parser.add_argument("--digest", default="", help="names the content; with the same token it must be the same")
-    add_json(parser)
-    parser.set_defaults(run=_publish)
-
-    help_ = "list the versions of each policy, and how many servers serve each"
-    parser = verbs.add_parser("list", help=help_, description=f"{help_.capitalize()}.")
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
-    add_json(parser)
-    parser.set_defaults(run=_list)
+    listing = add_verb(
+        verbs,
+        "list",
+        _list,
+        "list the versions of each policy, and how many servers serve each",
+        examples=["weights list RUN"],
+    )
+    add_run(listing)
 
 
 def _publish(arguments: argparse.Namespace) -> int:
-    if arguments.keep is not None and arguments.keep < 1:
-        raise ConfigError(f"--keep {arguments.keep}: must be at least 1")
     run = RunDir(arguments.run_dir)
     named = {"token": arguments.token, "digest": arguments.digest}
     made = weights.publish(

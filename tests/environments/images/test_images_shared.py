@@ -229,15 +229,15 @@ def test_an_image_is_exported_as_one_sif(verb: Verb, store: ImageStore, tmp_path
     (one,) = built(verb, store, tmp_path / "context", "one")
     target = tmp_path / "out.sif"
     source = str(tmp_path / "context" / "one.Dockerfile")
-    status, out, said = verb("export", source, target, "--json")
+    status, out, said = verb("export", source, "-o", target, "--json")
     assert status == 0, said
     assert json.loads(out) == {"image": str(one), "file": str(target), "bytes": target.stat().st_size}
     tree = unpacked(target, tmp_path / "tree")
     assert ((tree / "name").read_text(), (tree / "shared").stat().st_size) == ("one", 13_000)
     assert (tree / "etc" / "number").read_bytes().split()[0] == b"0"
     remove_tree(tree)
-    assert verb("export", one.stem[:12], target)[0] == 2
-    assert verb("export", "small0", target, "--force")[0] == 0  # a SIF is copied
+    assert verb("export", one.stem[:12], "-o", target)[0] == 2
+    assert verb("export", "small0", "-o", target, "--force")[0] == 0  # a SIF is copied
     assert digest_of(target) == store.find("small0").stem  # type: ignore[union-attr]
-    assert verb("export", "nothing of that name", tmp_path / "no.sif")[0] == 2
+    assert verb("export", "nothing of that name", "-o", tmp_path / "no.sif")[0] == 2
     assert sorted(path.name for path in tmp_path.glob("*.sif*")) == ["out.sif"]

@@ -1,0 +1,154 @@
+"""How the command line is read: one line for what is wrong with it, and help that fits the terminal.
+
+``argparse`` prints a usage of many lines before its error, and every verb there is for one that is mistyped. Here an
+error is one line that names the word, says what was expected and suggests what is spelled alike. Options are not
+abbreviated: a script that relies on ``--roll`` breaks with the next option of that beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megaflow_hpc.cli.output import note
+from megaflow_hpc.errors import ConfigError
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills the paragraphs of descriptions; lines that are indented, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        paragraph: list[str] = []
+        for line in [*text.splitlines(), ""]:
+            if line.strip() and not line.startswith(" "):
+                paragraph.append(line)
+                continue
+            if paragraph:
+                lines += textwrap.wrap(" ".join(paragraph), width, break_long_words=False, break_on_hyphens=False)
+                paragraph = []
+            lines.append(line)
+        return "\n".join(indent + line if line else "" for line in lines).rstrip()
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of the command line or of one verb; ``--debug`` may stand behind any of them."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+        self.register("type", int, _whole)
+        self.register("type", float, _number)
+        self.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2 and one line."""
+        message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
+        message = re.sub(r"^the following arguments are required: ", "missing: ", message)
+        note(f"{self.prog}: {message}; see: {self.prog} --help")
+        raise SystemExit(ConfigError.exit_status)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As of ``argparse``, but what it does not know is an error here, where the verb is known."""
+        for word in self._own(args or ()):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name != "--" and name not in self._option_string_actions:
+                self.error(f"{name}: no such option{_near(name, self._option_string_actions)}")
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            what = "no such option" if unknown[0].startswith("-") else "one argument too many"
+            self.error(f"{unknown[0]}: {what}")
+        return found, []
+
+    def _own(self, words: Sequence[str]) -> Iterable[str]:
+        """Words up to the verb that reads the rest, or to ``--``."""
+        verbs = verbs_of(self)
+        for word in words:
+            if word == "--" or (verbs and not word.startswith("-")):
+                return
+            yield word
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if isinstance(action, argparse._SubParsersAction):
+            what = f"no such {(action.metavar or 'verb').lower()}"  # type: ignore[union-attr]
+            hint = _near(value, action.choices)
+            raise argparse.ArgumentError(None, f"{value}: {what}{hint}")
+        *others, last = map(str, action.choices)
+        raise argparse.ArgumentError(
+            action, f"{value}: expected {', '.join(others)} or {last}{_near(value, action.choices)}"
+        )
+
+
+class CommandParser(Parser):
+    """The parser of the whole command line, whose help shows the verbs by what people do.
+
+    Args:
+        sections: title → its verbs, in the order in which they are shown.
+    """
+
+    def __init__(self, sections: Mapping[str, Sequence[str]], **options: Any) -> None:
+        super().__init__(**options)
+        self._sections = sections
+
+    def format_help(self) -> str:
+        """Returns the help: usage, verbs by section, options, first steps."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for title, lines in self._verbs().items():
+            formatter.start_section(title)
+            formatter.add_arguments(lines)
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(action for action in self._actions if action.option_strings)
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _verbs(self) -> dict[str, list[argparse.Action]]:
+        [verbs] = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        helps = {line.dest: line.help for line in verbs._choices_actions}
+        found = {
+            title: [argparse.Action([], name, help=helps.pop(name)) for name in names if name in helps]
+            for title, names in self._sections.items()
+        }
+        others = [argparse.Action([], name, help=line) for name, line in helps.items()]
+        return {title: lines for title, lines in {**found, "others": others}.items() if lines}
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Returns name → parser of the verbs that ``parser`` hands the words behind them to; none for a verb itself."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give a number") from None
+
+
+def _near(word: str, known: Iterable[Any]) -> str:
+    """``; did you mean …?`` where one that is known is spelled alike."""
+    near = difflib.get_close_matches(word, map(str, known), 1, 0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,68 @@
+"""Values of arguments that several verbs take, checked while the command line is read: each says what it expected."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+from megaflow_hpc.rundir.budget import LIMITS
+
+
+def whole(least: int = 0) -> Callable[[str], int]:
+    """Returns a type of arguments that are whole numbers of at least ``least``."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def above_zero(text: str) -> float:
+    """The value of an argument that is a number above 0, such as a time in seconds.
+
+    Raises:
+        ArgumentTypeError: it is no such number.
+    """
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return value
+
+
+def zero_or_more(text: str) -> float:
+    """The value of an argument that is a number of at least 0.
+
+    Raises:
+        ArgumentTypeError: it is no such number.
+    """
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 0")
+    return value
+
+
+def limit(text: str) -> tuple[str, float | None]:
+    """The value of ``--limit``: ``core_hours=100``, or ``wall=none``.
+
+    Raises:
+        ArgumentTypeError: no such limit, or no number of hours.
+    """
+    name, _, hours = text.partition("=")
+    if name not in LIMITS:
+        raise argparse.ArgumentTypeError(f"{text}: expected {', '.join(LIMITS[:-1])} or {LIMITS[-1]}, as wall=24")
+    if hours == "none":
+        return name, None
+    try:
+        return name, above_zero(hours)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text}: expected hours above 0, as {name}=100, or {name}=none") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
