@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import pytest
 from megaflow_hpc.cli.runs.tokens import view
 from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.types import Artifact, TokenSequence
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -55,6 +56,37 @@ def test_show_prints_a_trajectory_for_a_person(megaflow, run, gathered):
     assert "line 100\n" not in result.stdout
     assert "line 100\n" in megaflow("show", run, "task/default/5", "--full").stdout
     assert "node lost" in megaflow("show", run, "1").stdout
+
+
+def test_show_prints_an_artifact_and_by_itself_why_there_is_no_reward(megaflow, tmp_path, monkeypatch):
+    run = run_dir(tmp_path / "run")
+    log = "".join(f"line {n}\n" for n in range(100)).encode() + b"\x1b[31mAssertionError\xff\n"
+    failed = {"reward": 0.0, "artifacts": [Artifact("patch", b"\x1b\x00\xff"), Artifact("verifier.log", log)]}
+    broken = {"reward": None, "status": "failed", "error_kind": "verifier", "artifacts": failed["artifacts"]}
+    for number, changes in enumerate((failed, broken, {**failed, "reward": 1.0}, {"artifacts": []})):
+        commit(run, f"p{number}", (0, 0, trajectory(number, **changes)))
+    for rollout in ("task/default/0", "task/default/1"):
+        shown = megaflow("show", run, rollout).stdout
+        assert "artifact  verifier.log, " in shown
+        assert "… 81 lines before (--artifact verifier.log)\n  line 81\n" in shown
+        assert shown.endswith("  \\x1b[31mAssertionError\\udcff\n")
+        assert "  line 0\n" in megaflow("show", run, rollout, "--full").stdout
+    assert "line 99" not in megaflow("show", run, "task/default/2", "--full").stdout
+    words = ("show", run, "task/default/2", "--artifact")
+    copy = tmp_path / "copy"
+    assert megaflow(*words, "patch", "-o", copy).stdout == f"{copy}\n"
+    assert copy.read_bytes() == b"\x1b\x00\xff"
+    piped = [sys.executable, "-m", "megaflow_hpc", *map(str, words), "patch"]
+    assert subprocess.check_output(piped) == b"\x1b\x00\xff"
+    found = json.loads(megaflow(*words, "patch", "--json").stdout)
+    assert (found["bytes"], base64.b64decode(found["base64"])) == (3, b"\x1b\x00\xff")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert megaflow(*words, "patch").stdout == "\\x1b\\x00\\udcff\n"
+    none = megaflow(*words, "nowhere")
+    assert (none.returncode, none.stdout) == (2, "")
+    assert "task/default/2: no artifact 'nowhere'; there are: patch, verifier.log" in none.stderr
+    assert "there are: none" in megaflow("show", run, "task/default/3", "--artifact", "patch").stderr
+    assert "--output: only with --artifact NAME" in megaflow("show", run, "0", "-o", copy).stderr
 
 
 def test_show_tokens_prints_every_id_with_its_logprob(megaflow, run):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.runs.artifacts import VERIFIER_LOG
 from megaflow_hpc.cli.runs.show import find
 from megaflow_hpc.cli.verb import add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -23,7 +24,6 @@ LINES = 200
 LOOK_S = 0.5
 QUIET_S = 5.0
 """A log that has not grown for so long after the campaign's end grows no more."""
-VERIFIER_LOG = "verifier.log"
 
 
 def register(subparsers: Any) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import print_json, say
-from megaflow_hpc.cli.runs import tokens
-from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.cli.runs import artifacts, tokens
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import content_of, printable
 
@@ -44,6 +44,7 @@ def register(subparsers: Subparsers) -> None:
         examples=[
             "show RUN fix-humanize/default/0",
             "show RUN 0 --tokens | less",
+            "show RUN 0 --artifact patch -o fix.patch",
             "show RUN/trajectories.h5 fix-humanize/default/0 --json",
         ],
         description="Prints one rollout of a campaign: its outcome, conversation, model calls and attempts. Works "
@@ -53,6 +54,8 @@ def register(subparsers: Subparsers) -> None:
     show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
     show.add_argument("--tokens", action="store_true", help="also every token: id, text, log-probability, mask")
     show.add_argument("--tokenizer", metavar="PATH", help="what ids mean: a tokenizer.json, or a model's directory")
+    show.add_argument("--artifact", metavar="NAME", help="print this artifact and nothing else")
+    add_output(show, "with --artifact: write it to this file")
     show.add_argument("--full", action="store_true", help="fold nothing")
 
     validate = add_verb(
@@ -83,9 +86,13 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories import open_trajectories
 
+    if arguments.output is not None and arguments.artifact is None:
+        raise ConfigError("--output: only with --artifact NAME")
     with open_trajectories(arguments.run_dir) as store:
         row = find(store, arguments.id)
-        if arguments.json:
+        if arguments.artifact is not None:
+            artifacts.hand_out(row, arguments.artifact, arguments.output, arguments.json)
+        elif arguments.json:
             print_json(as_json(row, arguments.tokens))
         else:
             shown = list(tokens.view(store, row, arguments.full, arguments.tokenizer)) if arguments.tokens else []
@@ -161,6 +168,10 @@ def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
         yield f"\n[{number}] {role}", f"bold {_COLOURS.get(role, 'cyan')}"
         yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
+    verifier = [*artifacts.verifier_lines(row, full)]
+    if verifier:
+        yield f"\n{artifacts.VERIFIER_LOG}", "bold"
+        yield from ((f"  {line}", "") for line in verifier)
 
 
 def _head(row: Row) -> Iterator[tuple[str, str]]:
