@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.agents import wire
+from megaflow_hpc.agents.prints import Prints
 from megaflow_hpc.agents.registry import NAMES, AgentSpec
 from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
@@ -109,6 +110,7 @@ class Zygote:
         sandbox: Sandbox,
         model: ModelEndpoint | None,
         state: Mapping[str, Any] | None = None,
+        label: str = "agent",
     ) -> AgentResult:
         """Runs one agent to its end; cancelling it kills its process.
 
@@ -118,6 +120,7 @@ class Zygote:
             sandbox: Where its operations are carried out.
             model: Its model, if it has one.
             state: State of a suspended rollout, to resume from.
+            label: Stands before each line that the agent prints.
 
         Raises:
             MegaflowError: As raised by the agent.
@@ -128,13 +131,15 @@ class Zygote:
         self._count += 1
         number = self._count
         ended = self._ended[number] = asyncio.get_running_loop().create_future()
+        prints, printed = await Prints.open(label)
         try:
-            socket.send_fds(control, [json.dumps({"run": number}).encode()], [theirs.fileno()])
+            socket.send_fds(control, [json.dumps({"run": number}).encode()], [theirs.fileno(), printed])
         except OSError as error:
             ours.close()
             raise UserCodeError(f"the process that agents are forked from is gone ({error})") from None
         finally:
             theirs.close()
+            os.close(printed)
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
@@ -156,6 +161,7 @@ class Zygote:
             if not ended.done():
                 with contextlib.suppress(OSError):
                     control.send(json.dumps({"kill": number}).encode())
+            prints.end()
             self._ended.pop(number, None)
             for step in work:
                 step.cancel()

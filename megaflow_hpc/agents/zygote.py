@@ -57,7 +57,7 @@ def serve(control: socket.socket) -> None:
             _reap(control, children)
         if control.fileno() not in ready:
             continue
-        data, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        data, descriptors, _, _ = socket.recv_fds(control, 4096, 2)
         if not data:
             return
         message = json.loads(data)
@@ -66,7 +66,7 @@ def serve(control: socket.socket) -> None:
                 if number == message["kill"]:
                     os.kill(pid, signal.SIGKILL)
             continue
-        (descriptor,) = descriptors
+        descriptor, printed = descriptors
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -74,8 +74,9 @@ def serve(control: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             selector.close()
             control.close()
-            os._exit(_child(descriptor, parent))
+            os._exit(_child(descriptor, printed, parent))
         os.close(descriptor)
+        os.close(printed)
         children[pid] = message["run"]
 
 
@@ -92,13 +93,19 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
                 control.send(json.dumps({"ended": children.pop(pid), "status": status}).encode())
 
 
-def _child(descriptor: int, parent: int) -> int:
+def _child(descriptor: int, printed: int, parent: int) -> int:
     die_with_parent()
     if os.getppid() != parent:
         return 1
     os.setpgid(0, 0)
     try:
+        _print_to(printed)
         asyncio.run(_rollout(socket.socket(fileno=descriptor)))
+    except SystemExit as left:  # the agent's own word
+        if left.code is None or isinstance(left.code, int):
+            return (left.code or 0) & 0xFF
+        print(left.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1
@@ -106,6 +113,14 @@ def _child(descriptor: int, parent: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def _print_to(descriptor: int) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(descriptor, number)
+        stream = os.fdopen(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, stream)  # the one that was may have known a file
+    os.close(descriptor)
 
 
 async def _rollout(connection: socket.socket) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megaflow_hpc.agents import prints
 from megaflow_hpc.agents.remote import Zygote, forked
 from megaflow_hpc.errors import SandboxError, UserCodeError
 from megaflow_hpc.types import Task
@@ -78,12 +79,34 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
             [
                 ("crash", "ended by SIGSEGV"),
                 ("leave", "exit code 3 before it had a result"),
+                ("exit", "exit code 3 before it had a result"),
                 ("raise", r"KeyError\('no such thing'\) at .*odd_agent"),
             ]
         ):
             with pytest.raises(UserCodeError, match=said):
                 await found.run(spec(what), TASK, LocalSandbox(tmp_path / str(number)), None)
         assert (await good).exit_code == 124
+
+
+@in_loop
+async def test_what_agents_print_bears_their_names_and_is_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with zygote() as found:
+        works = (found.run(spec("print"), TASK, LocalSandbox(tmp_path / n), None, None, f"t/p/{n}") for n in "01")
+        await asyncio.gather(*works)
+        said = ""
+        async with asyncio.timeout(30):
+            while said.count("no more is shown") < 2:
+                said += capsys.readouterr().err
+                await asyncio.sleep(0.02)
+    for name in ("t/p/0: ", "t/p/1: "):
+        lines = [line.removeprefix(name) for line in said.splitlines() if line.startswith(name)]
+        assert lines[:2] == ["half a line, and \\x1b[2J the rest \\udcff", "its child"]
+        assert lines[-1] == f"(it prints more than {prints.MOST} bytes; no more is shown)"
+        assert {len(line) for line in lines[2:-2]} == {prints.LINE}
+        assert sum(map(len, lines)) < prints.MOST + 200
+    assert "beyond" not in said
 
 
 @in_loop

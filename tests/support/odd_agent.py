@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +24,14 @@ class Odd:
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.what == "leave":
             os._exit(3)
+        if self.what == "exit":
+            sys.exit(3)
+        if self.what == "print":
+            print("half a line", end="", flush=True)
+            print(", and \x1b[2J the rest", "\udcff")
+            subprocess.run(["echo", "its child"], check=True)
+            print("no end" * 20_000, file=sys.stderr)
+            print("beyond")
         if self.what == "block":
             Path(self.place).write_text(str(os.getpid()))
             time.sleep(600)

@@ -320,7 +320,7 @@ async def _run_agent(
             forks = forked(policy.agent.name)
             if state is not None and not forks:
                 cast(ResumableAgent, agent).resume(state)
-            work = services.agents.run(policy.agent, task, sandbox, endpoint, state) if forks else None
+            work = services.agents.run(policy.agent, task, sandbox, endpoint, state, rollout.id) if forks else None
             with watching:
                 result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), left_s)
         except TimeoutError:
