@@ -14,7 +14,7 @@ from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
-EVERYBODYS = {"types", "errors", "version", "texts", "resources", "host"}
+EVERYBODYS = {"types", "errors", "version", "texts", "resources", "extras", "host"}
 """Rooms that every room may use; they use nothing but one another."""
 
 DOORS: dict[str, str] = {
@@ -25,6 +25,7 @@ DOORS: dict[str, str] = {
     "version": "",
     "texts": "",
     "resources": "",
+    "extras": "",
     "host": "",
     # The campaign file, and everything under RUN.
     "config": "",

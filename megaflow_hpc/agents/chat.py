@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.types import ModelEndpoint
+
+if TYPE_CHECKING:
+    import aiohttp
 
 TIMEOUT_S = 3600.0
 """Timeout of one call in seconds; above the gateway's own limits, so it catches only a gateway that is gone."""
@@ -46,6 +47,8 @@ class ChatClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatClient:
+        import aiohttp  # planning knows the agent without it
+
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._model.api_key}"}
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=False)
@@ -66,6 +69,8 @@ class ChatClient:
             BudgetExceeded: The rollout has used up its budget.
             Suspended: The allocation ends.
         """
+        import aiohttp
+
         assert self._session is not None, "use it as an async context manager"
         body = {"model": self._model.model_name, "messages": list(messages), **self._options}
         try:

@@ -252,7 +252,9 @@ def _package() -> SimpleNamespace:
         from minisweagent.exceptions import FormatError, Submitted
         from minisweagent.models.utils.actions_text import format_observation_messages, parse_regex_actions
     except ImportError as error:
-        raise ConfigError(f"agent mini-swe-agent: {error}; install it with: pip install mini-swe-agent") from error
+        raise ConfigError(
+            f"agent mini-swe-agent: {error}; install it with: pip install 'megaflow-hpc[agents]'"
+        ) from error
     finally:
         os.rmdir(folder)
 

@@ -13,6 +13,7 @@ from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, OpenLease, read_blocks, write_blocks
@@ -78,6 +79,7 @@ class Run:
 
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
         """Queues the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: no MPI)."""
+        require_running(self.config.name)
         if resolve_launcher(launcher) == "slurm":
             self.slurm_jobs.start()
             return
@@ -298,6 +300,7 @@ class Run:
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
         self.dir.check_ours()
+        require_running(self.config.name)
         chosen = resolve_launcher(launcher)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})

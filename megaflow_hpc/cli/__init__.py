@@ -19,6 +19,7 @@ from megaflow_hpc.cli.output import LogFormatter, note
 from megaflow_hpc.cli.parser import CommandParser, Parser
 from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.extras import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = (
@@ -115,6 +116,11 @@ def _carry_out(arguments: argparse.Namespace) -> int:
             raise
         note(f"megaflow-hpc: {error}")
         return error.exit_status
+    except ModuleNotFoundError as error:
+        if arguments.debug or (lacking := missing_package(error)) is None:
+            raise
+        note(f"megaflow-hpc: {lacking}")
+        return lacking.exit_status
     except BrokenPipeError:  # the reader of our output left; nothing to complain about
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -38,7 +38,7 @@ def test_every_dependency_is_bounded_below_and_above() -> None:
         str(requirement)
         for lines in declared().values()
         for requirement in lines
-        if not {">=", "<"} <= {bound.operator for bound in requirement.specifier}
+        if requirement.name != "megaflow-hpc" and not {">=", "<"} <= {bound.operator for bound in requirement.specifier}
     ]
     assert {re.split(r"[>;]", text)[0] for text in loose} == BY_CALENDAR
 
@@ -57,7 +57,9 @@ def test_the_list_has_all_that_is_declared_within_its_bounds() -> None:
     for requirement, _ in listed():
         versions.setdefault(canonicalize_name(requirement.name), []).extend(b.version for b in requirement.specifier)
     wanted = declared()
-    for requirement in [*wanted[""], *wanted["mpi"], *wanted["test"]]:
+    for requirement in [*wanted[""], *wanted["run"], *wanted["mpi"], *wanted["test"]]:
+        if requirement.name == "megaflow-hpc":  # an extra that has another in it
+            continue
         have = versions.get(canonicalize_name(requirement.name), [])
         assert have, f"{requirement.name} is declared and not listed: run launchers/lock"
         assert all(version in requirement.specifier for version in have), f"{requirement}: {have}; run launchers/lock"
