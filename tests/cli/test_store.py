@@ -66,6 +66,32 @@ def test_another_format_and_a_newer_version_are_refused_with_what_was_expected(m
     assert f"{file}: format 'another', expected 'megaflow-hpc/trajectories'" in result.stderr
 
 
+def test_a_run_stands_for_its_file_as_soon_as_it_is_gathered(megaflow, run, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    copies = (str(tmp_path / f"copy-{number}.h5") for number in range(9))
+    for verb, *_ in VERBS:
+        more = ["-o", next(copies)] if verb == "anonymise" else []
+        for words in (run, "latest"):
+            result = megaflow(verb, words, *(more and ["-o", next(copies)]))
+            assert result.returncode == 0, result.stderr
+    assert json.loads(megaflow("validate", run, "--json").stdout)["file"] == str(run.trajectories)
+    assert not caplog.messages
+    commit(run, "b", (0, 0, trajectory(7)))
+    assert megaflow("verify", run).returncode == 0
+    assert f"has stored more since; bring it up to date with: megaflow-hpc gather {run}" in caplog.messages[0]
+    run.trajectories.unlink()
+    for verb in ("validate", "verify", "compact", "anonymise"):
+        result = megaflow(verb, run, *(["-o", next(copies)] if verb == "anonymise" else []))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert (
+            f"{run}: was not gathered yet; write its trajectories.h5 with: megaflow-hpc gather {run}" in result.stderr
+        )
+    foreign = megaflow("verify", tmp_path)
+    assert (foreign.returncode, foreign.stdout) == (2, "")
+    assert f"{tmp_path}: not a run directory" in foreign.stderr
+    assert megaflow("du", run).returncode == 0, "a run's bytes are there before"
+
+
 def test_verify_lists_every_column_with_its_digest(megaflow, run):
     result = megaflow("verify", run.trajectories)
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""``verify``, ``compact``, ``anonymise`` and ``du`` check campaign files, shrink them, copy them and measure them."""
+"""``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``: campaign files checked, shrunk, copied, measured."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.verb import Subparsers, add_output, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds verify, compact, anonymise and du."""
+    """Adds validate, verify, compact, anonymise and du."""
+    validate = add_verb(
+        subparsers,
+        "validate",
+        _validate,
+        "check a trajectories.h5 against the schema",
+        examples=["validate RUN", "validate shared.h5 --json"],
+        description="Checks datasets, types, offsets and what must hold between columns. Exit status 1 if anything is "
+        "wrong, 2 if the file is none of ours.",
+    )
+    add_run(validate, file=True)
+
     verify = add_verb(
         subparsers,
         "verify",
         _verify,
         "read every column of a trajectories.h5 and compare checksums",
-        examples=["verify RUN/trajectories.h5"],
+        examples=["verify RUN", "verify shared.h5 --json"],
         description="Reads every column and compares it with its checksum. Exit status 1 if one differs.",
     )
-    verify.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
+    add_run(verify, file=True)
 
     compact = add_verb(
         subparsers,
@@ -37,7 +48,7 @@ def register(subparsers: Subparsers) -> None:
         "--drop-journals instead: removes the journals and shards of a finished run, once its file is verified to hold "
         "all of them.",
     )
-    compact.add_argument("path", metavar="RUN", type=Path, help="run directory, or a trajectories.h5")
+    add_run(compact, file=True)
     add_output(compact, "write there instead of in its place", metavar="FILE")
     compact.add_argument(
         "--drop-artifacts",
@@ -57,11 +68,11 @@ def register(subparsers: Subparsers) -> None:
         "anonymise",
         _anonymise,
         "copy a trajectories.h5 without names of users, hosts, jobs and home directories",
-        examples=["anonymise RUN/trajectories.h5 -o shared.h5 --name turing"],
+        examples=["anonymise RUN -o shared.h5 --name turing"],
         description="Writes a copy in which names of users, hosts, jobs and home directories are replaced, in every "
         "text of every rollout.",
     )
-    anonymise.add_argument("file", metavar="FILE", type=Path, help="a trajectories.h5")
+    add_run(anonymise, file=True)
     add_output(anonymise, "the copy, which must not exist", required=True, metavar="FILE")
     anonymise.add_argument(
         "--name", metavar="WORD", action="append", default=[], help="a further word to remove (repeatable)"
@@ -79,45 +90,63 @@ def register(subparsers: Subparsers) -> None:
         "say where the bytes of a run or of a trajectories.h5 are",
         examples=["du RUN", "du RUN/trajectories.h5 --json"],
     )
-    du.add_argument("path", metavar="RUN", type=Path, help="run directory, or a trajectories.h5")
+    add_run(du, file=True)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.trajectories import validate
+    from megaflow_hpc.trajectories.maintenance.gather import gathered
+
+    file = gathered(arguments.run_dir)
+    problems = validate(file)
+    if arguments.json:
+        print_json({"file": str(file), "valid": not problems, "problems": problems})
+    elif problems:
+        say("\n".join(f"{file}: {problem}" for problem in problems))
+    else:
+        say(f"{file}: valid")
+    return 1 if problems else 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.checksums import verify
+    from megaflow_hpc.trajectories.maintenance.gather import gathered
 
-    checks = verify(arguments.file)
+    file = gathered(arguments.run_dir)
+    checks = verify(file)
     if arguments.json:
-        print_json({"file": str(arguments.file), "columns": [asdict(check) for check in checks]})
+        print_json({"file": str(file), "columns": [asdict(check) for check in checks]})
     else:
         rows = [(check.path, check.entries, check.sha256[:16], check.state) for check in checks]
         say(table(("column", "entries", "sha256", ""), rows))
     bad = [check for check in checks if not check.good]
     for check in bad:
-        note(f"{arguments.file}: /{check.path} {check.state}")
+        note(f"{file}: /{check.path} {check.state}")
     return 1 if bad else 0
 
 
 def _compact(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
+    from megaflow_hpc.trajectories.maintenance.gather import gathered
 
-    path: Path = arguments.path
+    path = Path(arguments.run_dir)
     result: dict[str, int] = {}
     if arguments.drop_journals:
         if not path.is_dir():
             raise ConfigError(f"{path}: --drop-journals is for a run directory")
         result["journal_bytes_dropped"] = drop_journals(RunDir(path))
     else:
-        file = path / "trajectories.h5" if path.is_dir() else path
-        result = compact(file, arguments.output and Path(arguments.output), arguments.drop_artifacts)
+        result = compact(gathered(path), arguments.output and Path(arguments.output), arguments.drop_artifacts)
     _print_counts(result, arguments.json)
     return 0
 
 
 def _anonymise(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
+    from megaflow_hpc.trajectories.maintenance.gather import gathered
 
-    result = anonymise(arguments.file, Path(arguments.output), arguments.name, arguments.keep_tokens)
+    result = anonymise(gathered(arguments.run_dir), Path(arguments.output), arguments.name, arguments.keep_tokens)
     _print_counts(result, arguments.json)
     note("names that nobody listed and no path shows are still there: read a few trajectories before sharing")
     return 0
@@ -133,7 +162,7 @@ def _print_counts(counts: dict[str, int], as_json: bool) -> None:
 def _du(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.disk_usage import of_file, of_run
 
-    path: Path = arguments.path
+    path = Path(arguments.run_dir)
     shares = of_run(path) if path.is_dir() else of_file(path)
     if arguments.json:
         print_json({"path": str(path), "shares": [asdict(share) for share in shares]})

@@ -1,4 +1,4 @@
-"""``show`` prints one trajectory for a person; ``validate`` checks a campaign file against the schema."""
+"""``show`` prints one trajectory for a person, or one of its artifacts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import print_json, say
+from megaflow_hpc.cli.output import print_json
 from megaflow_hpc.cli.runs import artifacts, tokens
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -35,7 +35,7 @@ _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancel
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds show and validate."""
+    """Adds show."""
     show = add_verb(
         subparsers,
         "show",
@@ -57,30 +57,6 @@ def register(subparsers: Subparsers) -> None:
     show.add_argument("--artifact", metavar="NAME", help="print this artifact and nothing else")
     add_output(show, "with --artifact: write it to this file")
     show.add_argument("--full", action="store_true", help="fold nothing")
-
-    validate = add_verb(
-        subparsers,
-        "validate",
-        _validate,
-        "check a trajectories.h5 against the schema",
-        examples=["validate RUN/trajectories.h5"],
-        description="Checks datasets, types, offsets and what must hold between columns. Exit status 1 if anything is "
-        "wrong, 2 if the file is none of ours.",
-    )
-    validate.add_argument("file", metavar="FILE", help="a trajectories.h5")
-
-
-def _validate(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories import validate
-
-    problems = validate(arguments.file)
-    if arguments.json:
-        print_json({"file": arguments.file, "valid": not problems, "problems": problems})
-    elif problems:
-        say("\n".join(f"{arguments.file}: {problem}" for problem in problems))
-    else:
-        say(f"{arguments.file}: valid")
-    return 1 if problems else 0
 
 
 def _show(arguments: argparse.Namespace) -> int:

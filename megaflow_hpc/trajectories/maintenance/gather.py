@@ -23,6 +23,7 @@ from pathlib import Path
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
 from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache
 from megaflow_hpc.trajectories.hdf5.column_writer import pool
@@ -92,6 +93,27 @@ def gather(run: RunDir | str | os.PathLike[str], seals: Seals | None = None, *, 
     with published(run.trajectories) as temporary:
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run)) as writer:
             _copy(run, found, writer)
+    return run.trajectories
+
+
+def gathered(path: str | os.PathLike[str]) -> Path:
+    """Returns the campaign file that is meant: ``path`` itself, or of a run directory its ``trajectories.h5``.
+
+    One that does not hold all that the journals do is returned with a warning.
+
+    Raises:
+        ConfigError: no run directory, or one that was not gathered.
+    """
+    if not Path(path).is_dir():
+        return Path(path)
+    run = RunDir(path)
+    remedy = f"megaflow-hpc gather {run}"
+    if not run.trajectories.exists():
+        read_run(run)
+        raise ConfigError(f"{run}: was not gathered yet; write its trajectories.h5 with: {remedy}")
+    before, now = recorded_sources(run.trajectories), fingerprint(run, seals_of(run))
+    if before is not None and now["journals"].items() - before["journals"].items():
+        logger.warning("%s: the run has stored more since; bring it up to date with: %s", run.trajectories, remedy)
     return run.trajectories
 
 
