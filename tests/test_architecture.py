@@ -85,7 +85,7 @@ DOORS: dict[str, str] = {
     "monitor": "config ledger rundir",
     "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
     "environments/sandbox model/engines model/server trajectories trajectories/journal trajectories/reading",
-    "cli": "bench campaign environments/images environments/sandbox rundir slurm",
+    "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",
     "cli/campaigns": "cli campaign slurm",
     "cli/runs": "cli campaign rundir trajectories trajectories/reading",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",

@@ -1,4 +1,4 @@
-"""The agent that carries out the task's own solution: Harbor's ``solution/solve.sh``, or what another format has."""
+"""The two agents that a task is proved by: its own solution, as each format has it, and nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TAIL = 2000
 
 
 class OracleAgent:
-    """Needs no model."""
+    """Carries out the task's own solution."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         """Runs the task's own solution; one that fails is the result's ``error``.
@@ -30,3 +30,11 @@ class OracleAgent:
             error=f"the task's solution ended with exit code {result.exit_code}: {output}",
             sandbox_s=[result.duration_s],
         )
+
+
+class NopAgent:
+    """Leaves the sandbox as it is: its reward is the untouched task's."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Returns at once."""
+        return AgentResult()

@@ -1,22 +1,26 @@
 """Makes agents by name, short (``oracle``) or dotted (``package.module:Class``).
 
 A user's class is called with the spec's ``args`` as keywords, and with ``max_turns`` and ``timeout_s`` if its
-constructor names them; it needs ``async def run(self, task, sandbox, model) -> AgentResult``.
+constructor names them; it needs ``async def run(self, task, sandbox, model)``, which returns an ``AgentResult``, or
+nothing for one that is ``completed``.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.types import Agent
+from megaflow_hpc.errors import ConfigError, MegaflowError, UserCodeError
+from megaflow_hpc.types import Agent, AgentResult
 
 NAMES: Mapping[str, str] = {
     "oracle": "megaflow_hpc.agents.oracle:OracleAgent",
-    "nop": "megaflow_hpc.agents.nop:NopAgent",
+    "nop": "megaflow_hpc.agents.oracle:NopAgent",
     "mini-swe-agent": "megaflow_hpc.agents.mini_swe:MiniSweAgent",
     "command": "megaflow_hpc.agents.command:CommandAgent",
     "claude-code": "megaflow_hpc.agents.command:claude_code",
@@ -27,6 +31,11 @@ NAMES: Mapping[str, str] = {
 }
 WITHOUT_MODEL = frozenset({"oracle", "nop", "replay"})
 """Agents that never call a model."""
+NEEDED_ARGS: Mapping[str, str] = {
+    "command": "args.command (shell text), or args.preset",
+    "replay": "args.messages_file, or args.commands",
+}
+"""What some agents cannot be made without."""
 
 
 class AgentSpec(Protocol):
@@ -69,10 +78,63 @@ def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
         signature.bind(**args)
     except TypeError as error:
         raise ConfigError(f"agent {name!r}: args: {error}; it takes {', '.join(parameters) or 'none'}") from error
-    agent: Agent = factory(**args)
+    try:
+        agent: Agent = factory(**args)
+    except MegaflowError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"agent {name!r} cannot be made: {error!r}{_at(error)}") from error
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
         raise ConfigError(f"agent {name!r}: has no 'async def run(self, task, sandbox, model)'")
     return agent
+
+
+@dataclass(frozen=True)
+class KnownAgent:
+    """An agent that comes with the package."""
+
+    name: str
+    about: str
+    needs_model: bool
+    needs_args: str
+    lacks: str
+    """What keeps it from running here; empty if nothing does."""
+
+
+def known_agents() -> list[KnownAgent]:
+    """Returns the agents that a campaign can name, after trying to make each."""
+    found = []
+    for name in NAMES:
+        lacks = ""
+        try:
+            if name not in NEEDED_ARGS:
+                create({"name": name, "max_turns": None, "timeout_s": None, "args": {}})
+        except ConfigError as error:
+            lacks = str(error)
+        about = (inspect.getdoc(_find(name)) or "").partition("\n")[0].rstrip(".")
+        found.append(KnownAgent(name, about, name not in WITHOUT_MODEL, NEEDED_ARGS.get(name, ""), lacks))
+    return found
+
+
+def result_of(name: str, found: Any) -> AgentResult:
+    """Returns what ``run`` of an agent gave; one that returned nothing has completed.
+
+    Raises:
+        UserCodeError: It gave something else; names the agent, and what to return.
+    """
+    if found is None:
+        return AgentResult()
+    if not isinstance(found, AgentResult):
+        raise UserCodeError(
+            f"agent {name}: run returned {type(found).__name__} {found!r:.80}; return a "
+            "megaflow_hpc.types.AgentResult, or nothing when it is done"
+        )
+    if found.status not in ("completed", "truncated"):
+        raise UserCodeError(
+            f"agent {name}: run returned AgentResult(status={found.status!r}); expected completed, or truncated by a "
+            "limit; what else went wrong is raised, or said in error and exit_code"
+        )
+    return found
 
 
 def _get(spec: AgentSpec | Mapping[str, Any], key: str) -> Any:
@@ -83,12 +145,32 @@ def _find(name: str) -> Callable[..., Agent]:
     target = NAMES.get(name, name)
     module_name, colon, attribute = target.partition(":")
     if not colon:
-        raise ConfigError(f"agent {name!r} is unknown; expected one of {', '.join(NAMES)}, or package.module:Class")
+        near = "".join(f" (did you mean {close}?)" for close in difflib.get_close_matches(name, NAMES, 1))
+        raise ConfigError(
+            f"agent {name!r} is unknown{near}; expected one of {', '.join(NAMES)}, or package.module:Class"
+        )
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"agent {name!r} cannot be imported: {error}") from error
+        module = importlib.import_module(module_name)
+    except MegaflowError:
+        raise
+    except Exception as error:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            hint = f"; put {error.name}.py beside the campaign file, or its directory on PYTHONPATH"
+        raise ConfigError(f"agent {name!r} cannot be imported: {error!r}{_at(error)}{hint}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(f"agent {name!r}: {module.__file__ or module_name} has no {attribute}")
     if not callable(found):
         raise ConfigError(f"agent {name!r}: {attribute} is not a class or function")
     factory: Callable[..., Agent] = found
     return factory
+
+
+def _at(error: BaseException) -> str:
+    """Returns the place in a user's code that raised an error; empty where it is importlib's or ours."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    last = frames[-1] if frames else None
+    return (
+        "" if last is None or last.filename in (__file__, importlib.__file__) else f" at {last.filename}:{last.lineno}"
+    )

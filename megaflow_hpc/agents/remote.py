@@ -94,9 +94,15 @@ class RemoteSandbox:
 
 
 class Zygote:
-    """In the runner: starts the zygote process with the first agent, and runs agents there. Lives in one event loop."""
+    """In the runner: starts the zygote process with the first agent, and runs agents there. Lives in one event loop.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Args:
+        names: Agents whose modules are imported once.
+        kept, beside: Directories with a campaign's own modules; see :mod:`~megaflow_hpc.agents.code`.
+    """
+
+    def __init__(self, names: Sequence[str], kept: str = "", beside: str = "") -> None:
+        self._places = (kept, beside)
         self._names = [name for name in names if forked(name)]
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -187,7 +193,7 @@ class Zygote:
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megaflow_hpc.agents.zygote", str(theirs.fileno()), *self._names],
+            [sys.executable, "-m", "megaflow_hpc.agents.zygote", str(theirs.fileno()), *self._places, *self._names],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

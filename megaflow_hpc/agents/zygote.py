@@ -1,6 +1,7 @@
 """The process from which Python agents are forked, with their modules imported already.
 
-``python -m megaflow_hpc.agents.zygote FD [NAME…]`` imports the agents of these names once. Each packet on its control
+``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the agents of these names once, from the
+directories KEPT and BESIDE too (:mod:`~megaflow_hpc.agents.code`). Each packet on its control
 socket brings a socket for one rollout; the fork that serves it shares the imported memory, and an agent that blocks,
 leaks or crashes harms that rollout alone. End-of-file on the control socket ends the zygote and with it every agent.
 
@@ -23,8 +24,8 @@ import sys
 import traceback
 from typing import Any
 
-from megaflow_hpc.agents import wire
-from megaflow_hpc.agents.registry import NAMES, create
+from megaflow_hpc.agents import code, wire
+from megaflow_hpc.agents.registry import NAMES, create, result_of
 from megaflow_hpc.agents.remote import RemoteSandbox
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.child import die_with_parent
@@ -137,14 +138,15 @@ async def _rollout(connection: socket.socket) -> None:
         if job["state"] is not None:
             agent.resume(job["state"])  # type: ignore[attr-defined]
         model = ModelEndpoint(**job["model"]) if job["model"] else None
-        result = await agent.run(Task.from_dict(job["task"]), sandbox, model)
+        result = result_of(job["agent"]["name"], await agent.run(Task.from_dict(job["task"]), sandbox, model))
         message = {"result": dict(vars(result))}
         wire.frame(message)
     except MegaflowError as error:
         message = wire.encode_error(error)
     except Exception as error:  # whatever the user's code raises
         last = traceback.extract_tb(error.__traceback__)[-1]
-        message = {"error": "UserCodeError", "text": f"{error!r} at {last}"}
+        where = f"{last.filename}:{last.lineno} in {last.name}"
+        message = {"error": "UserCodeError", "text": f"agent {job['agent']['name']}: {error!r} at {where}"}
     listening.cancel()
     writer.write(wire.frame(message))
     await writer.drain()
@@ -157,7 +159,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # sent to the whole step; the runner decides
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    preload(sys.argv[2:])
+    code.look_in(*sys.argv[2:4])
+    preload(sys.argv[4:])
     gc.collect()
     gc.freeze()  # what is shared stays shared: collecting would write to it
     serve(control)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import yaml
 
+from megaflow_hpc.agents import code
 from megaflow_hpc.campaign import provenance
+from megaflow_hpc.campaign.agents import check_agents
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.model_paths import Where, absolute, absolute_training
 from megaflow_hpc.config import CampaignConfig, Policy
@@ -58,6 +60,10 @@ class Plan:
     """Ids of the tasks that a campaign which trains is evaluated on."""
     durations: Durations | None = None
     """The durations that earlier campaigns tell of; ``None``: the campaign names none."""
+    own_code: tuple[str, ...] = ()
+    """Files and directories beside the campaign file that its agents are made of."""
+    beside: str = ""
+    """The campaign file's directory, where it has agents of its own."""
 
     @property
     def server_groups(self) -> list[ServerGroup]:
@@ -139,7 +145,7 @@ def make(
         samples = config.training.batch.samples if config.training else None
         for name in config.training.policies if config.training and samples else ():
             policies[name] = policies[name].model_copy(update={"samples": samples})
-    check_agents(policies, config.environment.network, where)
+    own_code = check_agents(policies, config.environment.network, base, where)
     check_supported(config, where)
     check_together(config, where)
     config = within_caps(config, len(list_servers(policies)), where)
@@ -161,7 +167,8 @@ def make(
             check_fresh(task)
     durations = learned(config, base, where)
     aside = tuple(task.id for task in held_out)
-    return Plan(config, policies, tasks, rollouts, files, list_servers(policies), source, aside, durations)
+    servers, beside = list_servers(policies), str(base) if own_code else ""
+    return Plan(config, policies, tasks, rollouts, files, servers, source, aside, durations, own_code, beside)
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
@@ -250,29 +257,6 @@ def check_together(config: CampaignConfig, where: Where) -> None:
         raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")
 
 
-def check_agents(policies: dict[str, Policy], network: str, where: Where) -> None:
-    """Checks that each policy's agent can be made, and that it can reach a model if it needs one.
-
-    Raises:
-        ConfigError: names the place in the campaign file, and the agent.
-    """
-    from megaflow_hpc.agents import create
-    from megaflow_hpc.agents.registry import WITHOUT_MODEL
-
-    for name, policy in policies.items():
-        try:
-            agent = create(policy.agent)
-            if policy.model and network == "none" and getattr(agent, "in_sandbox", False):
-                raise ConfigError(
-                    f"agent {policy.agent.name!r} calls the model from inside the sandbox, which environment.network: "
-                    "none does not allow; use gateway"
-                )
-            if policy.model is None and policy.agent.name not in WITHOUT_MODEL and ":" not in policy.agent.name:
-                raise ConfigError(f"agent {policy.agent.name!r} needs a model; add a model: section")
-        except ConfigError as error:
-            raise ConfigError(f"{where(f'models.{name}.agent' if policy.model else 'agent')}: {error}") from None
-
-
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +275,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(plan.config, mpi))
+    code.keep(plan.own_code, Path(plan.beside), run.code)
     provenance.keep_tokenizers(run, plan.policies)
     earlier = plan.durations
     expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
@@ -308,6 +293,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             python=sys.version.split()[0],
             versions=provenance.versions(plan.policies),
             campaign=plan.config.model_dump(mode="json"),
+            beside=plan.beside,
             policies={
                 name: msgspec.convert(policy.model_dump(mode="json"), PolicyRecord)
                 for name, policy in plan.policies.items()

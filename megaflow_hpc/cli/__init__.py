@@ -34,6 +34,7 @@ GROUPS = (
     "files.export",
     "files.store",
     "making.tasks",
+    "making.agents",
     "making.images",
     "runs.weights",
     "janitor",

@@ -72,16 +72,20 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def _python() -> Iterator[Finding]:
+    from megaflow_hpc.agents.probe import probe
+    from megaflow_hpc.config import AgentConfig
+
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     for name in ("submitit", "mpi4py", "h5py"):
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, "FAIL", "not installed", "pip install megaflow-hpc")
-    try:
+    (made,), _ = probe([AgentConfig(name="mini-swe-agent")])  # as planning asks, its dependencies with it
+    if made.error:
+        yield Finding("agents", "warn", made.error, "pip install 'megaflow-hpc[agents]'")
+    else:
         yield Finding("agents", "ok", f"mini-swe-agent {importlib.metadata.version('mini-swe-agent')}")
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding("agents", "warn", "mini-swe-agent is not installed", "pip install --no-deps mini-swe-agent")
 
 
 def _slurm() -> Iterator[Finding]:

@@ -103,6 +103,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Versions of software, engines and models, by name."""
     campaign: dict[str, Any] = {}
     """The resolved campaign file; read it as :attr:`config`."""
+    beside: str = ""
+    """The campaign file's directory, where its own agents are looked for after ``RUN/code``; empty if it has none."""
     policies: dict[str, PolicyRecord] = {}
     tasks: dict[str, dict[str, Any]] = {}
     """Tasks by id, as :meth:`megaflow_hpc.types.Task.to_dict` gives them."""

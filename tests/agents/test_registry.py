@@ -50,9 +50,9 @@ def test_a_dotted_name_makes_the_users_own_with_its_args() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("mini-swe", {}, r"'mini-swe' is unknown; expected one of oracle, nop, mini-swe-agent"),
+        ("mini-swe", {}, r"'mini-swe' is unknown .did you mean mini-swe-agent\?.; expected one of oracle, nop, mini"),
         ("nowhere.at:All", {}, "cannot be imported"),
-        ("os.path:Missing", {}, "cannot be imported"),
+        ("os.path:Missing", {}, "has no Missing"),
         ("pathlib:Path", {}, "has no 'async def run"),
         ("mini-swe-agent", {"colour": 1}, "unexpected keyword argument 'colour'.*command_timeout_s"),
         ("command", {}, "one of command .* and preset"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +24,16 @@ def test_every_finding_has_a_level_and_what_fails_a_remedy(capsys: pytest.Captur
     assert main(["doctor"]) == 3
     lines = capsys.readouterr().out.splitlines()
     assert sum(not line.startswith(" ") for line in lines) == len(report["findings"])
+
+
+def test_an_agent_that_lacks_a_dependency_is_not_ok(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The package and its metadata are there, and what it imports is not."""
+    (tmp_path / "jinja2.py").write_text("raise ModuleNotFoundError(\"No module named 'jinja2'\", name='jinja2')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    main(["doctor", "--json"])
+    (found,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["check"] == "agents"]
+    assert found["level"] == "warn"
+    assert "No module named 'jinja2'" in found["found"]
+    assert found["remedy"] == "pip install 'megaflow-hpc[agents]'"

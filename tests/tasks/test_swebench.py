@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.agents.nop import NopAgent
-from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.agents.oracle import NopAgent, OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.resolve import match_name
 from megaflow_hpc.errors import ConfigError, SandboxError

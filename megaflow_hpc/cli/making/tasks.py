@@ -87,6 +87,21 @@ def register(subparsers: Subparsers) -> None:
     )
     validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="sandboxes at once (2)")
 
+    new = add_verb(
+        verbs,
+        "new",
+        run_new,
+        "write a task of your own to begin with: a Harbor directory that is valid as it is",
+        examples=[
+            "tasks new count-words                  # count-words/ in tasks/",
+            "tasks validate tasks/count-words --image images/base.sif",
+        ],
+        description="Writes DIR/NAME with task.toml, instruction.md, environment/, solution/ and tests/. Comments "
+        "say what each is for; change it from there.",
+    )
+    new.add_argument("name", metavar="NAME", help="id of the task")
+    new.add_argument("directory", metavar="DIR", nargs="?", default="tasks", help="where it goes; default: tasks")
+
     listing = add_verb(verbs, "list", run_list, "print the tasks of a directory", examples=["tasks list tasks/bugs"])
     listing.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
 
@@ -183,8 +198,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
             async for result in validate(tasks, files, OracleAgent(), provider, environment, arguments.jobs):
                 done.append(result)
                 took_s = result.before.duration_s + result.after.duration_s
-                counts = f"{len(result.before.failing)} fail before, {len(result.after.passing)} kept, {took_s:.1f} s"
-                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({counts})")
+                said = f"reward {result.before.reward} before, {result.after.reward} with its solution, {took_s:.1f} s"
+                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({said})")
                 for problem in result.problems[:10]:
                     note(f"  {problem}")
         return sorted(done, key=lambda result: result.task)
@@ -194,18 +209,23 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"valid": not invalid, "tasks": [result.to_dict() for result in results]})
     else:
+        named = any(r.before.failing or r.after.passing for r in results)  # single tests, which few verifiers tell of
+        head = (
+            "task",
+            "reward before",
+            "reward after",
+            *(("failing tests", "passing tests") if named else ()),
+            "valid",
+        )
         rows = [
             (
-                r.task,
-                r.before.reward,
-                r.after.reward,
-                len(r.after.failing),
-                len(r.after.passing),
+                *(r.task, r.before.reward, r.after.reward),
+                *((len(r.after.failing), len(r.after.passing)) if named else ()),
                 "ok" if r.valid else "NO",
             )
             for r in results
         ]
-        say(table(("task", "reward before", "reward after", "failing tests", "passing tests", "valid"), rows))
+        say(table(head, rows))
         say(f"{len(results) - len(invalid)} of {len(results)} tasks are valid")
     return 1 if invalid else 0
 
@@ -216,15 +236,46 @@ def _image_beside(task: Path, name: str) -> str:
     return str(match_name(name, {"*": f"{task.parent.parent / 'images'}/*.sif"}))
 
 
+def run_new(arguments: argparse.Namespace) -> int:
+    """Writes a task to begin with; returns the exit status."""
+    from megaflow_hpc.tasks.harbor import scaffold
+
+    path = scaffold.start(arguments.name, Path(arguments.directory))
+    if arguments.json:
+        print_json({"path": str(path), "id": path.name})
+    else:
+        say(f"{path}\nprove it: megaflow-hpc tasks validate {path} --image IMAGE.sif")
+    return 0
+
+
+RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
+"""Metadata of tasks made by ``tasks build``."""
+
+
 def run_list(arguments: argparse.Namespace) -> int:
     """Prints the tasks of a directory; returns the exit status."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]
-    keys = ("package", "buggy", "fixed", "kind", "changelog")
-    rows = [{"id": task.id, **{key: task.metadata.get(key, "") for key in keys}} for task in tasks]
+    told = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
+    rows = [
+        {
+            "id": task.id,
+            "image": task.image,
+            "agent_timeout_s": task.agent_timeout_s,
+            "solution": any(Path(task.path).glob("**/solution/*")),
+            **{key: task.metadata.get(key, "") for key in told},
+            "instruction": next((line.strip() for line in task.instruction.splitlines() if line.strip()), ""),
+        }
+        for task in tasks
+    ]
     if arguments.json:
-        print_json([{**row, "path": task.path, "image": task.image} for row, task in zip(rows, tasks, strict=True)])
-    else:
-        say(table(("id", *keys), [tuple(row.values()) for row in rows]))
+        print_json([{**row, "path": task.path} for row, task in zip(rows, tasks, strict=True)])
+        return 0
+    shown = [
+        {**row, "solution": "yes" if row["solution"] else "no", "instruction": str(row["instruction"])[:60]}
+        for row in rows
+    ]
+    head = [{"agent_timeout_s": "agent s"}.get(key, key) for key in rows[0]]
+    say(table(head, [tuple(row.values()) for row in shown]))
     return 0

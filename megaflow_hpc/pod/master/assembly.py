@@ -135,6 +135,8 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
             "slots": slots_per_rank(config),
             "starts": expected_starts(planned),
             "partial": str(run.partial),
+            "code": str(run.code),
+            "beside": planned.beside,
         },
         tasks=planned.tasks,
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},

@@ -313,6 +313,7 @@ async def _run_agent(
     timeout_s = policy.agent.timeout_s or task.agent_timeout_s
     left_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
     recording = Recording()
+    raised: UserCodeError | None = None
     goes_on = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"  # its code has a state too
     watching = services.suspension.watching(rollout.id, sandbox) if goes_on else nullcontext()
     try:
@@ -327,19 +328,19 @@ async def _run_agent(
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
         except LimitError as error:
             result = AgentResult(status="truncated", error=str(error))
-        except UserCodeError:
-            if not endpoint or services.gateway.suspended(rollout.id) is None:
-                raise
-            result = AgentResult()  # that is what its client made of the refusal
+        except UserCodeError as error:
+            result, raised = AgentResult(), error  # perhaps that is what its client made of a refusal
         if endpoint and (known := services.gateway.suspended(rollout.id)) is not None:
             raise CutShort(result.state, known)
         if endpoint and (failure := services.gateway.call_failure(rollout.id)):
-            raise ModelServiceError(failure)  # whatever the agent's client made of the 503
+            raise ModelServiceError(failure) from raised  # whatever the agent's client made of the 503
     finally:
         if endpoint:
             recording = await services.gateway.close(rollout.id)
     if recording.over_budget:  # however the agent took the refusal
         result.status, result.error = "truncated", recording.over_budget
+    elif raised is not None:
+        raise raised
     return result, recording
 
 

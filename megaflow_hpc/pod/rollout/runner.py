@@ -63,7 +63,8 @@ class Runner:
     async def _on_init(self, message: Message) -> None:
         config = resolved(CampaignConfig, message["campaign"])
         policies = {name: resolved(Policy, p) for name, p in message["policies"].items()}
-        self._services = await Services.open(config, policies, message["images"], Path(message["partial"]))
+        partials, places = Path(message["partial"]), (message["code"], message["beside"])
+        self._services = await Services.open(config, policies, message["images"], partials, places)
         for image, starts in message["starts"].items():
             self._services.provider.images.expect(image, starts)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._preempted)

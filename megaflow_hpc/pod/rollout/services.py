@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaflow_hpc.agents import code
 from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.quotas import gateways
@@ -40,14 +41,21 @@ class Services:
 
     @classmethod
     async def open(
-        cls, config: CampaignConfig, policies: Mapping[str, Policy], images: Mapping[str, str], partials: Path
+        cls,
+        config: CampaignConfig,
+        policies: Mapping[str, Policy],
+        images: Mapping[str, str],
+        partials: Path,
+        code_places: tuple[str, str] = ("", ""),
     ) -> Services:
         """Starts the gateway, the process that agents are forked from, and the provider of sandboxes.
 
         Args:
             images: image name in the tasks → SIF or directory.
             partials: directory where rollouts that are cut short are kept.
+            code_places: where agents of the campaign's own are looked for: as kept with the run, and beside its file.
         """
+        code.look_in(*code_places)
         gateway = ModelGateway(
             policies=[name for name, policy in policies.items() if policy.model],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
@@ -55,7 +63,7 @@ class Services:
             media_domains={name: policy.model.media_domains for name, policy in policies.items() if policy.model},
         )
         await gateway.start()
-        agents = Zygote([policy.agent.name for policy in policies.values()])
+        agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
         return cls(config, policies, images, ApptainerProvider(), gateway, agents, partials)
 
     async def close(self) -> None:

@@ -1,0 +1,61 @@
+"""Whether the agents of a campaign can be made, and what they are made of beside its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.probe import Made, probe
+from megaflow_hpc.agents.registry import WITHOUT_MODEL
+from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.campaign.model_paths import Where
+from megaflow_hpc.config import Policy
+from megaflow_hpc.errors import ConfigError
+
+
+def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
+    """Checks that each policy's agent can be made, and that it can reach a model if it needs one.
+
+    Python that is not this package's is imported in a process of its own, as a rollout will import it.
+
+    Args:
+        base: The campaign file's directory, in which agents are looked for first.
+
+    Returns:
+        The names of the files and directories in ``base`` that the agents are made of.
+
+    Raises:
+        ConfigError: names the place in the campaign file, and the agent.
+    """
+    asked = [name for name, policy in policies.items() if forked(policy.agent.name)]
+
+    def refusal(name: str, error: ConfigError) -> ConfigError:
+        return ConfigError(f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}")
+
+    try:
+        made, code = probe([policies[name].agent for name in asked], str(base.absolute())) if asked else ([], [])
+    except ConfigError as error:
+        raise refusal(asked[0], error) from None
+    known = dict(zip(asked, made, strict=True))
+    for name, policy in policies.items():
+        try:
+            _check(policy, known.get(name), network)
+        except ConfigError as error:
+            raise refusal(name, error) from None
+    return tuple(code)
+
+
+def _check(policy: Policy, made: Made | None, network: str) -> None:
+    name = policy.agent.name
+    if made is None:
+        made = Made(in_sandbox=bool(getattr(create(policy.agent), "in_sandbox", False)))
+    if made.error:
+        raise ConfigError(made.error)
+    if policy.model and network == "none" and made.in_sandbox:
+        raise ConfigError(
+            f"agent {name!r} calls the model from inside the sandbox, which environment.network: none does not allow; "
+            "use gateway"
+        )
+    if policy.model is None and name not in WITHOUT_MODEL and ":" not in name:
+        raise ConfigError(f"agent {name!r} needs a model; add a model: section")

@@ -1,0 +1,74 @@
+"""``megaflow-hpc agents``: those there are, what each needs, and one of your own to begin with."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megaflow_hpc.cli.output import print_json, say, table
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_verb
+from megaflow_hpc.resources import docs
+
+
+def register(subparsers: Subparsers) -> None:
+    """Adds ``agents`` and its verbs."""
+    verbs = add_group(
+        subparsers,
+        "agents",
+        "list agents, and begin one of your own",
+        examples=["agents list", "agents new my_agent"],
+        description="What can drive a rollout: agents that come with the package, and Python of your own.",
+    )
+    add_verb(
+        verbs,
+        "list",
+        run_list,
+        "print the agents that a campaign can name, and what each lacks here",
+        examples=["agents list"],
+    )
+    new = add_verb(
+        verbs,
+        "new",
+        run_new,
+        "write an agent of your own to begin with: one Python file that works as it is",
+        examples=["agents new my_agent                # my_agent.py, beside campaign.yaml", "agents new my_agent work"],
+        description="Writes NAME.py: a class with a loop of model calls and commands, to be changed. "
+        f"It is found beside the campaign file; {docs('how-to/agents.md')} explains it.",
+    )
+    new.add_argument("name", metavar="NAME", help="name of the module, such as my_agent")
+    new.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where the file goes; default: here")
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Prints the agents that come with the package; returns the exit status."""
+    from megaflow_hpc.agents.registry import known_agents
+
+    agents = known_agents()
+    if arguments.json:
+        print_json([vars(agent) for agent in agents])
+        return 0
+    rows = [
+        (
+            a.name,
+            "yes" if a.needs_model else "no",
+            a.about,
+            a.lacks or (f"needs {a.needs_args}" if a.needs_args else "ready"),
+        )
+        for a in agents
+    ]
+    say(table(("agent", "model", "what it is", "here"), rows))
+    say("Your own: package.module:Class; begin one with: megaflow-hpc agents new my_agent")
+    return 0
+
+
+def run_new(arguments: argparse.Namespace) -> int:
+    """Writes an agent to begin with; returns the exit status."""
+    from megaflow_hpc.agents import code
+
+    path = code.start(arguments.name, Path(arguments.directory))
+    agent = f"{arguments.name}:{code.class_name(arguments.name)}"
+    if arguments.json:
+        print_json({"path": str(path), "agent": agent})
+    else:
+        say(f"{path}\nin a campaign file beside it:\n  agent: {{name: {agent}, max_turns: 30}}")
+    return 0
