@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megaflow_hpc
 from megaflow_hpc.errors import SiteError
@@ -40,6 +41,16 @@ def test_every_page_and_file_that_the_package_names_is_there() -> None:
                         missing.append(f"{path}: {name}")
     assert missing == []
     assert found > 8
+
+
+def test_version_and_licence_are_the_same_wherever_they_are_stated() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    versions = {megaflow_hpc.__version__, project["version"], citation["version"]}
+    assert len(versions) == 1
+    assert versions.pop() in (ROOT / "CHANGELOG.md").read_text()
+    assert project["license"] == citation["license"] == "Apache-2.0"
+    assert citation["repository-code"] == PROJECT
 
 
 def test_no_message_points_into_a_checkout() -> None:
