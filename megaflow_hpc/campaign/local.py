@@ -10,7 +10,7 @@ import sys
 
 from megaflow_hpc.campaign.trainers import LocalTrainer
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
 from megaflow_hpc.host.mpi import find_mpiexec
@@ -71,9 +71,13 @@ class LocalPod:
                 self.drain()
         return self.running
 
-    def drain(self) -> None:
-        """Asks the pod to finish what runs, within its grace, and to leave."""
-        (self._directory / DRAIN).touch()
+    def drain(self, why: str = "") -> None:
+        """Asks the pod to finish what runs, within its grace, and to leave.
+
+        Args:
+            why: A word of :data:`~megaflow_hpc.rundir.marks.WHY_DRAIN`.
+        """
+        write_atomic(self._directory / DRAIN, why)
 
     def stop(self) -> None:
         """Drains, waits, ends the engines, leaves nothing behind; at once if it is interrupted."""
@@ -81,7 +85,7 @@ class LocalPod:
             for trainer in self._trainers:
                 trainer.stop()
             if self.running:
-                self.drain()
+                self.drain("stopped")
                 self.pod.wait(STOP_S)
             for server in self.servers:
                 if server.poll() is None:

@@ -142,7 +142,8 @@ class Monitor:
                     pod.excluded[event.node or ""] = event.why or ""
                 pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
             case AttemptEvent():
-                self._retries[event.kind] += 1
+                if event.kind != "cancelled":  # its user's decision, not a fault
+                    self._retries[event.kind] += 1
             case RolloutEvent():
                 before = self._rollouts.get(event.id)
                 # A later success replaces a failure (resume --failed); otherwise the first stored result stands.

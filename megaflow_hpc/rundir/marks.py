@@ -10,7 +10,7 @@
 
 The batch shell of a pod and its rank 0 talk by two files in a directory of their own (``MEGAFLOW_POD_DIR``)::
 
-    drain                       the pod shall drain
+    drain                       the pod shall drain; holds why, one of :data:`WHY_DRAIN`, or nothing
     state                       the pod's last word, one of :data:`LAST_WORDS`
     progress                    this start has stored something: it was not in vain
 """
@@ -35,6 +35,14 @@ OPEN = "ledger/open"
 """Path of the directory of open leases in the run directory."""
 _PLANNED = re.compile(r"\d{6}\.json\Z")
 DRAIN = "drain"
+WHY_DRAIN = {
+    "walltime": "the walltime is near",
+    "now": "Slurm takes the allocation back (preempted, or cancelled by scancel)",
+    "cancelled": "the campaign was cancelled",
+    "stopped": "the run was interrupted",
+    "leaving": "asked to leave, by scale",
+}
+"""Words of the drain file, and what they mean; under ``now`` and ``cancelled`` Slurm kills the step soon."""
 STATE = "state"
 PROGRESS = "progress"
 LAST_WORDS = ("done", "drained", "paused", "lost")

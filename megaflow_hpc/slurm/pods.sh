@@ -21,11 +21,12 @@ trap '[ -z "${elastic:-}" ] || kill "$elastic" 2>/dev/null; rm -rf -- "$MEGAFLOW
 MEGAFLOW_END="${SLURM_JOB_END_TIME:-$(date -d "$(squeue -h -j "$element" -o %e 2>/dev/null | head -n 1)" +%s 2>/dev/null)}"
 export MEGAFLOW_END
 
-# USR2: the walltime is near. TERM: preempted or cancelled, and Slurm itself decides about a requeue. A job that runs this
-# script among other things is its user's, who decides as well.
+# USR2: the walltime is near, or scale lets this pod go. TERM: preempted or cancelled, and Slurm itself decides about a
+# requeue. A job that runs this script among other things is its user's, who decides as well.
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) ours=yes ;; *) ours=no ;; esac
-trap 'near=yes; : > "$MEGAFLOW_POD_DIR/drain"' USR2
-trap 'ours=no; echo now > "$MEGAFLOW_POD_DIR/drain"' TERM
+drain() { echo "$1" >"$MEGAFLOW_POD_DIR/.drain" && mv "$MEGAFLOW_POD_DIR/.drain" "$MEGAFLOW_POD_DIR/drain"; }
+trap 'near=yes; if [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ]; then drain leaving; else drain walltime; fi' USR2
+trap 'ours=no; if [ -e "$RUN/ledger/cancelled" ]; then drain cancelled; else drain now; fi' TERM
 
 # Of a campaign whose engine servers grow with what waits, one pod's child lets them go; the others' stand by.
 if [ -n "${MEGAFLOW_ELASTIC:-}" ] && [ "$element" = "$MEGAFLOW_POD" ]; then # not at a cluster without servers
@@ -95,5 +96,7 @@ if [ "$vain" -le "$MEGAFLOW_REQUEUES" ]; then
     echo "requeueing element (${vain:-0} of $MEGAFLOW_REQUEUES in a row that stored nothing)"
     scontrol requeue "$element" # not SLURM_JOB_ID: for an array's last element that names the whole array
     sleep 30 # until Slurm ends this shell
+else
+    echo "not requeued: $vain starts in a row stored nothing; megaflow-hpc resume starts it again (--time: for longer)"
 fi
 exit 1

@@ -1,8 +1,8 @@
 """A pod under mpiexec whose rank 0 is real and whose workers play what the task ids say.
 
 ``mpiexec -n N python -m tests.support.world RUN``: ``RUN/world.json`` holds the sections ``scheduling`` and ``limits``,
-the samples a group wants, and as ``start`` which start of the pod it is. Rank 0 leaves its last word in
-``RUN/report/state``.
+the samples a group wants, as ``start`` which start of the pod it is, and as ``drain`` how its supervisor ends it.
+Rank 0 leaves its last word in ``RUN/report/state``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
-from megaflow_hpc.pod.master import coordination, ranks, run_io_thread
+from megaflow_hpc.pod.master import coordination, loop, ranks, run_io_thread
 from megaflow_hpc.pod.master.loop import Master
+from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling import stragglers
@@ -42,7 +44,15 @@ def lead(run: RunDir, comm: Comm) -> str:
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
+    drain = said.pop("drain", None)
+    if drain is not None:
+        loop.DRAIN_S, loop.DRAIN_NOW_S = 0.2, 0.1
+        said["walltime"] = Walltime(drain["whole_s"], time.monotonic() + drain["whole_s"])
     pod = make_pod(run, comm, **said)
+    if drain is not None:
+        pod.drain_file = run.path / "drain"
+        pod.drain_file.unlink(missing_ok=True)
+        threading.Timer(drain["whole_s"], write_atomic, (pod.drain_file, drain["word"])).start()
     if hangs:
         run_io_thread.LOOP_HANGS_S = 1.0
         pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)

@@ -33,6 +33,8 @@ class History:
     """Causes of those attempts that failed."""
     cuts: int = 0
     """How often the end of an allocation has cut it short."""
+    too_short: int = 0
+    """How often in a row a walltime ended it that it had most of, and nothing of it could be kept."""
     partial: str = ""
     """File below ``RUN/partial`` to go on with."""
     kept_s: float = 0.0
@@ -123,6 +125,7 @@ def _read(said: Mapping[str, Any]) -> History:
         [Attempt(**attempt) for attempt in said["attempts"]],
         [str(cause) for cause in said["causes"]],
         int(said["cuts"]),
+        int(said.get("too_short", 0)),  # pods of earlier versions did not tell
         str(said["partial"]),
         float(said["kept_s"]),
     )

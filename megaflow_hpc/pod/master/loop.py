@@ -43,7 +43,7 @@ from megaflow_hpc.rundir.events import (
     WorkerEvent,
 )
 from megaflow_hpc.rundir.live import Asked
-from megaflow_hpc.rundir.marks import PROGRESS
+from megaflow_hpc.rundir.marks import PROGRESS, WHY_DRAIN
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.types import Rollout
@@ -284,6 +284,7 @@ class Master:
             "job_id": self.pod.job_id,
         }
         self.pod.comm.send(rank, message)
+        self._results.began[rollout.id] = time.monotonic()
         self.pod.events.write(StartEvent(id=rollout.id, rank=rank, attempt=work.attempt))
         if history is not None:
             history.partial = ""  # used once
@@ -346,10 +347,11 @@ class Master:
 
     def _tick(self) -> None:
         pod = self.pod
-        if pod.drain_file is not None and pod.drain_file.exists():
-            if pod.drain_file.read_text().strip() == "now":
+        if (word := pod.why_drain()) is not None:
+            self._results.ending = self._results.ending or word
+            if word in ("now", "cancelled"):
                 self._hurry()
-            self._drain("asked to by the batch script")
+            self._drain(WHY_DRAIN.get(word, "asked to by the batch script"))
         for rank, why in list(self._ranks.lost()):
             self._lose(rank, why)
         self._ranks.beat()

@@ -6,6 +6,8 @@ own, and this one carries them out.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,14 +18,17 @@ from megaflow_hpc.pod.master.run_io_messages import PendingResult
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.failures import Blame, may_retry
+from megaflow_hpc.pod.scheduling.failures import TOO_SHORT, Blame, may_retry
 from megaflow_hpc.pod.scheduling.groups import Groups, Step
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
+from megaflow_hpc.rundir.marks import WHY_DRAIN
 from megaflow_hpc.types import Attempt, Status, Trajectory
 
 JUDGED = ("completed", "truncated")
+SIGNAL_S = 1.0
+"""Seconds that the supervisor may need to say why it was signalled, when workers heard of the signal first."""
 
 
 class Results:
@@ -58,7 +63,11 @@ class Results:
         """Rollout that was told to stop → why."""
         self._void: set[tuple[int, str]] = set()
         """(rank, rollout): a result that nobody waits for, the other copy having won."""
+        self.began: dict[str, float] = {}
+        """When each rollout was last started, by the monotonic clock."""
         self.draining = False
+        self.ending = ""
+        """Why the supervisor ends this pod, a word of the drain file; empty while it does not."""
         self.paused = ""
         """Why the pod must not go on; empty while it may."""
         self.stored = 0
@@ -98,8 +107,9 @@ class Results:
         if outcome.status == "cancelled" and why is None:
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
             # whoever takes it goes on with this rollout.
+            self.ending = self.ending or self._pod.why_drain(SIGNAL_S) or ""
             self._cut_short(work, outcome)
-            self._drain("a rollout was stopped by a signal to the step")
+            self._drain(WHY_DRAIN.get(self.ending, "a rollout was stopped by a signal to the step"))
             return
         if outcome.status == "failed":
             if why is not None:
@@ -124,6 +134,7 @@ class Results:
 
     def _store(self, work: Work, outcome: Outcome) -> None:
         self.histories.pop(outcome.id, None)
+        self.began.pop(outcome.id, None)
         self._io.store(outcome, work.block, outcome.payload(work.epoch, work.block))
 
     def _goes_on(self, rank: int, work: Work, outcome: Outcome) -> bool:
@@ -200,19 +211,47 @@ class Results:
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
         """Notes that an attempt was cut short; a rollout to which that happened too often fails."""
         history = self.histories.setdefault(outcome.id, History())
-        if outcome.id not in self._cut:
+        kind = self._cut_kind(outcome)
+        if not kind:  # its user's decision, and nothing that a rollout could be blamed for
+            outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self.ending) or self.paused)
+        elif outcome.id not in self._cut:
             self._cut.add(outcome.id)
             history.cuts += 1
-        kind = outcome.error_kind or "preemption"
-        self._pod.events.write(AttemptEvent(id=outcome.id, attempt=work.attempt, kind=kind, error=shown(outcome.error)))
-        most = self._pod.scheduling.cuts
-        if history.cuts > most:
-            why = f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
+            self._count_too_short(outcome, kind, history)
+        event = AttemptEvent(id=outcome.id, attempt=work.attempt, kind=kind or "cancelled", error=shown(outcome.error))
+        self._pod.events.write(event)
+        if why := self._cut_too_often(outcome, history):
             self._store(work, self.outcome_without_run(work, "walltime", why))
             return
         history.attempts.append(attempt_of(outcome))
         history.partial = outcome.partial
         history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
+
+    def _cut_kind(self, outcome: Outcome) -> str:
+        """Returns ``walltime`` or ``preemption``; empty where it was the user who ended the pod."""
+        if self.ending in ("walltime", "now"):
+            return "walltime" if self.ending == "walltime" else "preemption"
+        return "" if self.ending in WHY_DRAIN or self.paused else outcome.error_kind or "preemption"
+
+    def _count_too_short(self, outcome: Outcome, kind: str, history: History) -> None:
+        ran_s = time.monotonic() - self.began.get(outcome.id, math.inf)
+        if outcome.partial:
+            history.too_short = 0
+        elif kind == "walltime" and ran_s >= self._pod.walltime.whole_s / 2:
+            history.too_short += 1
+
+    def _cut_too_often(self, outcome: Outcome, history: History) -> str:
+        """Returns why a rollout that was cut short fails; empty while it has another attempt."""
+        most = self._pod.scheduling.cuts
+        if history.too_short >= TOO_SHORT:
+            return (
+                f"the walltime ended it {history.too_short} times in a row after most of the "
+                f"{self._pod.walltime.whole_s:.0f} s that an allocation leaves it, and it starts anew each time; ask "
+                "for more (megaflow-hpc resume RUN --failed --time D-HH:MM:SS), or bound its agent (timeout_s)"
+            )
+        if history.cuts > most:
+            return f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
+        return ""
 
     # --- what is durable ---
 

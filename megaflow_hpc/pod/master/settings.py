@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,21 @@ class Pod:
     room: tuple[float | None, int | None] = (None, None)
     """Cpus and MB of memory that a worker rank has, where they are known."""
     walltime: Walltime = field(default_factory=Walltime)
+
+    def why_drain(self, wait_s: float = 0.0) -> str | None:
+        """Returns the word with which the supervisor asks the pod to drain; ``None`` while it does not.
+
+        Args:
+            wait_s: Seconds for which it may still come.
+        """
+        end = time.monotonic() + wait_s
+        while self.drain_file is not None:
+            with suppress(FileNotFoundError):
+                return self.drain_file.read_text().strip()
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.02)
+        return None
 
     def group_rules(self) -> GroupRules:
         """Returns what the campaign file says of groups."""

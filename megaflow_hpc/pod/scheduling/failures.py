@@ -18,7 +18,8 @@ cause              stored as     retries  what it is
 =================  ============  =======  ==========================================================================
 
 The last two are nobody's failure: they are kept as attempts and nothing is judged. How often they may happen to a
-rollout is ``scheduling.cuts``, to an element of the array ``slurm.requeues``.
+rollout is ``scheduling.cuts``, to an element of the array ``slurm.requeues``. One that had most of a walltime
+:data:`TOO_SHORT` times in a row, with nothing kept, takes longer than that and fails at once.
 
 *Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
 results failed for one cause, going on would burn the allocation.
@@ -56,6 +57,8 @@ RULES: dict[str, Rule] = {
     "user": Rule("user", 0),
 }
 
+TOO_SHORT = 2
+"""Walltimes in a row that end a rollout, which had most of each, before it fails: it takes longer than that."""
 MOST_FAILURES = 6
 """Failures of all causes together after which a rollout is given up."""
 

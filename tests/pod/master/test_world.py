@@ -20,6 +20,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import WHY_DRAIN
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectories.journal.frames import read_journal
@@ -107,6 +108,25 @@ def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says
         assert "scheduling.cuts: 1" in stored["error"]
     assert [entry["kind"] for entry in played.of("attempt") if entry["id"] == "cut_a/p/0"] == ["walltime"] * 2
     assert not run.partial.exists()
+
+
+@pytest.mark.slow  # four starts of a pod, each with a walltime of its own
+def test_what_ends_a_pod_is_said_and_a_rollout_that_no_walltime_holds_fails_after_two(tmp_path: Path) -> None:
+    run = prepare(tmp_path, ["late_a"])
+    for start, word in enumerate(["cancelled", "now", "walltime", "walltime"]):
+        said = {"start": str(start), "drain": {"word": word, "whole_s": 0.6}, "scheduling": {"cuts": 3}}
+        (run.path / "world.json").write_text(json.dumps(said))
+        played = turn(run, ranks=1)
+        whys = [event["why"] for event in played.of("pod") if event["state"] == "draining"]
+        assert WHY_DRAIN[word] in whys
+    (stored,) = played.stored
+    assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
+    assert "the walltime ended it 2 times in a row" in stored["error"]
+    assert "resume RUN --failed --time" in stored["error"]
+    kinds = [(attempt["status"], attempt["error_kind"]) for attempt in stored["attempts"]]
+    assert kinds == [("cancelled", ""), ("cancelled", "preemption"), ("cancelled", "walltime"), ("failed", "walltime")]
+    write_run(run, RunRecord(campaign={"name": "x"}, total=1))
+    assert Monitor(run).status()["retries"] == {"preemption": 1, "walltime": 2}
 
 
 def test_a_pod_of_one_process_does_the_same(tmp_path: Path) -> None:
