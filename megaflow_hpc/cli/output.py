@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
 from megaflow_hpc.texts import in_one_line, printable
 
@@ -32,6 +33,22 @@ def say(text: object = "", end: str = "\n") -> None:
 def note(text: str) -> None:
     """Prints a line for a person on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def confirmed(question: str, option: str) -> bool:
+    """Asks for a yes before what cannot be undone, where somebody sits at a terminal.
+
+    Args:
+        question: what happens, and whether it shall.
+        option: says yes on the command line.
+
+    Raises:
+        ConfigError: nobody is there to be asked.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Say so with {option}: there is no terminal to ask at")
+    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 class LogFormatter(logging.Formatter):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import shutil
 
 import h5py
 import pytest
 
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.types import Artifact, Attempt
@@ -139,6 +142,33 @@ def test_journals_are_dropped_of_a_finished_run_only(megaflow, run):
     assert (result.returncode, result.stdout) == (2, "")
     assert f"{run}: the campaign is not finished; its journals are still needed" in result.stderr
     assert list(run.journal.iterdir())
+
+
+def test_journals_go_for_good_only_after_a_yes(megaflow, run, monkeypatch):
+    write_json(run.path / FINISHED, {"by": "a.0"})
+    size = sum(file.stat().st_size for file in run.journal.iterdir())
+    compact = ("compact", run, "--drop-journals")
+    shown = json.loads(megaflow(*compact, "--dry-run", "--json").stdout)
+    assert shown == {"journals": 1, "shards": 0, "journal_bytes": size, "dry_run": True}
+    said = f"{run}: 1 journals and shards, {size / 1e6:.1f} MB"
+    assert megaflow(*compact, "--dry-run", "--yes").stdout == megaflow(*compact, "--dry-run").stdout
+    assert megaflow(*compact, "--dry-run").stdout == f"{said}, would go\n"
+    ours, theirs = os.openpty()
+    with open(os.devnull) as nobody, open(theirs) as terminal:
+        monkeypatch.setattr("sys.stdin", nobody)
+        result = megaflow(*compact)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "Say so with --yes: there is no terminal to ask at" in result.stderr
+        monkeypatch.setattr("sys.stdin", terminal)
+        os.write(ours, b"\n")
+        result = megaflow(*compact)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert f"{said}, go for good" in result.stderr
+        assert list(run.journal.iterdir())
+        os.write(ours, b"y\n")
+        assert megaflow(*compact).returncode == 0
+    os.close(ours)
+    assert list(run.journal.iterdir()) == []
 
 
 def test_anonymise_writes_a_copy_without_names(megaflow, run, tmp_path):

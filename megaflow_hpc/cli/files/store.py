@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.output import confirmed, note, print_json, say, table
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 
@@ -42,11 +42,13 @@ def register(subparsers: Subparsers) -> None:
         examples=[
             "compact RUN",
             "compact trajectories.h5 --drop-artifacts '*.log' -o small.h5",
-            "compact RUN --drop-journals",
+            "compact RUN --drop-journals --dry-run",
+            "compact RUN --drop-journals --yes",
         ],
         description="Writes the file anew without attempts that a later one superseded, in place or to --output. With "
         "--drop-journals instead: removes the journals and shards of a finished run, once its file is verified to hold "
-        "all of them.",
+        "all of them. Nothing brings these back, and the run cannot be resumed after: it asks first on a terminal, and "
+        "needs --yes elsewhere.",
     )
     add_run(compact, file=True)
     add_output(compact, "write there instead of in its place", metavar="FILE")
@@ -62,6 +64,8 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="of a finished RUN: remove journals and shards once its trajectories.h5 is verified to hold them",
     )
+    compact.add_argument("--dry-run", action="store_true", help="with --drop-journals: say what would go, and how much")
+    compact.add_argument("--yes", action="store_true", help="with --drop-journals: do not ask")
 
     anonymise = add_verb(
         subparsers,
@@ -126,19 +130,36 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.rundir.layout import RunDir
-    from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
+    from megaflow_hpc.trajectories.maintenance.compact import compact
     from megaflow_hpc.trajectories.maintenance.gather import gathered
 
     path = Path(arguments.run_dir)
-    result: dict[str, int] = {}
     if arguments.drop_journals:
-        if not path.is_dir():
-            raise ConfigError(f"{path}: --drop-journals is for a run directory")
-        result["journal_bytes_dropped"] = drop_journals(RunDir(path))
-    else:
-        result = compact(gathered(path), arguments.output and Path(arguments.output), arguments.drop_artifacts)
-    _print_counts(result, arguments.json)
+        return _drop_journals(path, arguments)
+    if arguments.dry_run or arguments.yes:
+        raise ConfigError("compact: --dry-run and --yes go with --drop-journals")
+    _print_counts(compact(gathered(path), arguments.output or None, arguments.drop_artifacts), arguments.json)
+    return 0
+
+
+def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.rundir.layout import RunDir
+    from megaflow_hpc.trajectories.maintenance.compact import drop_journals
+
+    if not path.is_dir():
+        raise ConfigError(f"{path}: --drop-journals is for a run directory")
+    run = RunDir(path)
+    if arguments.dry_run or not arguments.yes:
+        held = drop_journals(run, dry_run=True)
+        files = held["journals"] + held["shards"]
+        what = f"{path}: {files} journals and shards, {held['journal_bytes'] / 1e6:.1f} MB"
+        if arguments.dry_run:
+            print_json({**held, "dry_run": True}) if arguments.json else say(f"{what}, would go")
+            return 0
+        if not confirmed(f"{what}, go for good; the run cannot be resumed after. Remove them?", "--yes"):
+            note("nothing was removed")
+            return 1
+    _print_counts(drop_journals(run), arguments.json)
     return 0
 
 

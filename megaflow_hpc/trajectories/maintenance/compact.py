@@ -94,8 +94,14 @@ def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> NDArray[Any]:
     return np.array([not any(fnmatch.fnmatch(name, pattern) for pattern in drop) for name in names], bool)
 
 
-def drop_journals(run: RunDir) -> int:
-    """Removes the journals and shards of a finished run whose file holds all of them, and returns the bytes freed.
+def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
+    """Removes the journals and shards of a finished run whose file holds all of them, which nothing brings back.
+
+    Args:
+        dry_run: check all of it and remove nothing.
+
+    Returns:
+        Counts: ``journals`` and ``shards``, files, and ``journal_bytes`` of both.
 
     Raises:
         ConfigError: the campaign is not finished, the file does not hold everything, or it is damaged.
@@ -110,8 +116,8 @@ def drop_journals(run: RunDir) -> int:
             f"{run.trajectories}: /{bad[0].path} {bad[0].state}; "
             f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
         )
-    gone = [*run.shards.glob("*.h5"), *journals(run)]
-    freed = sum(path.stat().st_size for path in gone)
-    for path in gone:
+    shards, written = list(run.shards.glob("*.h5")), list(journals(run))
+    held = sum(path.stat().st_size for path in (*shards, *written))
+    for path in () if dry_run else (*shards, *written):
         path.unlink()
-    return freed
+    return {"journals": len(written), "shards": len(shards), "journal_bytes": held}
