@@ -2,9 +2,9 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes docs/reference/campaign-file.md and commands.md, or with ``--check`` says which are stale. ``site``
-builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and
-fails at a broken link.
+``pages`` writes campaign-file.md, commands.md and variables.md of docs/reference, or with ``--check`` says which are
+stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by
+default, and fails at a broken link.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ What `megaflow-hpc VERB --help` prints.
 
 """
 
+VARIABLES = """\
+# Variables
+
+What can be set in the environment, as `megaflow-hpc help variables` prints it. Jobs take the variables of the shell
+that submitted them.
+
+"""
+
 
 def main() -> int:
     what, *rest = sys.argv[1:] or ["--help"]
@@ -58,10 +66,11 @@ def main() -> int:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yields each page that is made from code, and its text."""
-    from megaflow_hpc.config import reference
+    from megaflow_hpc.config import reference, variables
 
     yield ROOT / "docs/reference/campaign-file.md", CAMPAIGN + reference.markdown()
     yield ROOT / "docs/reference/commands.md", COMMANDS + "\n".join(commands())
+    yield ROOT / "docs/reference/variables.md", VARIABLES + variables.markdown()
 
 
 def commands() -> Iterator[str]:

@@ -59,7 +59,8 @@ first steps:
   megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
   megaflow-hpc status RUN                 how far it is
 
-RUN is a run directory, or latest: the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples.
+RUN is a run directory, or latest: the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples,
+megaflow-hpc help variables what can be set in the environment.
 
 exit status:
   0    every rollout was carried out, whatever its reward

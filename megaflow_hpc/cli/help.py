@@ -1,9 +1,12 @@
-"""``help``: what ``--help`` prints, for who writes the words the other way round."""
+"""``help``: what ``--help`` prints, for who writes the words the other way round, and what belongs to no one verb."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 
+from megaflow_hpc.cli.output import say
 from megaflow_hpc.cli.parser import verbs_of
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 
@@ -14,14 +17,21 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "help",
         _help,
-        "print the help of the command line or of one verb",
-        examples=["help", "help run", "help images build"],
+        "print the help of the command line, of one verb, or every variable",
+        examples=["help", "help run", "help images build", "help variables"],
+        description="Prints what VERB --help prints; for the word variables, every environment variable that can be "
+        "set.",
         json=False,
     )
-    parser.add_argument("words", metavar="VERB", nargs="*", help="a verb, and the verb of its own that it may have")
+    parser.add_argument(
+        "words", metavar="VERB", nargs="*", help="a verb, and the verb of its own that it may have; or variables"
+    )
 
 
 def _help(arguments: argparse.Namespace) -> int:
+    if arguments.words == ["variables"]:
+        say(variables(shutil.get_terminal_size().columns))
+        return 0
     parser: argparse.ArgumentParser = arguments.root
     for word in arguments.words:
         verbs = verbs_of(parser)
@@ -32,3 +42,18 @@ def _help(arguments: argparse.Namespace) -> int:
         parser = verbs[word]
     parser.print_help()
     return 0
+
+
+def variables(width: int) -> str:
+    """Lays out every variable that a user may set: what it means, what holds without it, and who reads it."""
+    from megaflow_hpc.config.variables import PREFIX, VARIABLES
+
+    lines = []
+    for title, found in VARIABLES.items():
+        lines += [f"{title}:", ""]
+        for variable in found:
+            text = f"{variable.meaning}. Default: {variable.default}. Read by: {variable.reader}."
+            wrapped = textwrap.wrap(text, max(40, width - 6), break_on_hyphens=False)
+            lines += [f"  {PREFIX}{variable.name}", *(f"      {line}" for line in wrapped)]
+        lines.append("")
+    return "\n".join(lines[:-1])

@@ -19,7 +19,7 @@ Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(autouse=True)
 def bare_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No program on PATH, scratch and home of the test's own, and no variable of a lab or job."""
-    for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_QUOTAS"):
+    for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_SITE_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("scratch", "home", "bin"):
         (tmp_path / name).mkdir()

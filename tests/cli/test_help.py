@@ -95,6 +95,10 @@ def test_the_bare_command_and_help_print_the_verbs_by_what_people_do(capsys: Cap
         shown = capsys.readouterr().out
         assert call(*words, "--help") == 0
         assert shown == capsys.readouterr().out
+    assert call("help", "variables") == 0
+    printed = capsys.readouterr().out
+    assert "  MEGAFLOW_SCRATCH\n      node-local directory for sandboxes" in printed
+    assert "MEGAFLOW_POD\n" not in printed
     assert call("images") == 0
     assert "usage: megaflow-hpc images" in capsys.readouterr().out
 
