@@ -48,7 +48,7 @@ SECTIONS = {
     "look at it": ("list", "status", "watch", "show", "diff", "logs", "shell"),
     "go on, or end it": ("resume", "scale", "weights", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
-    "tasks and images": ("tasks", "images"),
+    "tasks, agents and images": ("tasks", "agents", "images"),
     "the site, and this program": ("doctor", "profile", "bench", "janitor", "completion", "manual", "help"),
 }
 """What people do, and its verbs, as ``--help`` shows them."""

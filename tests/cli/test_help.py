@@ -61,11 +61,12 @@ def test_every_example_is_a_command_line_that_parses(
     monkeypatch.chdir(campaign.parent)  # where latest is a run
     examples = (EVERY[prog].epilog or "").splitlines()[1:]
     assert examples
+    own = prog.removeprefix("megaflow-hpc ")
+    assert f"{own} " in f"{examples[0]} "
     for line in examples:
         words = shlex.split(line, comments=True)
         words = words[words.index("megaflow-hpc") + 1 :]
         end = next((place for place, word in enumerate(words) if word in ("|", ">", "&&")), len(words))
-        assert " ".join(words).startswith(prog.removeprefix("megaflow-hpc "))
         TOP.parse_args(words[:end])
 
 
