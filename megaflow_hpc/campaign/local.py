@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.campaign.trainers import LocalTrainer
 from megaflow_hpc.config import CampaignConfig
@@ -14,11 +17,34 @@ from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
 from megaflow_hpc.host.mpi import find_mpiexec
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
 from megaflow_hpc.rundir.training import FOR_GOOD
 
 STOP_S = 60.0
+
+
+def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
+    """Returns the pods of a run that live on this host outside of Slurm, whoever started them, each with the directory
+    in which it looks for :data:`~megaflow_hpc.rundir.marks.DRAIN`.
+
+    Args:
+        leases: what the ledger knows of pods.
+    """
+    found, here = {}, os.uname().nodename
+    for lease in leases:
+        if lease.get("job_id") or lease.get("host") != here:
+            continue
+        process = Identity(lease["pid"], lease["pid_start"])
+        try:
+            words = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            continue
+        named = [word.partition(b"=")[2] for word in words if word.startswith(b"MEGAFLOW_POD_DIR=")]
+        if named and process.alive():
+            found[str(lease["pod"])] = Path(os.fsdecode(named[0]))
+    return found
 
 
 class LocalPod:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import progress_of
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import last_word
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_head
 from megaflow_hpc.slurm import accounting, site
@@ -113,8 +115,7 @@ class _Look:
                 self.glance.state, self.glance.done = "finished", self.glance.total
                 return
             leases, gone = ledger.leases(), ledger.gone()
-            stored = [progress.stored for lease in leases.values() if (progress := progress_of(lease))]
-            self.glance.done = min(sum(stored), self.glance.total)
+            self.glance.done = min(sum(_stored(run, *lease) for lease in leases.items()), self.glance.total)
             if marks.cancelled:
                 self.glance.state = "cancelled"
                 return
@@ -138,6 +139,12 @@ class _Look:
             self.glance.state, self.glance.cause = "unknown", cause
         else:
             self.glance.state = "stopped" if self._started else "planned"
+
+
+def _stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
+    """Rollouts that a start of a pod stored: its last word says it, which its last renewal may not know yet."""
+    progress, word = progress_of(lease), last_word(run, pod) if lease.get("ended") else None
+    return max(progress.stored if progress else 0, (word and word.stored) or 0)
 
 
 def _lives(pod: _Pod, running: set[str] | None) -> bool:

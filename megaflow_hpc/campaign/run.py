@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
+from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.files import remove_tree
@@ -23,7 +26,7 @@ from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.marks import DRAIN, Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
@@ -50,6 +53,18 @@ def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
     if launcher == "slurm" and not site.has_slurm():
         raise SiteError("sbatch, squeue, srun: not found; load the site's Slurm module, or use --launcher local")
     return launcher
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """What there was to cancel."""
+
+    before: str
+    """State of the run until then."""
+    jobs: list[str]
+    """Jobs and arrays that waited or ran; every one that there ever was, where Slurm cannot tell."""
+    pods: list[str]
+    """Pods on this host, outside of Slurm."""
 
 
 class Run:
@@ -274,13 +289,30 @@ class Run:
             raise ConfigError(f"--policy {policy or 'missing'}: engine servers are of {', '.join(policies)}; name one")
         return self.slurm_jobs.release(policy, servers)
 
-    def cancel(self) -> list[str]:
-        """Cancels every job of this run; what is stored stays. Returns the job ids."""
+    def cancel(self) -> Cancelled:
+        """Cancels every job of this run, and drains its pods on this host; what is stored stays.
+
+        A finished run stays so: only jobs that it has left are cancelled.
+
+        Raises:
+            SiteError: Slurm has its jobs, and is not here or does not answer.
+        """
         self.dir.check_ours()
-        self._marks.cancel()
+        before, live, known = self.status()["state"], self.live_jobs(0), set(self.job_ids())
+        leases = self.ledger.leases().values()
+        pods, local = living_pods(leases), bool(leases) and not known
+        if before != "finished":
+            self._marks.cancel()
         if self.local is not None:
             self.local.stop()
-        return self.slurm_jobs.cancel()
+        for directory in pods.values():
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                (directory / DRAIN).touch()
+        ids = self.slurm_jobs.cancel() if known or not (local or before == "finished") else []
+        if ids and not site.has_slurm():
+            raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
+        had = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - known)
+        return Cancelled(before, sorted(had), sorted(pods))
 
     def resume(
         self,

@@ -120,6 +120,16 @@ def estimate(value: float, low: float | None, high: float | None) -> str:
     return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
+def failure_lines(status: Mapping[str, Any]) -> list[str]:
+    """Says of each cause of failures which rollout failed of it first, with what error, and where to look."""
+    lines, run = [], status["run"]
+    for cause in status.get("first_failures", ()):
+        lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
+        lines += [f"  log: {cause['log']}"] if cause["log"] else []
+        lines.append(f"  more: megaflow-hpc show {run} {cause['id']}; megaflow-hpc logs {run} {cause['id']}")
+    return lines
+
+
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
     """Says of pods that ended before any rollout why, and where that stands; those of one cause in one line."""
     causes: dict[str, list[dict[str, Any]]] = {}

@@ -16,6 +16,7 @@ from typing import Any
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
+from megaflow_hpc.monitor.causes import causes
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.monitor.running import RunningRollouts
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
@@ -157,7 +158,7 @@ class Monitor:
         known, self._rollouts = self._rollouts, {}
         for rollout in stored:
             if before := known.get(rollout.id):
-                rollout.inexact = before.inexact
+                rollout.inexact, rollout.t = before.inexact, before.t
             self._rollouts[rollout.id] = rollout
 
     @property
@@ -216,9 +217,11 @@ class Monitor:
         rate = self._rate()
         left, waits_for = total - stored, [] if self._finished else self._marks.open
         idle = bool(waits_for) and left <= 0
+        state = self._state(pods, live_jobs, bool(unstarted), idle)
+        goes_on = rate and state not in ("finished", "cancelled", "stopped")
         return {
             "run": str(self.run),
-            "state": self._state(pods, live_jobs, bool(unstarted), idle),
+            "state": state,
             **({"waits_for": waits_for} if idle else {}),
             "rollouts": rollouts,
             "pods": pods,
@@ -226,11 +229,12 @@ class Monitor:
             "unstarted": unstarted,
             **({"training": self._trainings.status(trainers)} if self._trainings else {}),
             "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
+            "first_failures": [asdict(cause) for cause in causes(self.run, self._rollouts.values(), self.running.last)],
             "retries": dict(self._retries),
             "failed_at": self.running.by_cause(),
             "tokens_per_s": round(sum(pod["tokens_per_s"] for pod in pods), 1),
             "rate_per_s": round(rate, 3),
-            "eta_s": round(left / rate) if rate and left else (0 if not left else None),
+            "eta_s": round(left / rate) if goes_on and left else (0 if not left else None),
         }
 
     def _pod(self, pod: PodView, live_jobs: set[str] | None, asked_at: float) -> dict[str, Any]:

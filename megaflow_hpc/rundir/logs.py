@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, CopyEvent, EventReader, RolloutEvent
+from megaflow_hpc.rundir.events import (
+    AnyEvent,
+    AttemptEvent,
+    CopyEvent,
+    EventReader,
+    PodEvent,
+    RolloutEvent,
+    StartEvent,
+    decode,
+)
 from megaflow_hpc.rundir.layout import RunDir
 
 PIECE = 1 << 20
@@ -82,10 +91,9 @@ def find_log(run: RunDir, wanted: str) -> Log:
     name = wanted.removesuffix(".log")
     for fits in (
         lambda log: log.name == name,
-        lambda log: log.name in (f"{name}{_ENGINE}", f"server-{name}", f"pod-{name}", f"pod-{name.rpartition('.')[0]}"),
+        lambda log: log.name in (f"{name}{_ENGINE}", f"server-{name}", f"pod-{name}") or log.path == pod_log(run, name),
         lambda log: log.role == name,
         lambda log: re.search(rf"-{re.escape(name)}(_|@|$)", log.name) is not None,
-        lambda log: name.startswith("local-") and log.name == "pod-local",
     ):
         found = [log for log in there if fits(log)]
         if len(found) == 1:
@@ -95,6 +103,13 @@ def find_log(run: RunDir, wanted: str) -> Log:
     if not there:
         raise ConfigError(f"{run.logs}: there is no log; nothing of this run has started")
     raise ConfigError(f"{wanted}: no such log in {run.logs}; there are: {_names(there)}")
+
+
+def pod_log(run: RunDir, pod: str) -> Path | None:
+    """Returns the log of a pod (``<pod>.<start>``, as events and status name it); ``None`` if there is none."""
+    name = pod.rpartition(".")[0]
+    path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
+    return path if path.exists() else None
 
 
 def _names(logs: list[Log], most: int = 10) -> str:
@@ -216,9 +231,21 @@ class RolloutLog:
         return [self._logs[path] for path in sorted(self._logs)]
 
 
+def last_word(run: RunDir, pod: str) -> PodEvent | None:
+    """Returns the last event of a pod that has ended (``<pod>.<start>``); ``None`` of one that was killed."""
+    try:
+        lines = tail(run.events / f"{pod}.jsonl", 1, _END)
+    except OSError:
+        return None
+    event = decode(lines.lines[-1].encode("utf-8", "surrogateescape")) if lines.lines else None
+    return event if isinstance(event, PodEvent) else None
+
+
 def describe(event: AnyEvent) -> str:
     """Says in a line what an event tells of its rollout."""
     match event:
+        case StartEvent():
+            return f"attempt {event.attempt} starts on rank {event.rank}"
         case AttemptEvent():
             rank = "" if event.rank is None else f" on rank {event.rank}"
             return f"attempt {event.attempt} failed{rank}, and is repeated: {event.kind}: {event.error}"

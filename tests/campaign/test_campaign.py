@@ -14,6 +14,7 @@ import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Rollout
 from tests.support.campaigns import CALL, Make, cli, rows, run_local, running, small_rows, stored
@@ -73,6 +74,10 @@ def test_failed_rollouts_run_again_on_request_and_replace_the_failure(tmp_path: 
     result, done = run_local(campaign)
     assert done.returncode == 1
     assert result["failures"] == {"verifier": 1}
+    [cause] = result["first_failures"]
+    assert (cause["kind"], cause["count"], cause["id"]) == ("verifier", 1, "task0/oracle/0")
+    assert cause["error"].startswith("no reward")
+    assert cause["log"] == f"{result['run']}/logs/pod-local.log"
     script.write_text(good)
     again = cli("resume", result["run"], "--launcher", "local", "--failed", "--json")
     assert again.returncode == 0, again.stderr
@@ -118,6 +123,20 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) ->
     assert Path(run, "trajectories.h5").exists()
     assert cli("resume", run, "--launcher", "local").returncode == 0
     assert len(rows(run)) == 3
+
+
+@pytest.mark.slow
+def test_cancel_ends_a_pod_that_nobody_follows_any_more(make_campaign: Make) -> None:
+    process, run = running(make_campaign(3, agent="oracle", solution="sleep 3; echo 42 > answer"))
+    process.kill()
+    process.communicate()
+    done = json.loads(cli("cancel", run, "--json").stdout)
+    [pod] = done["pods"]
+    assert (done["before"], done["cancelled"]) == ("running", [])
+    until(lambda: living_pods(Run(run).ledger.leases().values()) == {}, "the pod has drained", 60)
+    assert 1 <= stored(Run(run)) < 3
+    assert Run(run).status()["pods"][0]["pod"].startswith(pod)
+    assert "cancelled" in cli("list", run).stdout
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ import pytest
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
+from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.rundir.events import EventWriter, RolloutEvent, StartEvent
+from megaflow_hpc.rundir.marks import FINISHED
 
 Capture = pytest.CaptureFixture[str]
 
@@ -65,6 +68,48 @@ def test_a_cancelled_run_says_so_and_how_to_go_on(planned: Run, capsys: Capture)
     assert said.err == f"continue with: megaflow-hpc resume {planned.path}\n"
     assert main(["status", str(planned.path)]) == 0
     assert capsys.readouterr().out.startswith("small: cancelled")
+
+
+def test_a_finished_run_is_not_cancelled_and_its_status_says_no_time_to_go(planned: Run, capsys: Capture) -> None:
+    error = "no reward\x1b[2J"
+    events = EventWriter(planned.dir.event_file("7_0", "0"))
+    (planned.dir.logs / "pod-7_0.log").touch()
+    for number, (rollout, kind) in enumerate(
+        (("task0/nop/0", "user"), ("task1/nop/0", "user"), ("task0/oracle/0", "model"))
+    ):
+        events.write(StartEvent(id=rollout, rank=1, attempt=0))
+        events.write(RolloutEvent(id=rollout, status="failed", kind=kind, error=f"{error} {number}"))
+    events.write(RolloutEvent(id="task1/oracle/0", status="completed", reward=1.0))
+    events.close()
+    write_json(planned.path / FINISHED, {})
+    assert main(["status", str(planned.path)]) == 0
+    said = capsys.readouterr().out
+    assert "to go" not in said
+    assert said.splitlines()[2:9] == [
+        "failures by cause: user 2, model 1",
+        "first of user: task0/nop/0: no reward\\x1b[2J 0",
+        f"  log: {planned.path}/logs/pod-7_0.log",
+        f"  more: megaflow-hpc show {planned.path} task0/nop/0; megaflow-hpc logs {planned.path} task0/nop/0",
+        "first of model: task0/oracle/0: no reward\\x1b[2J 2",
+        f"  log: {planned.path}/logs/pod-7_0.log",
+        f"  more: megaflow-hpc show {planned.path} task0/oracle/0; megaflow-hpc logs {planned.path} task0/oracle/0",
+    ]
+    assert main(["cancel", str(planned.path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == "nothing was queued or running\n"
+    assert said.err == f"{planned.path} is finished: every rollout is stored, and nothing is left to cancel\n"
+    assert planned.status()["state"] == "finished"
+    assert main(["cancel", str(planned.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["before"] == "finished"
+    line = refused(["weights", "publish", str(planned.path), str(planned.path)], capsys)
+    assert f"{planned.path}: is finished, and no engine will load these weights" in line
+
+
+def test_jobs_of_a_slurm_that_is_not_here_are_not_said_to_be_cancelled(planned: Run, capsys: Capture) -> None:
+    make_directory(planned.dir.jobs)
+    write_json(planned.dir.jobs / "17.json", {"role": "pods", "id": "17", "elements": 1})
+    said = refused(["cancel", str(planned.path)], capsys, status=3)
+    assert "jobs 17: are Slurm's, which is not here; cancel them where sbatch is" in said
 
 
 def test_gather_writes_the_file_that_it_names(planned: Run, capsys: Capture) -> None:

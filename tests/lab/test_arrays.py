@@ -121,7 +121,7 @@ def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: M
         path.unlink()  # as if the submitting process had been killed in between
     again = Run(run.path)
     assert again.job_ids() == []
-    assert again.cancel() == ids
+    assert again.cancel().jobs == ids
     assert {record.role for record in again.slurm_jobs.arrays.records()} == {"pods", "gather"}
     until(lambda: again.live_jobs(0) == set(), "all jobs are gone")
 

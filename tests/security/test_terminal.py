@@ -133,6 +133,7 @@ def test_the_status_of_a_run_is_printed_harmlessly():
         "rollouts": dict.fromkeys(("total", "pending", "running", "completed", "truncated", "failed", "cancelled"), 1),
         "rate_per_s": 0,
         "failures": {EVIL: 1},
+        "first_failures": [{"kind": EVIL, "count": 1, "id": EVIL, "error": f"{EVIL}\nfake row", "log": "/run/log"}],
         "retries": {},
         "pods": [{"pod": 0, "state": "silent", "node": EVIL, "silent_s": 3, "why": EVIL}],
         "servers": [{"server": 0, "state": "failed", "policy": EVIL, "node": "n", "cause": f"{EVIL}\nfake row"}],
@@ -168,6 +169,6 @@ def test_every_verb_prints_through_one_function():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 bare.append(path.name)
-    assert sorted(set(bare)) == ["export.py", "output.py", "status.py"]
+    assert sorted(set(bare)) == ["export.py", "output.py", "watch.py"]
     assert bare.count("export.py") == 2  # a line of progress of numbers, and its removal
-    assert bare.count("status.py") == 1  # clears the terminal, before a page that is made harmless
+    assert bare.count("watch.py") == 1  # clears the terminal, before a page that is made harmless

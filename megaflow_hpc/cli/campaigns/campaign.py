@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megaflow_hpc.cli.output import FINAL, note, print_json, say, summary, training_lines, unstarted_lines
+from megaflow_hpc.cli.output import (
+    FINAL,
+    failure_lines,
+    note,
+    print_json,
+    say,
+    summary,
+    training_lines,
+    unstarted_lines,
+)
 from megaflow_hpc.cli.progress import ImageProgress, Progress
 from megaflow_hpc.cli.values import limit, whole
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
@@ -208,6 +217,7 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
         say(summary(result))
         if result["failures"]:
             say("failures: " + ", ".join(f"{kind} {n}" for kind, n in result["failures"].items()))
+            say("\n".join(failure_lines(result)))
         for server in result["servers"]:
             if server["state"] == "failed":
                 say(f"server {server['server']}: {server.get('cause', 'failed')}")
@@ -311,11 +321,15 @@ def _cancel(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
-    ids = run.cancel()
+    done = run.cancel()
     if arguments.json:
-        print_json({"run": str(run.path), "cancelled": ids})
+        print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
+        return 0
+    said = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"pod {pod} here drains" for pod in done.pods]
+    say("\n".join(said) or "nothing was queued or running")
+    if done.before == "finished":
+        note(f"{run.path} is finished: every rollout is stored, and nothing is left to cancel")
     else:
-        say(f"cancelled {' '.join(ids)}" if ids else "nothing was queued or running")
         note(f"continue with: megaflow-hpc resume {run.path}")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -150,7 +149,7 @@ def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
 def _print(lines: Iterable[str], as_json: bool) -> None:
     for line in lines:
         if as_json:
-            print(json.dumps({"line": line}))
+            print_json({"line": line}, indent=None)
         else:
             say(line)
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.cli.output import FINAL, print_json, queue_lines, say, seconds, table, training_lines, unstarted_lines
+from megaflow_hpc.cli.output import (
+    FINAL,
+    failure_lines,
+    print_json,
+    queue_lines,
+    say,
+    seconds,
+    table,
+    training_lines,
+    unstarted_lines,
+)
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 
 
@@ -53,11 +63,12 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))
     if status.get("waits_for"):
         lines.append(f"waits for {', '.join(status['waits_for'])} to add rollouts")
-    if status["rate_per_s"]:
+    if status["rate_per_s"] and status["eta_s"]:
         lines.append(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):
         if status[key]:
             lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))
+    lines += failure_lines(status)
     lines += queue_lines(status)
     lines += training_lines(status)
     lines += unstarted_lines(status)

@@ -11,9 +11,11 @@ from pathlib import Path
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 
 
@@ -61,6 +63,13 @@ def register(subparsers: Subparsers) -> None:
 
 def _publish(arguments: argparse.Namespace) -> int:
     run = RunDir(arguments.run_dir)
+    marks = Marks(run)
+    if marks.finished:
+        raise ConfigError(
+            f"{run}: is finished, and no engine will load these weights; use them as model.path of a new campaign"
+        )
+    if marks.cancelled:
+        note(f"the campaign is cancelled: its engines load them once it goes on (megaflow-hpc resume {run})")
     named = {"token": arguments.token, "digest": arguments.digest}
     made = weights.publish(
         run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep, **named

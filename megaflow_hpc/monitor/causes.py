@@ -1,0 +1,45 @@
+"""What made rollouts fail: of each cause the first one, with its error and the log of the pod that it ran in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megaflow_hpc.monitor.running import Place
+from megaflow_hpc.rundir.events import RolloutEvent
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import pod_log
+
+
+@dataclass
+class Cause:
+    """One cause of failures."""
+
+    kind: str
+    count: int
+    """Rollouts that failed of it."""
+    id: str
+    """The rollout that did first."""
+    error: str
+    log: str
+    """Empty where it cannot be told, or is gone."""
+
+
+def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, Place]) -> list[Cause]:
+    """Returns the causes of failures, the most frequent first.
+
+    Args:
+        rollouts: those that are stored.
+        places: where each ran last, as far as events tell.
+    """
+    found: dict[str, list[RolloutEvent]] = {}
+    for event in rollouts:
+        if event.status == "failed":
+            found.setdefault(event.kind, []).append(event)
+    listed = []
+    for kind, events in sorted(found.items(), key=lambda item: -len(item[1])):
+        first = min(events, key=lambda event: event.t)
+        place = places.get(first.id)
+        log = pod_log(run, place.pod) if place else None
+        listed.append(Cause(kind, len(events), first.id, first.error, str(log or "")))
+    return listed
