@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST = 20_000
 """Characters of a message: what it quotes may be a file of somebody else's."""
 
@@ -26,6 +28,22 @@ class ConfigError(MegaflowError):
     """A file or argument is wrong: names file, line, value and remedy."""
 
     exit_status = 2
+
+
+class Mistakes(ConfigError):
+    """All that is wrong with a file, found in one go; each message names its own place.
+
+    Args:
+        found: the messages, at least one.
+    """
+
+    MOST = 20
+    """Messages that are shown; the others are counted."""
+
+    def __init__(self, found: Sequence[str]) -> None:
+        self.found = list(dict.fromkeys(found))
+        more = len(self.found) - self.MOST
+        super().__init__("\n".join([*self.found[: self.MOST], *([f"… and {more} more"] if more > 0 else [])]))
 
 
 class SiteError(MegaflowError):

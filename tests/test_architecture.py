@@ -83,8 +83,10 @@ DOORS: dict[str, str] = {
     # Only what follows may speak to Slurm.
     "slurm": "config rundir",
     "monitor": "config ledger rundir",
-    "campaign": "slurm monitor config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
-    "environments/sandbox model/engines model/server trajectories trajectories/journal trajectories/reading",
+    "campaign/planning": "slurm config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
+    "environments/sandbox model/engines trajectories/reading",
+    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks environments/builds "
+    "environments/images model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",
     "cli/campaigns": "cli campaign slurm",
     "cli/runs": "cli campaign rundir trajectories trajectories/reading",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import Mistakes, SiteError
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
 from megaflow_hpc.slurm import limits, resources, script
 from megaflow_hpc.slurm.arrays import cpus_per_gpu, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
+from megaflow_hpc.slurm.fits import refusals
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
@@ -28,6 +31,26 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
     return [*server_jobs(config, run, groups, allowed), *trainers, *pods, *pod_jobs_elsewhere(config, run), gather]
 
 
+SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
+"""Role → its script under ``RUN/sbatch``."""
+
+
+def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
+    """Returns the commands that submit a planned run by hand and gather it, which can be copied as they are.
+
+    A heterogeneous job, whose engines no script of ours can know, gets one of its own there.
+    """
+    lines = []
+    for job in preview(config, run, groups):
+        if job.engines:
+            path = run.sbatch / "together.sbatch"
+            write_atomic(path, script.script(job))
+            lines.append(f"sbatch {shlex.quote(str(path))}")
+        elif job.role in SCRIPTS:
+            lines.append(script.command(job, shlex.quote(str(run.sbatch / f"{SCRIPTS[job.role]}.sbatch"))))
+    return lines if config.is_pool else [*lines, f"megaflow-hpc gather {shlex.quote(str(run))} --wait  # when they ran"]
+
+
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[resources.Amounts]:
@@ -35,32 +58,42 @@ def beside(
     found = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
-        both = set(allowed.caps) & set(limits.resource_caps(_named(job.options)))
+        both = set(allowed.caps) & set(limits.resource_caps(named(job.options)))
         found += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
     return found
 
 
-def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
-    """Checks that limits let a pod, an engine server and a trainer start at all.
-
-    Raises:
-        SiteError: One would stay in the queue for ever; names the limit.
-    """
-    run, pods = RunDir("/RUN"), config.slurm.pods
-    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
+    """Yields one job of each kind that the campaign queues at this cluster, behind its section of the file."""
+    pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
     jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
     jobs += [("slurm.trainer", job) for job in trainer_jobs(config, run)]
-    for key, job in jobs:
-        if job.cluster:
-            continue  # its limits are not ours to read
-        options = _named(job.options)
+    jobs += [] if config.is_pool else [("slurm.gather", script.gather_job(config, run, ""))]
+    yield from ((key, job) for key, job in jobs if not job.cluster)  # another's limits are not ours to read
+
+
+def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
+    """Checks that partitions and limits let each kind of job start at all.
+
+    Raises:
+        Mistakes: A partition has not what is asked for; names key and limit.
+        SiteError: One would stay in the queue for ever; names the limit.
+    """
+    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    refused = [
+        f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
+    ]
+    if refused:
+        raise Mistakes(refused)
+    for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
         known[names] = known[names] if names in known else limits.resource_caps(options)
         wanted = resources.asked(options)
         if cap := resources.impossible(known[names], wanted):
-            what = {"servers": "engine server", "trainer": "trainer"}.get(job.role, "pod")
+            what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
                 "start; ask for less, or name another account or QOS"
@@ -75,8 +108,9 @@ def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
     """The sbatch options of pods that decide which limits hold."""
     slurm = config.slurm
-    return _named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
+    return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
 
 
-def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by sbatch's own names."""
     return {script.option_name(name): value for name, value in options.items()}

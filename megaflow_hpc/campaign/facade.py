@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign import plan as plan_module
+from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
+from megaflow_hpc.campaign.planning.foresight import foresee
 from megaflow_hpc.campaign.run import Launcher, Run, resolve_launcher
+from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
 from megaflow_hpc.rundir.layout import RunDir, new_run_name
-from megaflow_hpc.slurm import script, site
-
-if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Watch
+from megaflow_hpc.slurm import fits, script, site
 
 __all__ = ["Campaign", "Run"]
 
@@ -37,6 +38,9 @@ class Campaign:
         self.file: str | None = None
         self._node: yaml.Node | None = None
         self._text = ""
+        self._made: list[Path] = []
+        self.notices: list[str] = []
+        """What planning found that a user would want to know, and that is no mistake."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Campaign:
@@ -50,6 +54,7 @@ class Campaign:
         campaign.base = Path(path).absolute().parent
         campaign.file = str(path)
         campaign._text = Path(path).read_text(encoding="utf-8")
+        campaign.notices, campaign._made = [], []
         campaign._node = config_module.read_yaml(path)[1]
         return campaign
 
@@ -57,7 +62,7 @@ class Campaign:
         """``file:line`` of a dotted key, for messages."""
         if self.file is None:
             return f"campaign {self.config.name}"
-        return f"{self.file}:{config_module.line_of(self._node, key.split('.')) or 1}"
+        return config_module.place_of(self._node, [_part(part) for part in key.split(".")], self.file)
 
     def _run_dir(self, run_dir: str | Path | None) -> RunDir:
         if run_dir is not None:
@@ -74,17 +79,43 @@ class Campaign:
         """Makes the run directory; queues nothing.
 
         Args:
-            watch: is told which images are made, and how far that is.
+            watch: is told what is done, which images are made, and how far that is.
         """
         slurm = resolve_launcher(launcher) == "slurm"
-        if slurm:
-            site.check_site(self.config, self.where)
-        made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch)
-        if slurm:
-            demand.check_resources(self.config, made.server_groups, self.where)
+        check = self._check_site if slurm else None
+        made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
+        mpi = site.mpi_plugin() if slurm else "pmi2"
         run = self._run_dir(run_dir)
-        plan_module.write(made, run, site.mpi_plugin() if slurm else "pmi2")
+        self._made = plan_module.write(made, run, mpi, watch)
         return Run(run)
+
+    def _check_site(self, draft: Draft) -> None:
+        """Checks that Slurm has what is asked for, and lets it start."""
+        site.check_site(draft.config, self.where)
+        groups = group_servers(draft.servers)
+        demand.check_resources(draft.config, groups, self.where)
+        walltimes_s = {
+            key: fits.walltime_s(demand.named(job.options))
+            for key, job in demand.each_job(draft.config, RunDir("/RUN"), groups)
+            if job.role == "pods"
+        }
+        self.notices += foresee(draft, self.where, walltimes_s)
+
+    def site_mistakes(self, draft: Draft, watch: Watch) -> list[str]:
+        """Returns what this site lacks or refuses of a draft, mistakes or not."""
+        found: list[str] = []
+        checks: list[Callable[[], None]] = [lambda: try_sandboxes(draft, watch)]
+        if site.has_slurm():
+            checks.insert(0, lambda: self._check_site(draft))
+        for one in checks:
+            watch.step("asking the site")
+            try:
+                one()
+            except Mistakes as error:
+                found += error.found
+            except MegaflowError as error:
+                found.append(str(error))
+        return found
 
     def submit(
         self,
@@ -96,13 +127,69 @@ class Campaign:
     ) -> Run:
         """Plans and queues (or starts, ``launcher="local"``)."""
         run = self.plan(run_dir, only, launcher, watch)
-        run.start(launcher, ranks)
+        self.start(run, launcher, ranks)
         return run
+
+    def start(self, run: Run, launcher: Launcher = "slurm", ranks: int = 1) -> None:
+        """Starts a run that was just planned; where Slurm takes none of its jobs, the run directory is removed.
+
+        Raises:
+            SiteError: Slurm refuses; carries its message.
+        """
+        try:
+            run.start(launcher, ranks)
+        except SiteError:
+            if not run.job_ids():
+                plan_module.discard(run.dir, self._made)
+            raise
 
     def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
         """The jobs that :meth:`submit` would queue; touches nothing."""
-        site.check_site(self.config, self.where)
-        made = plan_module.make(self.config, self.base, self.where, self._text, only, build=False)
-        demand.check_resources(self.config, made.server_groups, self.where)
+        resolve_launcher("slurm")
+        made = plan_module.make(
+            self.config, self.base, self.where, self._text, only, build=False, site=self._check_site
+        )
         run = self._run_dir(run_dir)
         return demand.preview(self.config, run, made.server_groups)
+
+
+@dataclass
+class Findings:
+    """What :func:`check` found, each with its place and what to do."""
+
+    file: list[str] = field(default_factory=list)
+    """Mistakes of the file, its tasks and its models."""
+    site: list[str] = field(default_factory=list)
+    """What this site lacks or refuses."""
+    warnings: list[str] = field(default_factory=list)
+    tasks: int = 0
+    rollouts: int = 0
+
+
+def check(path: str | Path, site_too: bool = True, watch: Watch | None = None) -> Findings:
+    """Returns everything that is wrong with a campaign file, and with this site for it; makes nothing.
+
+    Args:
+        site_too: also ask Slurm, where it is, and try a sandbox.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    found = Findings()
+    try:
+        campaign = Campaign.from_yaml(path)
+    except ConfigError as error:
+        if not Path(path).is_file():
+            raise
+        found.file = error.found if isinstance(error, Mistakes) else [str(error)]
+        return found
+    draft = read(campaign.config, campaign.base, campaign.where, (), watch)
+    found.file, found.tasks, found.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
+    if site_too:
+        found.site = campaign.site_mistakes(draft, watch or Silent())
+    found.warnings = campaign.notices
+    return found
+
+
+def _part(part: str) -> str | int:
+    return int(part) if part.isdecimal() else part

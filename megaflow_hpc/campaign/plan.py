@@ -5,11 +5,10 @@ Everything a pod needs stands in ``run.json``, so that a run means the same afte
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,18 +18,16 @@ import yaml
 
 from megaflow_hpc.agents import code
 from megaflow_hpc.campaign import provenance
-from megaflow_hpc.campaign.agents import check_agents
 from megaflow_hpc.campaign.job_environment import environment_script
-from megaflow_hpc.campaign.model_paths import Where, absolute, absolute_training
+from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes, whole_groups
+from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.config.engine_pool import EnginePoolConfig
-from megaflow_hpc.config.quotas import settle, site_caps
-from megaflow_hpc.config.sections import TaskSource
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
-from megaflow_hpc.resources import docs
+from megaflow_hpc.resources import resource
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
@@ -38,7 +35,6 @@ from megaflow_hpc.types import Rollout, Task
 from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Watch
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 
@@ -68,15 +64,7 @@ class Plan:
     @property
     def server_groups(self) -> list[ServerGroup]:
         """Neighbouring servers of one shape: one Slurm array each."""
-        groups: list[ServerGroup] = []
-        for index, server in enumerate(self.servers):
-            shape = (server.model["gpus"], server.held, server.model["nodes"])
-            last = groups[-1] if groups else None
-            if last and (last.gpus, last.held, last.nodes) == shape:
-                last.count += 1
-            else:
-                groups.append(ServerGroup(index, 1, *shape))
-        return groups
+        return group_servers(self.servers)
 
 
 def make(
@@ -87,184 +75,97 @@ def make(
     only: Sequence[str] = (),
     build: bool = True,
     watch: Watch | None = None,
+    site: Callable[[Draft], None] | None = None,
 ) -> Plan:
-    """Reads the tasks and resolves everything else.
+    """Reads the tasks and resolves everything else; what is wrong with the file is said before the site is asked.
 
     Args:
         base: directory that relative paths are relative to.
         only: rollout or task ids (shell patterns); empty takes all.
         build: build images that are not there yet, or have jobs build them; without it they are only checked.
-        watch: is told which are made, and how far that is.
+        watch: is told what is done, which images are made, and how far that is.
+        site: checks that the site lets the campaign run; asked once the file is found right.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        Mistakes: names file, line, value and remedy of each.
     """
+    draft = read(config, base, where, only, watch)
+    draft.check()
+    if site is not None:
+        (watch or Silent()).step("asking Slurm")
+        site(draft)
+    return complete(draft, source, build, watch)
+
+
+def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | None = None) -> Plan:
+    """Makes the images of a draft without mistakes; the arguments are as of :func:`make`."""
     from megaflow_hpc.campaign.image_jobs import build_by_jobs
-    from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import ImageMapping, Images
-    from megaflow_hpc.environments.images.store import ImageStore
-    from megaflow_hpc.environments.sandbox.probe import require
-    from megaflow_hpc.environments.sandbox.provider import default_scratch
-    from megaflow_hpc.tasks.harbor.verifier import check_fresh
-    from megaflow_hpc.tasks.images import image_requests, in_image_directories, with_unbuilt
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.images import in_image_directories, with_unbuilt
 
-    if config.is_pool:
-        named = bool(config.models)
-        pools = {name: absolute(policy, base, where, name, named) for name, policy in config.policies().items()}
-        config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
-        return Plan(config, pools, [], [], {}, list_servers(pools), source)
+    config, tasks, images, mapping = draft.config, draft.tasks, draft.images, draft.mapping
+    if images is None or mapping is None:
+        return Plan(config, draft.policies, [], [], {}, draft.servers, source)
+    watch = watch or Silent()
     environment = config.environment
-    registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
-    images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
-    if watch is not None:
-        images.watch(watch)
-
-    def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
-        try:
-            return load_tasks([source_.model_dump() for source_ in sources], base, images.dockerfiles)
-        except ConfigError as error:
-            if str(error).startswith("/"):  # a task's own file, which names itself
-                raise
-            raise ConfigError(f"{where(key)}: {error}") from None
-
-    tasks, held_out = load(config.tasks, "tasks"), []
-    if config.training and config.training.evaluate:
-        held_out = load(config.training.evaluate.tasks, "training.evaluate.tasks")
-        if both := {task.id for task in held_out} & {task.id for task in tasks}:
-            raise ConfigError(
-                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; what is trained "
-                "on tells nothing when it is evaluated on (tasks: [{path: …, exclude: […]}])"
-            )
-    policies = {
-        name: absolute(policy, base, where, name, bool(config.models)) for name, policy in config.policies().items()
-    }
-    if config.training:
-        config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
-        samples = config.training.batch.samples if config.training else None
-        for name in config.training.policies if config.training and samples else ():
-            policies[name] = policies[name].model_copy(update={"samples": samples})
-    own_code = check_agents(policies, config.environment.network, base, where)
-    check_supported(config, where)
-    check_together(config, where)
-    config = within_caps(config, len(list_servers(policies)), where)
-    rollouts = [rollout for rollout in expand(tasks, policies, config.scheduling.spare) if wanted(rollout, only)]
-    if not rollouts:
-        shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
-        raise ConfigError(f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>")
-    used = {rollout.task_id for rollout in rollouts}
-    tasks = [task for task in tasks if task.id in used] + held_out
-    require((environment.network_of(task) for task in tasks), default_scratch())
-    mapping = ImageMapping(environment.images, base, where("environment.images"))
-    requests, by_jobs = image_requests(tasks), build and environment.build == "slurm"
+    try_sandboxes(draft, watch)
+    watch.step(f"looking up images of {len(tasks)} tasks")
+    images.watch(watch)
+    by_jobs = build and environment.build == "slurm"
     if by_jobs:
-        tasks = with_unbuilt(tasks, build_by_jobs(config, images, requests, mapping))
-    files = images.resolve_all(requests, mapping, build=build and not by_jobs)
+        tasks = with_unbuilt(tasks, build_by_jobs(config, images, draft.requests, mapping))
+    files = images.resolve_all(draft.requests, mapping, build=build and not by_jobs)
+    watch.step(f"looking up work directories of {len(tasks)} tasks")
     tasks = in_image_directories(tasks, files, images, mapping)
-    if environment.verification == "fresh":
-        for task in tasks:
-            check_fresh(task)
-    durations = learned(config, base, where)
-    aside = tuple(task.id for task in held_out)
-    servers, beside = list_servers(policies), str(base) if own_code else ""
-    return Plan(config, policies, tasks, rollouts, files, servers, source, aside, durations, own_code, beside)
-
-
-def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """What earlier campaigns tell of durations."""
-    from megaflow_hpc.trajectories.reading.durations import Durations
-
-    earlier = config.scheduling.learn_from
-    if not earlier:
-        return None
-    try:
-        return Durations(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
-    except ConfigError as error:
-        raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
-
-
-def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
-    """Every rollout, the samples of a group side by side, ``spare`` ones last."""
-    return [
-        Rollout(task.id, name, sample, policy.agent.name)
-        for task in tasks
-        for name, policy in policies.items()
-        if not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include)
-        for sample in range(policy.samples + spare if policy.samples else 0)
-    ]
-
-
-def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
-    """Whether ``--only`` lets it pass: a pattern matches its id, its group or its task."""
-    names = (rollout.id, rollout.group_id, rollout.task_id)
-    return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
-
-
-def list_servers(policies: dict[str, Policy]) -> list[ServerRecord]:
-    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side."""
-    servers = [
-        ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
-        for name, policy in policies.items()
-        if policy.model and not policy.model.pool
-        for model in policy.model.kinds()
-        for least in (model.servers.min,)
-        for number in range(model.servers.max)
-    ]
-    return sorted(servers, key=_shape)
-
-
-def _shape(server: ServerRecord) -> tuple[int, int, bool]:
-    return -server.model["nodes"], -server.model["gpus"], server.held
-
-
-def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """With the quotas that hold: its own, and its site's caps where it states none."""
-    caps, source = site_caps()
-    try:
-        quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
-    except ConfigError as error:
-        raise ConfigError(f"{where('quotas')}: {error}") from None
-    return config.model_copy(update={"quotas": quotas})
-
-
-def check_supported(config: CampaignConfig, where: Where) -> None:
-    """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
-    if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
-        place = where("scheduling.retry_every")
-        raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
-    if config.training and config.slurm.trainer.share == "sleep":
-        raise ConfigError(
-            f"{where('slurm.trainer.share')}: slurm.trainer.share: sleep is not there yet "
-            f"({docs('limits.md')}); leave it out, and give trainer and engines GPUs of their own"
-        )
-
-
-def check_together(config: CampaignConfig, where: Where) -> None:
-    """One heterogeneous job holds one pod, and engines to be together with."""
-    if not config.slurm.together:
-        return
-    if config.slurm.pods.total != 1:
-        raise ConfigError(
-            f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
-            "nodes (slurm.pods.nodes), or leave together out"
-        )
-    if any(kind.nodes > 1 for policy in config.policies().values() if policy.model for kind in policy.model.kinds()):
-        raise ConfigError(
-            f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
-        )
-    if not any(policy.model for policy in config.policies().values()):
-        raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")
+    return Plan(
+        config,
+        draft.policies,
+        tasks,
+        draft.rollouts,
+        files,
+        draft.servers,
+        source,
+        draft.held_out,
+        draft.durations,
+        draft.own_code,
+        str(draft.base) if draft.own_code else "",
+    )
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
-    """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one."""
+def write(plan: Plan, run: RunDir, mpi: str = "pmi2", watch: Watch | None = None) -> list[Path]:
+    """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one.
+
+    What cannot be finished is removed again, with the directories above it that were made for it.
+
+    Returns:
+        The directories that were not there before: RUN and those above it.
+    """
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
-    run.create(plan.config.share)
+    missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
+    (watch or Silent()).step(f"writing {run} with {len(plan.rollouts)} rollouts")
+    try:
+        run.create(plan.config.share)
+        _fill(plan, run, mpi)
+    except BaseException:
+        if missing:
+            discard(run, missing)
+        raise
+    return missing
+
+
+def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
+    """Removes a run directory of which nothing was started, and those of ``made`` above it that are empty."""
+    remove_tree(run.path, ignore_errors=True)
+    for path in made:
+        if path != run.path:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _fill(plan: Plan, run: RunDir, mpi: str) -> None:
     ledger = Ledger(run)
     ledger.create()
     learning = plan.config.training.policies if plan.config.training else {}
@@ -279,7 +180,8 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
     provenance.keep_tokenizers(run, plan.policies)
     earlier = plan.durations
     expected_s = earlier.expected_s if earlier and plan.config.scheduling.order == "longest" else None
-    write_blocks(run, planned, plan.config.slurm.pods.total, expected_s=expected_s)
+    write_blocks(run, planned, plan.config.slurm.pods.total, expected_s=expected_s, whole=whole_groups(plan.config))
+    write_scripts(run)
     if plan.config.pool is not None:
         EnginePool(run.path).create(Counter(server.policy for server in plan.servers), plan.config.pool.share)
     pools = {name: EnginePool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
@@ -308,6 +210,13 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2") -> None:
             learned=[list(row) for row in earlier.learned(plan.rollouts)] if earlier else [],
         ),
     )
+
+
+def write_scripts(run: RunDir) -> None:
+    """Copies the scripts that a person submits by hand: ``RUN/sbatch``, wherever the package is installed."""
+    make_directory(run.sbatch)
+    for script in sorted(resource("sbatch").glob("*.sbatch")):
+        write_atomic(run.sbatch / script.name, script.read_text(encoding="utf-8"))
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.campaign.local import living_pods
+from megaflow_hpc.campaign.planning.draft import wanted
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.files import remove_tree
@@ -390,7 +390,7 @@ class Run:
             rollout.id: rollout
             for block in blocks
             for rollout in block.rollouts
-            if rollout.id in again and plan_module.wanted(rollout, only)
+            if rollout.id in again and wanted(rollout, only)
         }
         if rollouts:
             write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total)

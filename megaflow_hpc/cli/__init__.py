@@ -23,6 +23,7 @@ from megaflow_hpc.extras import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = (
+    "campaigns.check",
     "campaigns.campaign",
     "runs.listing",
     "runs.status",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,10 @@ class ImageProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._take_down()
+
+    def _take_down(self) -> None:
+        """Removes the line in place."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -121,7 +126,7 @@ class ImageProgress:
             self._now(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
         else:
             self._begun = False
-            self.__exit__()
+            self._take_down()
             if state.to_make:
                 self.say(f"images: {done}/{state.to_make} made, {figures}")
 
@@ -136,5 +141,53 @@ class ImageProgress:
             from rich.text import Text
 
             self._live.update(Text(in_one_line(line), no_wrap=True, overflow="ellipsis"))
+            self._said = time.monotonic()
         elif time.monotonic() - self._said >= self.EVERY_S:
             self.say(line)
+
+
+class PlanProgress(ImageProgress):
+    """Shows on stderr what planning is at, and with which images: nothing is silent for longer than two seconds.
+
+    Steps that take less are not named in a log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step, self._since = "", time.monotonic()
+        self._guard = threading.RLock()
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> PlanProgress:
+        self._beats.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        with self._guard:
+            super().__exit__(*error)
+
+    def step(self, text: str) -> None:
+        """Gets what is done from now on."""
+        with self._guard:
+            self._step, self._since = text, time.monotonic()
+            if self._live is not None:
+                self._now(text)
+
+    def say(self, line: str) -> None:
+        """Prints a line, above that in place."""
+        with self._guard:
+            super().say(line)
+
+    def show(self, state: Making) -> None:
+        """Shows how far the making of images is."""
+        with self._guard:
+            super().show(state)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self.EVERY_S / 4):
+            with self._guard:
+                silent = time.monotonic() - self._said >= self.EVERY_S
+                if silent and self._step and not self._over.is_set():
+                    self._now(f"{self._step}: {seconds(time.monotonic() - self._since)}")

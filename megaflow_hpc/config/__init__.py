@@ -5,7 +5,7 @@ paths in the file are relative to the file.
 """
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, resolved, schema
-from megaflow_hpc.config.reading import explain, line_of, read_yaml
+from megaflow_hpc.config.reading import explain, line_of, place_of, read_yaml
 from megaflow_hpc.config.sections import AgentConfig, ModelConfig, Section
 from megaflow_hpc.config.slurm import PodPoolConfig
 
@@ -20,6 +20,7 @@ __all__ = [
     "line_of",
     "load",
     "parse",
+    "place_of",
     "read_yaml",
     "resolved",
     "schema",

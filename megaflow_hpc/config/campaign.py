@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import QuotasConfig
-from megaflow_hpc.config.reading import explain, read_yaml
+from megaflow_hpc.config.reading import explain, explain_all, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
@@ -26,7 +26,7 @@ from megaflow_hpc.config.sections import (
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_trained, neutral
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -168,6 +168,8 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
         ConfigError: names file, line, value and remedy.
     """
     value, node = read_yaml(path)
+    if value is None:
+        raise ConfigError(f"{path}: is empty; megaflow-hpc init writes a campaign file to begin with")
     if not isinstance(value, dict):
         raise ConfigError(
             f"{path}: holds {type(value).__name__}, expected a mapping; {docs('tutorials/first-campaign.md')} shows one"
@@ -180,7 +182,7 @@ def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node |
     try:
         return CampaignConfig.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(explain(error, source, node, CampaignConfig)) from None
+        raise Mistakes(explain_all(error, source, node, CampaignConfig)) from None
 
 
 def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection:

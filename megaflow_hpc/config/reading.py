@@ -62,6 +62,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         loader = _Loader(text)
     except yaml.YAMLError as error:  # a character that YAML has not
         raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    loader.name = str(path)  # every node's mark names its file: a campaign may be made of two
     try:
         node = loader.get_single_node()
         if node is not None:
@@ -113,28 +114,65 @@ def _require_small(root: yaml.Node) -> None:
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
     """Line (from 1) of the deepest part of ``location`` that the file has."""
-    line = None if node is None else node.start_mark.line + 1
+    found = _deepest(node, location)
+    return None if found is None else found.line + 1
+
+
+def place_of(node: yaml.Node | None, location: Sequence[Any], path: str) -> str:
+    """Returns ``file:line`` of the deepest part of ``location`` that there is; ``path`` where there is no node."""
+    found = _deepest(node, location)
+    return path if found is None else f"{path if found.name.startswith('<') else found.name}:{found.line + 1}"
+
+
+def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | None:
+    mark = None if node is None else node.start_mark
     for part in location:
         if isinstance(node, yaml.MappingNode):
             found = next(((k, v) for k, v in node.value if k.value == str(part)), None)
             if found is None:
                 continue
-            line, node = found[0].start_mark.line + 1, found[1]
+            mark, node = found[0].start_mark, found[1]
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             node = node.value[part]
-            line = node.start_mark.line + 1
-    return line
+            mark = node.start_mark
+    return mark
 
 
 def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one line: file, line, key, value and what to do.
+    """The first problem of a validation error as one line: file, line, key, value and what to do."""
+    return explain_all(error, path, node, model)[0]
 
-    An unknown key comes first: it is often the reason why another one is missing.
+
+def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> list[str]:
+    """Every problem of a validation error, each as one line: file, line, key, value and what to do.
+
+    Unknown keys come first: they are often the reason why others are missing. A value that is none of several kinds is
+    one problem.
     """
-    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    line = line_of(node, location)
-    where = f"{path}:{line}" if line else path
+    found: dict[Any, str] = {}
+    for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
+        location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+        key = tuple(location) if problem["type"] == "missing" or node is None else _reached(node, location)
+        found.setdefault(key, _explained(problem, location, path, node, model))
+    return list(found.values())
+
+
+def _reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
+    """The parts of ``location`` that stand in the file; pydantic adds the kind of value that it tried."""
+    reached = []
+    for part in location:
+        if isinstance(node, yaml.MappingNode) and str(part) in (keys := {k.value: v for k, v in node.value}):
+            node = keys[str(part)]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+        else:
+            continue
+        reached.append(part)
+    return tuple(reached)
+
+
+def _explained(problem: Any, location: Sequence[Any], path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
+    where = place_of(node, location, path)
     key = ".".join(str(part) for part in location)
     value = problem.get("input")
     shown = "" if isinstance(value, dict | list | tuple) or problem["type"] == "missing" else f" {value!r}"

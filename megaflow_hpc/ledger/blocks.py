@@ -74,13 +74,18 @@ def split(
     pods: int,
     size: int | None = None,
     expected_s: Callable[[Rollout], float] | None = None,
+    whole: bool = True,
 ) -> list[tuple[Rollout, ...]]:
     """Cuts rollouts into blocks for so many pods, or of about ``size``; the samples of one group stay together.
 
     Args:
         expected_s: orders the groups by their longest sample, the longest first.
+        whole: whether they stay together even where there are fewer groups than pods.
     """
     groups = [list(samples) for _, samples in groupby(rollouts, key=lambda r: r.group_id)]
+    if not whole and 0 < len(groups) < pods:
+        parts = math.ceil(pods * SHARE / len(groups))
+        groups = [group[n::parts] for group in groups for n in range(min(parts, len(group)))]
     if size:
         per_block = max(1, size // max((len(group) for group in groups), default=1))
         dealt = [list(range(n, min(n + per_block, len(groups)))) for n in range(0, len(groups), per_block)]
@@ -106,12 +111,13 @@ def write_blocks(
     pods: int = 1,
     size: int | None = None,
     expected_s: Callable[[Rollout], float] | None = None,
+    whole: bool = True,
 ) -> list[int]:
     """Appends blocks, cut as :func:`split` does, and returns their numbers."""
     files = Files(run)
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
-    for block in split(rollouts, pods, size, expected_s):
+    for block in split(rollouts, pods, size, expected_s, whole):
         content = {"rollouts": [asdict(rollout) for rollout in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # somebody else is adding blocks as well

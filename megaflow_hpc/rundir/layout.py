@@ -7,6 +7,7 @@
       run.json            format, package version, resolved campaign, its tasks and images
       env.sh              what every job sources first
       code/               modules of the campaign's own agents, as they were when it was planned
+      sbatch/             scripts to submit by hand
       tasks/              <block>.json: immutable blocks of rollouts
       ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: what was queued
       endpoints/          <server>.json: engines that answer now
@@ -46,6 +47,7 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.env_sh = self.path / "env.sh"
         self.code = self.path / "code"
+        self.sbatch = self.path / "sbatch"
         self.tasks = self.path / "tasks"
         self.ledger = self.path / "ledger"
         self.jobs = self.ledger / "jobs"

@@ -21,7 +21,8 @@ ASK_S = 60.0
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as sinfo shows it: ``cpus`` and ``memory_mb`` of one node, ``time`` the limit in Slurm's form.
+    """One partition as sinfo shows it: ``cpus`` and ``memory_mb`` (MiB) of the node that has most of each, ``time`` the
+    limit in Slurm's form.
 
     ``cpus_per_gpu`` is of the node that has the fewest for each of its GPUs; 0 where no node has one.
     """
@@ -81,8 +82,8 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
             default=marked.endswith("*"),
             up=available == "up",
             nodes=int(nodes) + (before.nodes if before else 0),
-            cpus=int(re.sub(r"\D.*", "", cpus)),
-            memory_mb=int(re.sub(r"\D.*", "", memory)),
+            cpus=max(int(re.sub(r"\D.*", "", cpus)), before.cpus if before else 0),
+            memory_mb=max(int(re.sub(r"\D.*", "", memory)), before.memory_mb if before else 0),
             gpus="gpu" in gres or bool(before and before.gpus),
             time=limit,
             cpus_per_gpu=min(shares, default=0),
@@ -143,6 +144,11 @@ def partition_qos(names: str) -> set[str]:
 
 def _partition_qos() -> dict[str, str]:
     return {name: qos for name, qos in _each_partition("QoS") if qos != "N/A"}
+
+
+def default_times() -> dict[str, str]:
+    """Returns the walltime that jobs get unasked, of the partitions that state one, in Slurm's form."""
+    return {name: time for name, time in _each_partition("DefaultTime") if time != "NONE"}
 
 
 def _each_partition(key: str) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import format_of_source
 from megaflow_hpc.types import Task
 
@@ -27,38 +27,50 @@ def load_tasks(
         dockerfiles: reads the tasks' Dockerfiles, for whoever resolves their images afterwards.
 
     Raises:
-        ConfigError: a source without tasks, a broken task, an id that two tasks have.
+        Mistakes: sources without tasks, broken tasks, ids that two tasks have.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
+    mistakes: list[str] = []
     for source in sources:
         options: Mapping[str, Any] = {"path": source} if isinstance(source, str) else source
-        path = str(options["path"])
-        source_format = format_of_source(path)
-        found = source_format.read(path, base_dir, dockerfiles)
-        include, exclude = tuple(options.get("include") or ("*",)), tuple(options.get("exclude") or ())
-        kept = [
-            task
-            for task in sorted(found, key=lambda task: task.id)
-            if _matches(task.id, include) and not _matches(task.id, exclude)
-        ]
-        if not kept:
-            raise ConfigError(
-                f"tasks: {path}: {len(found)} tasks, but none is left by include {list(include)} and "
-                f"exclude {list(exclude)}; ids are such as {found[0].id}"
-            )
-        if mode := options.get("mode"):
-            kept = [replace(task, mode=mode) for task in kept]
-        for task in source_format.settle(kept[: options.get("limit") or None]):
+        try:
+            found = _of_source(options, base_dir, dockerfiles)
+        except ConfigError as error:
+            mistakes += error.found if isinstance(error, Mistakes) else [str(error)]
+            continue
+        for task in found:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
-                raise ConfigError(
-                    f"task id {task.id} is there twice: {other.path} and {task.path}; rename one directory"
-                )
+                mistakes.append(f"task id {task.id} is there twice: {other.path} and {task.path}; rename one directory")
             tasks[task.id] = task
+    if mistakes:
+        raise Mistakes(mistakes)
     if not tasks:
         raise ConfigError("tasks: no source is named; add at least one path")
     return list(tasks.values())
+
+
+def _of_source(
+    options: Mapping[str, Any], base_dir: str | os.PathLike[str], dockerfiles: Dockerfiles
+) -> Sequence[Task]:
+    path = str(options["path"])
+    source_format = format_of_source(path)
+    found = source_format.read(path, base_dir, dockerfiles)
+    include, exclude = tuple(options.get("include") or ("*",)), tuple(options.get("exclude") or ())
+    kept = [
+        task
+        for task in sorted(found, key=lambda task: task.id)
+        if _matches(task.id, include) and not _matches(task.id, exclude)
+    ]
+    if not kept:
+        raise ConfigError(
+            f"tasks: {path}: {len(found)} tasks, but none is left by include {list(include)} and "
+            f"exclude {list(exclude)}; ids are such as {found[0].id}"
+        )
+    if mode := options.get("mode"):
+        kept = [replace(task, mode=mode) for task in kept]
+    return source_format.settle(kept[: options.get("limit") or None])
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -20,6 +20,7 @@ NO_TASK = "make some with: megaflow-hpc tasks build"
 WHOLE = "give a whole number of at least"
 
 WRONG = {
+    "check": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "plan": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),
     "submit": ("/no/campaign.yaml --dry-run", "/no/campaign.yaml", NO_CAMPAIGN),

@@ -15,7 +15,7 @@ from megaflow_hpc.cli.output import (
     training_lines,
     unstarted_lines,
 )
-from megaflow_hpc.cli.progress import ImageProgress, Progress
+from megaflow_hpc.cli.progress import PlanProgress, Progress
 from megaflow_hpc.cli.values import limit, whole
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
@@ -146,10 +146,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
-    with ImageProgress() as watch:
+    with PlanProgress() as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, watch=watch)
+    _say(campaign)
     here = f"megaflow-hpc resume {run.path} --launcher local"
-    commands = _by_hand(run, arguments.campaign) if site.has_slurm() else [here]
+    commands = _by_hand(run) if site.has_slurm() else [here]
     if arguments.json:
         print_json({"run": str(run.path), "commands": commands})
         return 0
@@ -159,36 +160,32 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _by_hand(run: Any, campaign: str) -> list[str]:
+def _by_hand(run: Any) -> list[str]:
     """The commands that submit a planned run without this one."""
-    from megaflow_hpc.campaign.demand import preview
-    from megaflow_hpc.slurm import script
+    from megaflow_hpc.campaign.demand import by_hand
 
-    paths = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-    jobs = preview(run.config, run.dir, run.record.server_groups)
-    if any(job.engines for job in jobs):
-        return [f"megaflow-hpc submit {campaign} --dry-run  # prints the script: save it, and sbatch it"]
-    return [script.command(job, f"sbatch/{paths[job.role]}.sbatch") for job in jobs if job.role in paths]
+    return by_hand(run.config, run.dir, run.record.server_groups)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
 
     campaign = Campaign.from_yaml(arguments.campaign)
-    with ImageProgress() as watch:
+    with PlanProgress() as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
+    _say(campaign)
     note(f"run directory: {run.path}")
-    return _start_and_follow(run, arguments)
+    return _start_and_follow(run, arguments, campaign)
 
 
-def _start_and_follow(run: Any, arguments: argparse.Namespace, started: bool = False) -> int:
+def _start_and_follow(run: Any, arguments: argparse.Namespace, campaign: Any = None) -> int:
     """Submits, follows and ends with the summary; Ctrl-C cancels, keeps what is done and says how to go on."""
     progress = Progress(run.config.name)
     try:
-        if not started:
-            run.start(arguments.launcher, arguments.ranks)
+        if campaign is not None:
+            campaign.start(run, arguments.launcher, arguments.ranks)
             note(f"jobs: {' '.join(run.job_ids()) or 'local'}")
-            _say(run)
+            _say(run.slurm_jobs)
         result = run.wait(progress=progress)
     except KeyboardInterrupt:
         progress.close()
@@ -249,9 +246,9 @@ def _submit(arguments: argparse.Namespace) -> int:
         else:
             say("\n".join(texts.values()), end="")
         return 0
-    with ImageProgress() as watch:
+    with PlanProgress() as watch:
         run = campaign.submit("slurm", arguments.run_dir, arguments.only, watch=watch)
-    _say(run)
+    _say(campaign, run.slurm_jobs)
     if arguments.json:
         print_json({"run": str(run.path), "jobs": run.job_ids()})
         return 0
@@ -278,7 +275,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     elif arguments.no_wait:
         print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
         return 0
-    return _start_and_follow(run, arguments, started=True)
+    return _start_and_follow(run, arguments)
 
 
 def _scale(arguments: argparse.Namespace) -> int:
@@ -291,7 +288,7 @@ def _scale(arguments: argparse.Namespace) -> int:
     if arguments.servers is not None:
         return _scale_servers(run, arguments)
     changed = run.scale(arguments.pods)
-    _say(run)
+    _say(run.slurm_jobs)
     if arguments.json:
         print_json({"run": str(run.path), "pods": arguments.pods, **changed})
     elif changed["added"] or changed["leaving"]:
@@ -310,11 +307,12 @@ def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _say(run: Any) -> None:
-    """What the last start of jobs left to be known."""
-    for line in run.slurm_jobs.notices:
-        note(line)
-    run.slurm_jobs.notices.clear()
+def _say(*of: Any) -> None:
+    """What planning, or the last start of jobs, left to be known."""
+    for each in of:
+        for line in each.notices:
+            note(line)
+        each.notices.clear()
 
 
 def _cancel(arguments: argparse.Namespace) -> int:

@@ -221,6 +221,27 @@ class Images:
         found |= made
         return {name: str(found[name]) for name in wanted if name in made or (name in found and name not in jobs)}
 
+    def unmapped(self, requests: Iterable[ImageRequest], mapping: ImageMapping) -> list[str]:
+        """Returns what is wrong with the names that are asked for: not mapped, or mapped to nothing that exists.
+
+        Nothing is looked up in a registry; each name is looked at once.
+        """
+        asked: dict[str, ImageRequest] = {}
+        for request in requests:
+            first = request.base or request.name
+            names = self.dockerfiles.read(request.dockerfile).bases if request.dockerfile else [first]
+            for name in names:
+                asked.setdefault(name, request)
+        found = []
+        for name, request in asked.items():
+            try:
+                self.resolve(name, mapping, build=False, task_path=request.path)
+            except ConfigError as error:
+                found.append(str(error))
+            except SiteError:
+                continue  # it is mapped, and something else is wrong with it
+        return found
+
     def stop(self) -> None:
         """Ends what threads of :meth:`resolve_all` are making; nothing more is made."""
         self._stopped.set()

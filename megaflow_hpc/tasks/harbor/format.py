@@ -11,7 +11,7 @@ from pathlib import Path
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.resolve import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import TaskFormat
 from megaflow_hpc.tasks.harbor import solution, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Judging
@@ -30,7 +30,15 @@ class HarborFormat:
         return True
 
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
-        return [read_harbor_task(directory, dockerfiles) for directory in find_tasks(source, Path(base))]
+        found, mistakes = [], []
+        for directory in find_tasks(source, Path(base)):
+            try:
+                found.append(read_harbor_task(directory, dockerfiles))
+            except ConfigError as error:
+                mistakes.append(str(error))
+        if mistakes:
+            raise Mistakes(mistakes)
+        return found
 
     def settle(self, tasks: Sequence[Task]) -> list[Task]:
         return list(tasks)

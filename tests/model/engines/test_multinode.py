@@ -11,6 +11,7 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.campaign import plan
+from megaflow_hpc.campaign.planning import draft
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.engines.failure import cause
@@ -18,6 +19,12 @@ from megaflow_hpc.model.engines.node_part import part
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import arrays, script
 from megaflow_hpc.slurm.limits import Allowance
+
+
+@pytest.fixture(autouse=True)
+def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models here are empty directories."""
+    monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
 
 
 def option(words: list[str], name: str) -> str:
@@ -83,7 +90,7 @@ def test_more_nodes_than_the_allocation_has_are_refused_with_the_remedy(
     with pytest.raises(ConfigError, match="nodes: engine sglang is started on one node"):
         planned(tmp_path, {"engine": "sglang", "nodes": 2})
     with pytest.raises(ConfigError, match="together: its engines have one node each"):
-        plan.check_together(planned(tmp_path, {"nodes": 2}, together=True).config, str)
+        draft.check_together(planned(tmp_path, {"nodes": 2}, together=True).config, str)
 
 
 @pytest.mark.parametrize(("mode", "status"), [(0o700, 0), (0o755, 1), (None, 0)])

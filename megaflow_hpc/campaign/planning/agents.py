@@ -9,9 +9,9 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.probe import Made, probe
 from megaflow_hpc.agents.registry import WITHOUT_MODEL
 from megaflow_hpc.agents.remote import forked
-from megaflow_hpc.campaign.model_paths import Where
+from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import Policy
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, Mistakes
 
 
 def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
@@ -26,23 +26,26 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
         The names of the files and directories in ``base`` that the agents are made of.
 
     Raises:
-        ConfigError: names the place in the campaign file, and the agent.
+        Mistakes: names the place in the campaign file, and the agent, of each.
     """
     asked = [name for name, policy in policies.items() if forked(policy.agent.name)]
 
-    def refusal(name: str, error: ConfigError) -> ConfigError:
-        return ConfigError(f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}")
+    def refusal(name: str, error: ConfigError) -> str:
+        return f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}"
 
     try:
         made, code = probe([policies[name].agent for name in asked], str(base.absolute())) if asked else ([], [])
     except ConfigError as error:
-        raise refusal(asked[0], error) from None
+        raise ConfigError(refusal(asked[0], error)) from None
     known = dict(zip(asked, made, strict=True))
+    refused = []
     for name, policy in policies.items():
         try:
             _check(policy, known.get(name), network)
         except ConfigError as error:
-            raise refusal(name, error) from None
+            refused.append(refusal(name, error))
+    if refused:
+        raise Mistakes(refused)
     return tuple(code)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.config import ModelConfig, Policy
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.engines.offline import why_no_engine, why_not_loaded
 from megaflow_hpc.rundir.engine_pool import EnginePool
 
 Where = Callable[[str], str]
@@ -44,7 +45,31 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
             key = f"models.{name}.{field}" if named else f"model.{field}"
             changes[field] = _existing(value, base, where, key, may_be_name)
     changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
-    return policy.model_copy(update={"model": ModelConfig.model_validate({**model.model_dump(), **changes})})
+    resolved = ModelConfig.model_validate({**model.model_dump(), **changes})
+    return policy.model_copy(update={"model": resolved})
+
+
+def check_models(policies: Mapping[str, Policy], setup: Sequence[str], where: Where, named: bool) -> list[str]:
+    """Returns what will keep engines from loading their models on a node, each with its place in the campaign file.
+
+    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that have less than the nodes the jobs run on.
+
+    Args:
+        setup: the campaign's lines of shell, which may bring an engine along that is not here.
+        named: whether models stand under their policies' names in ``models``.
+    """
+    found: dict[str, str] = {}
+    if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
+        return []
+    for name, policy in policies.items():
+        section = f"models.{name}" if named else "model"
+        for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
+            fields = kind.model_dump()
+            if why := why_not_loaded(fields):
+                found.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}")
+            if not setup and (why := why_no_engine(fields)):
+                found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}")
+    return list(found.values())
 
 
 def absolute_training(training: TrainingConfig, base: Path, where: Where) -> TrainingConfig:

@@ -1,0 +1,320 @@
+"""A campaign file read with its tasks, and all that is wrong with it, before any site is asked for anything."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megaflow_hpc.campaign.planning.agents import check_agents
+from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
+from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.config.engine_pool import EnginePoolConfig
+from megaflow_hpc.config.quotas import settle, site_caps
+from megaflow_hpc.config.sections import TaskSource
+from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.resources import docs
+from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
+from megaflow_hpc.types import Rollout, Task
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
+    from megaflow_hpc.trajectories.reading.durations import Durations
+
+
+class Watch(Protocol):
+    """Whom planning tells what it does."""
+
+    def step(self, text: str) -> None:
+        """Gets what is done from now on, as ``reading tasks``."""
+
+    def say(self, line: str) -> None:
+        """Gets a line for each step of an image that is made, and some for what is fetched."""
+
+    def show(self, state: Making) -> None:
+        """Gets how far the making of images is, some times a second."""
+
+
+class Silent:
+    """A :class:`Watch` that says nothing."""
+
+    def step(self, text: str) -> None:
+        """Is told nothing on."""
+
+    def say(self, line: str) -> None:
+        """Is told nothing on."""
+
+    def show(self, state: Making) -> None:
+        """Is told nothing on."""
+
+
+@dataclass
+class Draft:
+    """A campaign, read: no image is made, no site asked, nothing written."""
+
+    config: CampaignConfig
+    base: Path
+    """Directory that relative paths are relative to."""
+    policies: dict[str, Policy] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+    """Those that rollouts are of, and behind them those that are held out."""
+    held_out: tuple[str, ...] = ()
+    """Ids of the tasks that a campaign which trains is evaluated on."""
+    rollouts: list[Rollout] = field(default_factory=list)
+    durations: Durations | None = None
+    own_code: tuple[str, ...] = ()
+    """Files and directories in ``base`` that the campaign's agents are made of."""
+    images: Images | None = None
+    mapping: ImageMapping | None = None
+    requests: list[ImageRequest] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+    """What is wrong with the file, each with its place."""
+
+    @property
+    def servers(self) -> list[ServerRecord]:
+        """One entry per engine array element, by index: its policy and its model."""
+        return list_servers(self.policies)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes a mistake that is found inside, and goes on behind it."""
+        try:
+            yield
+        except Mistakes as error:
+            self.mistakes += error.found
+        except ConfigError as error:
+            self.mistakes.append(str(error))
+
+    def check(self) -> None:
+        """Raises :class:`Mistakes` where anything is wrong."""
+        if self.mistakes:
+            raise Mistakes(self.mistakes)
+
+
+def read(
+    config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: Watch | None = None
+) -> Draft:
+    """Reads the tasks of a campaign and looks for mistakes, of which it raises none: :meth:`Draft.check` does.
+
+    Args:
+        base: directory that relative paths are relative to.
+        only: rollout or task ids (shell patterns); empty takes all.
+    """
+    watch, draft = watch or Silent(), Draft(config, base)
+    watch.step("looking at models and agents")
+    for name, policy in config.policies().items():
+        with draft.noting():
+            draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
+    draft.mistakes += check_models(draft.policies, config.slurm.setup, where, bool(config.models))
+    if config.is_pool:
+        draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
+        return draft
+    if config.training:
+        _read_training(draft, config, base, where)
+    with draft.noting():
+        draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
+    for check in (check_supported, check_together):
+        with draft.noting():
+            check(config, where)
+    with draft.noting():
+        draft.config = within_caps(draft.config, len(draft.servers), where)
+    with draft.noting():
+        draft.durations = learned(config, base, where)
+    _open_images(draft, base, where)
+    _read_tasks(draft, base, where, only, watch)
+    return draft
+
+
+def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Where) -> None:
+    assert config.training
+    with draft.noting():
+        draft.config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
+    samples = config.training.batch.samples
+    for name in config.training.policies if samples else ():
+        if name in draft.policies:
+            draft.policies[name] = draft.policies[name].model_copy(update={"samples": samples})
+
+
+def _open_images(draft: Draft, base: Path, where: Where) -> None:
+    from megaflow_hpc.environments.builds.builder import Builder
+    from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+    from megaflow_hpc.environments.images.store import ImageStore
+
+    environment = draft.config.environment
+    with draft.noting():
+        registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
+        draft.images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
+    draft.mapping = ImageMapping(environment.images, base, where("environment.images"))
+
+
+def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: Watch) -> None:
+    """Reads tasks, and what rollouts and images they ask for."""
+    from megaflow_hpc.tasks.harbor.verifier import check_fresh
+    from megaflow_hpc.tasks.images import image_requests
+    from megaflow_hpc.tasks.loading import load_tasks
+
+    config, before = draft.config, len(draft.mistakes)
+    dockerfiles = draft.images.dockerfiles if draft.images else None
+
+    def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
+        try:
+            return load_tasks([source.model_dump() for source in sources], base, dockerfiles)
+        except ConfigError as error:
+            found = error.found if isinstance(error, Mistakes) else [str(error)]
+            # A task's own file names itself.
+            raise Mistakes([line if line.startswith("/") else f"{where(key)}: {line}" for line in found]) from None
+
+    tasks: list[Task] = []
+    held_out: list[Task] = []
+    watch.step("reading tasks")
+    with draft.noting():
+        tasks = load(config.tasks, "tasks")
+    if config.training and config.training.evaluate:
+        with draft.noting():
+            held_out = load(config.training.evaluate.tasks, "training.evaluate.tasks")
+        if both := {task.id for task in held_out} & {task.id for task in tasks}:
+            draft.mistakes.append(
+                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; what is trained "
+                "on tells nothing when it is evaluated on (tasks: [{path: …, exclude: […]}])"
+            )
+    watch.step(f"listing the rollouts of {len(tasks)} tasks")
+    rollouts = expand(tasks, draft.policies, config.scheduling.spare)
+    draft.rollouts = [rollout for rollout in rollouts if wanted(rollout, only)]
+    if not draft.rollouts and len(draft.mistakes) == before and len(draft.policies) == len(config.policies()):
+        shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
+        draft.mistakes.append(
+            f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>"
+        )
+    used = {rollout.task_id for rollout in draft.rollouts}
+    draft.tasks = [task for task in tasks if task.id in used] + held_out
+    draft.held_out = tuple(task.id for task in held_out)
+    if config.environment.verification == "fresh":
+        for task in draft.tasks:
+            with draft.noting():
+                check_fresh(task)
+    watch.step(f"looking at the images of {len(draft.tasks)} tasks")
+    draft.requests = image_requests(draft.tasks)
+    if draft.images and draft.mapping:
+        draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
+
+
+def try_sandboxes(draft: Draft, watch: Watch) -> None:
+    """Raises :class:`SiteError` where sandboxes with the networks that a campaign wants cannot be had here."""
+    from megaflow_hpc.environments.sandbox.probe import require
+    from megaflow_hpc.environments.sandbox.provider import default_scratch
+
+    networks = {draft.config.environment.network_of(task) for task in draft.tasks}
+    if networks:
+        watch.step("trying a sandbox")
+        require(networks, default_scratch())
+
+
+def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
+    """What earlier campaigns tell of durations."""
+    from megaflow_hpc.trajectories.reading.durations import Durations
+
+    earlier = config.scheduling.learn_from
+    if not earlier:
+        return None
+    try:
+        return Durations(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
+    except ConfigError as error:
+        raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
+
+
+def expand(tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0) -> list[Rollout]:
+    """Every rollout, the samples of a group side by side, ``spare`` ones last."""
+    return [
+        Rollout(task.id, name, sample, policy.agent.name)
+        for task in tasks
+        for name, policy in policies.items()
+        if not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include)
+        for sample in range(policy.samples + spare if policy.samples else 0)
+    ]
+
+
+def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
+    """Whether ``--only`` lets it pass: a pattern matches its id, its group or its task."""
+    names = (rollout.id, rollout.group_id, rollout.task_id)
+    return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
+
+
+def whole_groups(config: CampaignConfig) -> bool:
+    """Whether all samples of a group must run in one pod: rules of groups look at the rewards of all of them."""
+    scheduling = config.scheduling
+    return bool(scheduling.spare or scheduling.signal_after or scheduling.groups == "together")
+
+
+def list_servers(policies: dict[str, Policy]) -> list[ServerRecord]:
+    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side."""
+    servers = [
+        ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
+        for name, policy in policies.items()
+        if policy.model and not policy.model.pool
+        for model in policy.model.kinds()
+        for least in (model.servers.min,)
+        for number in range(model.servers.max)
+    ]
+    return sorted(servers, key=_shape)
+
+
+def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
+    """Neighbouring servers of one shape: one Slurm array each."""
+    groups: list[ServerGroup] = []
+    for index, server in enumerate(servers):
+        shape = (server.model["gpus"], server.held, server.model["nodes"])
+        last = groups[-1] if groups else None
+        if last and (last.gpus, last.held, last.nodes) == shape:
+            last.count += 1
+        else:
+            groups.append(ServerGroup(index, 1, *shape))
+    return groups
+
+
+def _shape(server: ServerRecord) -> tuple[int, int, bool]:
+    return -server.model["nodes"], -server.model["gpus"], server.held
+
+
+def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
+    """With the quotas that hold: its own, and its site's caps where it states none."""
+    caps, source = site_caps()
+    try:
+        quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
+    except ConfigError as error:
+        raise ConfigError(f"{where('quotas')}: {error}") from None
+    return config.model_copy(update={"quotas": quotas})
+
+
+def check_supported(config: CampaignConfig, where: Where) -> None:
+    """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
+    if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
+        place = where("scheduling.retry_every")
+        raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
+    if config.training and config.slurm.trainer.share == "sleep":
+        raise ConfigError(
+            f"{where('slurm.trainer.share')}: slurm.trainer.share: sleep is not there yet "
+            f"({docs('limits.md')}); leave it out, and give trainer and engines GPUs of their own"
+        )
+
+
+def check_together(config: CampaignConfig, where: Where) -> None:
+    """One heterogeneous job holds one pod, and engines to be together with."""
+    if not config.slurm.together:
+        return
+    if config.slurm.pods.total != 1:
+        raise ConfigError(
+            f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
+            "nodes (slurm.pods.nodes), or leave together out"
+        )
+    if any(kind.nodes > 1 for policy in config.policies().values() if policy.model for kind in policy.model.kinds()):
+        raise ConfigError(
+            f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
+        )
+    if not any(policy.model for policy in config.policies().values()):
+        raise ConfigError(f"{where('slurm.together')}: slurm.together: there is no model to be together with")

@@ -1,0 +1,109 @@
+"""Whether a partition can ever run a job: the walltime it allows, its number of nodes, and what one node has.
+
+Slurm takes such a job and lets it wait for ever (PartitionTimeLimit, PartitionConfig), or refuses it without saying
+which key of the campaign file it means; here the key and the limit are named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.slurm import resources, site
+from megaflow_hpc.slurm.site import Partition
+
+
+def seconds(time: str | int | None) -> float | None:
+    """Returns the seconds of a walltime in any of Slurm's forms; infinity for one without end, ``None`` for no time.
+
+    ``30`` and ``30:00`` are minutes, ``1:30:00`` and ``2-0`` hours and days (sbatch ``--time``).
+    """
+    text = str(time if time is not None else "").strip()
+    if text.lower() in ("infinite", "unlimited"):
+        return math.inf
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, secs = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, secs = numbers
+    else:  # minutes[:seconds]
+        hours, (minutes, secs) = 0, (*numbers, 0)[:2]
+    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
+
+
+def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
+    """Returns the partitions among which Slurm chooses for a job with these sbatch options.
+
+    Raises:
+        SiteError: The controller does not answer.
+    """
+    known = site.partitions()
+    names = str(options.get("partition") or "").split(",")
+    return [known[name] for name in names if name in known] if names != [""] else _default(known)
+
+
+def _default(known: Mapping[str, Partition]) -> list[Partition]:
+    return [partition for partition in known.values() if partition.default]
+
+
+def walltime_s(options: Mapping[str, Any]) -> float | None:
+    """Returns the seconds that a job with these options gets: what it asks for, else the partition's default.
+
+    ``None`` where nobody knows; infinity where there is no limit.
+    """
+    if options.get("time") is not None:
+        return seconds(options["time"])
+    defaults = site.default_times()
+    found = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
+    return min((time for time in found if time is not None), default=None)
+
+
+def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
+    """Returns why no partition that a job names can ever run it, one line for each key; empty where one can.
+
+    Args:
+        key: the job's section in the campaign file, as ``slurm.pods``.
+        options: the job's sbatch options, by sbatch's own names.
+    """
+    partitions = partitions_of(options)
+    if not partitions:
+        return []
+    job, found = resources.asked(options), []
+    names = " or ".join(partition.name for partition in partitions)
+    wanted, longest = seconds(options.get("time")), max(seconds(p.time) or math.inf for p in partitions)
+    if wanted is not None and wanted > longest and not _may_exceed(options):
+        limit = max(partitions, key=lambda p: seconds(p.time) or math.inf).time
+        found.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
+    nodes, memory = job["node"], job.get("mem", 0) // max(1, job["node"])
+    cpus = -(-job["cpu"] // max(1, nodes))
+    if nodes > (most := max(p.nodes for p in partitions)):
+        found.append(f"{key}.nodes: {nodes} nodes, and partition {names} has {most}; ask for fewer")
+    if memory > (most := max(p.memory_mb for p in partitions)):
+        asked = f"{memory / 1000:g} GB on each node"
+        found.append(f"{key}.mem_gb: {asked}, and a node of partition {names} has {most / 1000:g}; ask for less")
+    if cpus > (most := max(p.cpus for p in partitions)):
+        what = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
+        what = {"slurm.gather": "cpus", "slurm.builds": "cpus"}.get(key, what)
+        found.append(f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer")
+    if job.get("gres/gpu") and not any(p.gpus for p in partitions):
+        having = sorted(p.name for p in site.partitions().values() if p.gpus)
+        there = f"those with GPUs are {', '.join(having)}" if having else "no partition here has any"
+        found.append(f"{key}.partition: asks for GPUs, and partition {names} has none; {there}")
+    return found
+
+
+def _may_exceed(options: Mapping[str, Any]) -> bool:
+    """Whether a QOS that is asked for lifts the partition's limit (its flag PartitionTimeLimit)."""
+    if not options.get("qos"):
+        return False
+    try:
+        flags = site.ask("sacctmgr", "-nP", "show", "qos", str(options["qos"]), "format=flags")
+    except SiteError:
+        return True  # nobody can tell; Slurm will say
+    return "PartitionTimeLimit" in flags

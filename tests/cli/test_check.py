@@ -1,0 +1,215 @@
+"""What is said of a campaign before anything is queued: of the file first, all of it at once, and then of the site."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
+
+PARTITIONS = "cpu|cpu*|up|4|64|257000|(null)|1-00:00:00\ngpu|gpu|up|2|32|500000|gpu:a100:4|2:00:00\n"
+CONFIGURATION = "ClusterName = lab\nMaxArraySize = 501\nAccountingStorageEnforce = none\n"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs of Slurm's names, which print what Slurm does of two partitions; queueing fails. The folder of them."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    printed = {
+        "sinfo": PARTITIONS,
+        "scontrol": CONFIGURATION,
+        "squeue": "",
+        "srun": "MPI plugin types are...\n\tpmi2\n",
+    }
+    for name, text in printed.items():
+        write_program(folder / name, f"printf %s {shlex.quote(text)}")
+    write_program(folder / "sbatch", "echo 'sbatch: error: Invalid account' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("MEGAFLOW_MPI", "pmi2")
+    return folder
+
+
+def files(campaign: Path) -> list[Path]:
+    """What lies beside the campaign file, scratch apart."""
+    return sorted(path for path in campaign.parent.rglob("*") if "scratch" not in path.parts)
+
+
+def write_program(path: Path, line: str) -> None:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+
+
+def test_every_mistake_of_a_file_is_said_at_once(campaign: Path, megaflow: Megaflow) -> None:
+    text = campaign.read_text()
+    campaign.write_text(f"{text}sample: 3\nslurm: {{pods: {{count: 0, time: soon}}}}\n")
+    done = megaflow("check", campaign)
+    assert done.returncode == 2
+    assert [line.removeprefix(f"{campaign}:").split(": ")[:2] for line in done.stderr.splitlines()] == [
+        ["5", "unknown key 'sample'; did you mean 'samples'?"],
+        ["6", "slurm.pods.count 0"],
+        ["6", "slurm.pods.time 'soon'"],
+    ]
+    broken = campaign.parent / "tasks" / "task1" / "task.toml"
+    broken.write_text("version = [")
+    campaign.write_text(
+        text.replace("images: {base: ", "images: {other: ").replace("[oracle, nop]", "[oracle, nobody]")
+        + "scheduling: {retry_every: 2, learn_from: [gone]}\n"
+    )
+    done = megaflow("check", campaign, "--json")
+    assert done.returncode == 2
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["site"]) == (False, [])
+    for words in (
+        f"{campaign}:3: agent 'nobody' is unknown",
+        f"{broken}:",
+        "retry_every needs signal_after",
+        "gone",
+    ):
+        assert [line for line in found["mistakes"] if words in line], words
+    (campaign.parent / "empty.yaml").write_text("# nothing yet\n")
+    assert "megaflow-hpc init" in megaflow("check", campaign.parent / "empty.yaml").stderr
+
+
+def test_a_right_file_is_ok_without_slurm_and_nothing_is_made(campaign: Path, megaflow: Megaflow) -> None:
+    before = files(campaign)
+    done = megaflow("check", campaign)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{campaign}: ok: 2 tasks, 4 rollouts\n", "")
+    assert files(campaign) == before
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run"], ["submit"], ["submit", "--dry-run"], ["check"]])
+def test_a_mistake_of_the_file_is_said_before_what_slurm_says(
+    words: list[str], campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    write_program(slurm / "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    campaign.write_text(campaign.read_text().replace("tasks/*", "task/*"))
+    done = megaflow(*words, campaign)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{'' if words == ['check'] else 'megaflow-hpc: '}{campaign}:2: tasks: ")
+    assert ("controller" in done.stderr) == (words == ["check"])
+
+
+def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_left(
+    campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    right = campaign.read_text()
+    campaign.write_text(
+        f"{right}slurm:\n  pods:\n    time: 2-0\n    mem_gb: 400\n    nodes: 9\n    ranks_per_node: 40\n"
+        "  gather:\n    partition: gpu\n    time: 180\n"
+    )
+    before = files(campaign)
+    for words in (["check"], ["plan"], ["submit"]):
+        done = megaflow(*words, campaign)
+        assert done.returncode == (3 if words == ["check"] else 2)
+        for line in (
+            "7: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
+            "8: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
+            "9: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
+            "10: slurm.pods.ranks_per_node and cpus_per_rank: 80 CPUs on each node, and one of partition cpu has 64; "
+            "ask for fewer",
+            "13: slurm.gather.time: 180 is longer than partition gpu allows (2:00:00); ask for less",
+        ):
+            assert f"{campaign}:{line}" in done.stderr, done.stderr
+    campaign.write_text(right)
+    done = megaflow("submit", campaign)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "sbatch refused the pods job: sbatch: error: Invalid account" in done.stderr
+    assert files(campaign) == before
+
+
+def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
+    right = campaign.read_text().replace("[oracle, nop]", "oracle")
+    campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 15}}}}\nscheduling: {{spare: 1}}\nsamples: 8\n")
+    done = megaflow("check", campaign, "--json")
+    assert done.returncode == 0
+    idle, cut = json.loads(done.stdout)["warnings"]
+    assert idle == (
+        f"{campaign}:5: 3 pods for 18 rollouts in 2 groups, which stay whole (scheduling: spare, signal_after or "
+        "groups: together): 1 of them will have nothing to do; 2 are enough"
+    )
+    assert cut.startswith(
+        f"{campaign}:5: rollouts of 2 of 2 tasks may take up to 1200 s (time-outs of agent and tests)"
+    )
+    assert "a pod runs them for 840 s, its walltime less 60 s" in cut
+    # Without rules that look at whole groups a group is shared out, and only rollouts can be too few.
+    campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 60}}}}\nsamples: 8\n")
+    assert json.loads(megaflow("check", campaign, "--json").stdout)["warnings"] == []
+    campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 60}}}}\n")
+    done = megaflow("plan", campaign)
+    assert "3 pods for 2 rollouts: 1 of them will have nothing to do; 2 are enough" in done.stderr
+    run = Path(done.stdout.strip())
+    assert len(list((run / "tasks").glob("*.json"))) == 2
+    submit, gather = done.stderr.splitlines()[1:]
+    assert submit.endswith(f"{run}/sbatch/sandbox_pods.sbatch {run}")
+    assert submit.startswith("sbatch --array=0-2 ")
+    assert gather.startswith(f"megaflow-hpc gather {run} --wait")
+    assert (run / "sbatch" / "sandbox_pods.sbatch").read_text().startswith("#!/bin/bash")
+
+
+def test_a_run_directory_that_cannot_be_finished_is_removed(campaign: Path) -> None:
+    before = files(campaign)
+    code = "import sys; from megaflow_hpc.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "plan", str(campaign), "--run-dir", str(campaign.parent / "a" / "b" / "run")]
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    done = subprocess.run(words, capture_output=True, text=True, check=False, preexec_fn=small_files, env=os.environ)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr
+    assert files(campaign) == before
+
+
+def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
+    campaign: Path, megaflow: Megaflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGAFLOW_SITE_CHECK")
+    monkeypatch.delenv("MEGAFLOW_ENGINE_VENV", raising=False)
+    monkeypatch.setenv("HF_HOME", str(campaign.parent / "hub"))
+    right = campaign.read_text().replace("[oracle, nop]", "oracle")
+
+    def said(model: str) -> list[str]:
+        campaign.write_text(f"{right}model: {{{model}}}\n")
+        done = megaflow("check", campaign, "--json", "--no-site")
+        return [line.removeprefix(f"{campaign}:5: ") for line in json.loads(done.stdout)["mistakes"]]
+
+    path, engine = said("path: some/model")
+    assert path.startswith("model.path: 'some/model' is no directory, and not in the Hugging Face cache")
+    assert "hf download some/model" in path
+    assert engine == (
+        f"model: {sys.executable} has no vllm; name a virtual environment that has vllm: model.python or "
+        "MEGAFLOW_ENGINE_VENV"
+    )
+    assert said(f"path: some/model, python: {campaign.parent}/venv")[1].startswith(
+        f"model: the engine's interpreter {campaign.parent}/venv does not exist or cannot be run"
+    )
+    directory = campaign.parent / "model"
+    directory.mkdir()
+    packages = campaign.parent / "packages"
+    (packages / "vllm").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"{packages}:{os.environ.get('PYTHONPATH', '')}")
+    for file, missing in (
+        ("config.json", "no config.json there"),
+        ("tokenizer.json", "no tokenizer there"),
+        ("model.safetensors", "no weights there"),
+    ):
+        [line] = said("path: model")
+        assert f"{directory}: {missing}" in line
+        (directory / file).write_text("{}")
+    assert said("path: model") == []
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    assert "model-00002-of-00002.safetensors is missing" in said("path: model")[0]
+    snapshot = campaign.parent / "hub" / "hub" / "models--some--model" / "snapshots" / "1f"
+    snapshot.parent.mkdir(parents=True)
+    (directory / "model.safetensors.index.json").unlink()
+    directory.rename(snapshot)
+    assert said("path: some/model") == []
