@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from megaflow_hpc.agents import code
-from megaflow_hpc.campaign import provenance
+from megaflow_hpc.campaign import edits, provenance
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
@@ -195,6 +195,7 @@ def _fill(plan: Plan, run: RunDir, mpi: str) -> None:
             python=sys.version.split()[0],
             versions=provenance.versions(plan.policies),
             campaign=plan.config.model_dump(mode="json"),
+            source=edits.digest(source),
             beside=plan.beside,
             policies={
                 name: msgspec.convert(policy.model_dump(mode="json"), PolicyRecord)

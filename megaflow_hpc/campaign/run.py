@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign.autoscaler import Autoscaler
+from megaflow_hpc.campaign.edits import Edits
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.campaign.planning.draft import wanted
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, OpenLease, read_blocks, write_blocks
@@ -27,6 +30,7 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, Marks
+from megaflow_hpc.rundir.overrides import Changes, overridden, override
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
@@ -73,7 +77,8 @@ class Run:
     def __init__(self, path: str | Path | RunDir) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
         self.record = read_run(self.dir)
-        self.config = self.record.config
+        self.config = overridden(self.dir, self.record.config)
+        self._edits = Edits(self.dir, self.record)
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
         self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
@@ -119,6 +124,7 @@ class Run:
         status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
+        status["warnings"] = self._edits.warnings()
         return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
@@ -307,7 +313,7 @@ class Run:
             self.local.stop()
         for directory in pods.values():
             with contextlib.suppress(FileNotFoundError):  # it has just ended
-                (directory / DRAIN).touch()
+                write_atomic(directory / DRAIN, "stopped")
         ids = self.slurm_jobs.cancel() if known or not (local or before == "finished") else []
         if ids and not site.has_slurm():
             raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
@@ -321,14 +327,17 @@ class Run:
         launcher: Launcher = "auto",
         ranks: int = 1,
         limits: Mapping[str, float | None] | None = None,
+        requests: Changes | None = None,
     ) -> bool:
         """Continues: what is not stored is run, with ``failed`` also what failed. False if there was nothing to do.
 
         Args:
             limits: ``core_hours``, ``gpu_hours``, ``wall``, in the place of the campaign's own; ``None`` lifts one.
+            requests: ``time``, ``mem_gb``, ``partition`` of ``pods``, ``servers``, ``trainer``, ``gather``: what jobs
+                ask Slurm for from now on, in the place of the campaign's own.
 
         Raises:
-            ConfigError: a limit of the campaign is passed already.
+            ConfigError: a limit of the campaign is passed already, or pods run that have asked for something else.
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
         self.dir.check_ours()
@@ -339,6 +348,8 @@ class Run:
         if (passed := budget.exceeded(self.ledger.leases())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+        if requests:
+            self._ask_for(requests, chosen)
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
         self._mark_gone()
@@ -359,6 +370,33 @@ class Run:
             self.slurm_jobs.until_gone()
         self.start(chosen, ranks)
         return True
+
+    def _ask_for(self, requests: Changes, launcher: str) -> None:
+        """Changes what new jobs ask for; those that only wait in the queue with what it was before are cancelled."""
+        if launcher != "slurm":
+            raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
+        pods = self.slurm_jobs.live_pods(0)
+        if pods is None:
+            pods = [] if not self.job_ids() else None
+        if pods is None:
+            raise SiteError(f"{self.dir}: Slurm does not say which pods there are; nothing was changed")
+        if running := [pod.id for pod in pods if pod.state != "PENDING"]:
+            raise ConfigError(
+                f"{self.dir}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
+                f"stop them first (megaflow-hpc cancel {self.dir}), nothing that is stored is lost"
+            )
+        override(self.dir, self.record.config, requests)
+        self.config = overridden(self.dir, self.record.config)
+
+        def where(key: str) -> str:
+            return f"{self.dir.changed_requests}: {key}"
+
+        site.check_site(self.config, where)
+        demand.check_resources(self.config, self.record.server_groups, where)
+        if pods:
+            scancel(self.job_ids())
+            self.slurm_jobs.until_gone()
+        self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
 
     def _mark_gone(self) -> None:
         """Frees the blocks of pods that are provably no more."""

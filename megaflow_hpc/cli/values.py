@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from megaflow_hpc.rundir.budget import LIMITS
 
+ROLES = ("pods", "servers", "trainer", "gather")
+"""Jobs that a campaign is made of, as the section ``slurm`` names them."""
+
 
 def whole(least: int = 0) -> Callable[[str], int]:
     """Returns a type of arguments that are whole numbers of at least ``least``."""
@@ -59,6 +62,25 @@ def limit(text: str) -> tuple[str, float | None]:
         return name, above_zero(hours)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text}: expected hours above 0, as {name}=100, or {name}=none") from None
+
+
+def request(key: str) -> Callable[[str], tuple[str, str, str | float | None]]:
+    """Returns the type of ``--time``, ``--mem`` and ``--partition``: ``8:00:00``, or ``servers=8:00:00``.
+
+    Args:
+        key: What is asked for: ``time``, ``mem_gb`` or ``partition``. The value is ``(role, key, value)``.
+    """
+
+    def read(text: str) -> tuple[str, str, str | float | None]:
+        role, separator, value = text.rpartition("=")
+        role = role if separator else "pods"
+        if role not in ROLES:
+            raise argparse.ArgumentTypeError(f"{text}: expected a value, or {', '.join(f'{r}=…' for r in ROLES)}")
+        if value == "none":
+            return role, key, None
+        return role, key, above_zero(value.removesuffix("G").removesuffix("GB")) if key == "mem_gb" else value
+
+    return read
 
 
 def _number(text: str) -> float:

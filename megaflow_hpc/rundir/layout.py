@@ -53,6 +53,7 @@ class RunDir:
         self.jobs = self.ledger / "jobs"
         self.gpus = self.ledger / "gpus"
         self.raised_limits = self.ledger / "limits.json"
+        self.changed_requests = self.ledger / "slurm.json"
         self.endpoints = self.path / "endpoints"
         self.weights = self.path / "weights"
         self.training = self.path / "training"

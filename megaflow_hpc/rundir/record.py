@@ -103,6 +103,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Versions of software, engines and models, by name."""
     campaign: dict[str, Any] = {}
     """The resolved campaign file; read it as :attr:`config`."""
+    source: str = ""
+    """SHA-256 of the campaign file's text, as ``RUN/campaign.yaml`` holds it; empty in runs of earlier versions."""
     beside: str = ""
     """The campaign file's directory, where its own agents are looked for after ``RUN/code``; empty if it has none."""
     policies: dict[str, PolicyRecord] = {}

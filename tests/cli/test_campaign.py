@@ -146,6 +146,25 @@ def test_limits_are_named_and_positive(planned: Run, capsys: Capture) -> None:
         assert f"--limit: {limit}: {said}" in refused(["resume", str(planned.path), "--limit", limit], capsys)
 
 
+def test_what_is_asked_of_slurm_names_its_jobs_and_needs_slurm(planned: Run, capsys: Capture) -> None:
+    resume = ["resume", str(planned.path)]
+    line = refused([*resume, "--time", "engines=1:00:00"], capsys)
+    assert "expected a value, or pods=…, servers=…, trainer=…, gather=…" in line
+    assert "give a number above 0" in refused([*resume, "--mem", "servers=much"], capsys)
+    assert "asked of Slurm" in refused([*resume, "--time", "8:00:00", "--mem", "64"], capsys)
+    assert not planned.dir.changed_requests.exists()
+
+
+def test_an_edited_campaign_file_is_said_to_change_nothing(planned: Run, capsys: Capture) -> None:
+    file = planned.dir.campaign_yaml
+    assert planned.status()["warnings"] == []
+    file.write_text(file.read_text() + "samples: 8\n")
+    assert main(["status", str(planned.path)]) == 0
+    said = capsys.readouterr().out
+    assert f"{file} was edited, which changes nothing" in said
+    assert "resume --time" in said
+
+
 def test_a_damaged_run_directory_is_named(planned: Run, capsys: Capture) -> None:
     planned.dir.run_json.write_text("{")
     line = refused(["status", str(planned.path)], capsys)

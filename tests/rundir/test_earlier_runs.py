@@ -155,7 +155,7 @@ def test_its_record_is_read_whole_and_written_the_same(old: RunDir) -> None:
     assert list(expected_starts(planned).values()) == [2]
     before = json.loads(old.run_json.read_text())
     write_run(old, planned)
-    added = {"held_out": []}  # what later versions know beside
+    added = {"held_out": [], "beside": "", "source": ""}  # what later versions know beside
     assert json.loads(old.run_json.read_text()) == {**before, **added}
 
 

@@ -16,7 +16,7 @@ from megaflow_hpc.cli.output import (
     unstarted_lines,
 )
 from megaflow_hpc.cli.progress import PlanProgress, Progress
-from megaflow_hpc.cli.values import limit, whole
+from megaflow_hpc.cli.values import limit, request, whole
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 
@@ -63,7 +63,12 @@ def register(subparsers: Subparsers) -> None:
         "resume",
         _resume,
         "continue a run; nothing that is stored is run again",
-        examples=["resume RUN", "resume RUN --failed --no-wait", "resume RUN --limit gpu_hours=200 --limit wall=none"],
+        examples=[
+            "resume RUN",
+            "resume RUN --failed --no-wait",
+            "resume RUN --time 8:00:00 --time servers=12:00:00 --mem 64",
+            "resume RUN --limit gpu_hours=200 --limit wall=none",
+        ],
         description="Queues what a run still needs, whatever ended it: a limit, a walltime, Ctrl-C, a broken node.",
     )
     add_run(resume)
@@ -77,6 +82,20 @@ def register(subparsers: Subparsers) -> None:
         metavar="NAME=HOURS",
         help="change a limit from now on: core_hours, gpu_hours or wall; none lifts it",
     )
+    for name, key, metavar, what in (
+        ("--time", "time", "TIME", "walltime"),
+        ("--mem", "mem_gb", "GB", "memory of each node, in GB"),
+        ("--partition", "partition", "NAME", "partition"),
+    ):
+        resume.add_argument(
+            name,
+            action="append",
+            default=[],
+            type=request(key),
+            metavar=f"[JOBS=]{metavar}",
+            dest="requests",
+            help=f"{what} of new jobs: of the pods, or as servers={metavar}, trainer=…, gather=…; none: the site's",
+        )
     resume.add_argument("--no-wait", action="store_true", help="queue and return")
     _add_launcher(resume)
 
@@ -263,10 +282,15 @@ def _resume(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
-    for line in unstarted_lines(run.status()):
+    status = run.status()
+    for line in [*unstarted_lines(status), *status["warnings"]]:
         note(line)
+    requests: dict[str, dict[str, Any]] = {}
+    for role, key, value in arguments.requests:
+        requests.setdefault(role, {})[key] = value
+    limits = dict(arguments.limit)
     if not run.resume(
-        arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=dict(arguments.limit)
+        arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=limits, requests=requests
     ):
         note(
             "nothing to do: every rollout is stored"

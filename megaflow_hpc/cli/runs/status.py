@@ -20,6 +20,7 @@ from megaflow_hpc.cli.output import (
     unstarted_lines,
 )
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.texts import in_one_line
 
 
 def register(subparsers: Subparsers) -> None:
@@ -69,6 +70,7 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
         if status[key]:
             lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))
     lines += failure_lines(status)
+    lines += [in_one_line(warning) for warning in status.get("warnings", ())]
     lines += queue_lines(status)
     lines += training_lines(status)
     lines += unstarted_lines(status)

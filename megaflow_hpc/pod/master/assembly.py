@@ -30,6 +30,7 @@ from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
+from megaflow_hpc.rundir.overrides import overridden
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
@@ -119,7 +120,7 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:
-    config = planned.config
+    config = overridden(run, planned.config)
     ledger = Ledger(run, who, pods=config.slurm.pods.total)
     return Pod(
         run=run,

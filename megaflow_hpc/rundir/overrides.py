@@ -1,0 +1,85 @@
+"""What new jobs of a run ask Slurm for in place of its campaign file (``resume --time``, ``--mem``, ``--partition``).
+
+::
+
+    RUN/ledger/slurm.json    {"pods": {"time": "8:00:00"}, "servers": {"partition": "gpu-long"}}
+
+``run.json`` is never changed; jobs that are queued keep what they asked for. ``null`` stands for the site's default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megaflow_hpc.config import CampaignConfig, resolved
+from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.layout import RunDir
+
+ROLES = ("pods", "servers", "trainer", "gather")
+OPTIONS = {
+    "time": ("time", "t"),
+    "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
+    "partition": ("partition", "p"),
+}
+"""Keys that may be changed, and the sbatch options by which ``extra`` may say the same."""
+
+Changes = Mapping[str, Mapping[str, Any]]
+
+
+def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
+    """Returns the campaign as new jobs are to see it.
+
+    Raises:
+        ConfigError: A value is not one that this version understands.
+    """
+    changes = _read(run)
+    return _with(config, changes) if changes else config
+
+
+def override(run: RunDir, config: CampaignConfig, changes: Changes) -> None:
+    """Changes what new jobs ask for, beside what was changed before.
+
+    Args:
+        config: The campaign as it was planned.
+        changes: Values of :data:`OPTIONS` by role.
+
+    Raises:
+        ConfigError: There is no such role, or a value is wrong; nothing is changed.
+    """
+    merged = {role: dict(values) for role, values in _read(run).items()}
+    for role, values in changes.items():
+        if role not in ROLES or not set(values) <= OPTIONS.keys():
+            raise ConfigError(f"{role}: {', '.join(values)}: expected {', '.join(OPTIONS)} of {', '.join(ROLES)}")
+        merged.setdefault(role, {}).update(values)
+    _with(config, merged)
+    write_json(run.changed_requests, merged)
+
+
+def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
+    slurm = config.slurm.model_dump()
+    for role, values in changes.items():
+        section = slurm[role]
+        for key, value in values.items():
+            section[key] = value
+            for name in [name for name in section["extra"] if _option(name) in OPTIONS[key]]:
+                del section["extra"][name]
+            if shared := [name for name in slurm["extra"] if _option(name) in OPTIONS[key]]:
+                raise ConfigError(f"slurm.extra says {shared[0]} for every job of this run: plan a new run without it")
+    return config.model_copy(update={"slurm": resolved(SlurmConfig, slurm)})
+
+
+def _option(name: str) -> str:
+    return name.strip("-").replace("_", "-")
+
+
+def _read(run: RunDir) -> dict[str, dict[str, Any]]:
+    try:
+        return {str(role): dict(values) for role, values in json.loads(run.changed_requests.read_bytes()).items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{run.changed_requests}: cannot be read ({error}); remove it, and resume anew") from None

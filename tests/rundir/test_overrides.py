@@ -1,0 +1,67 @@
+"""What ``resume --time``, ``--mem`` and ``--partition`` change: what new jobs ask for, and nothing that was planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import config
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.overrides import overridden, override
+from megaflow_hpc.slurm import script
+
+PLANNED = config.parse(
+    {
+        "name": "x",
+        "tasks": "t",
+        "agent": "nop",
+        "slurm": {"extra": {"qos": "low"}, "pods": {"time": "1:00:00", "extra": {"mem_per_cpu": "2G", "nice": 5}}},
+    }
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def asked(run: RunDir) -> dict[str, object]:
+    return dict(script.pod_job(overridden(run, PLANNED), run).options)
+
+
+def test_what_new_jobs_ask_for_is_changed_and_kept(run: RunDir) -> None:
+    before = asked(run)
+    assert overridden(run, PLANNED) is PLANNED
+    override(run, PLANNED, {"pods": {"time": "8:00:00", "mem_gb": 64.0}})
+    override(run, PLANNED, {"pods": {"partition": "long"}, "servers": {"time": "1-00:00:00"}})
+    now = asked(run)
+    assert now == {**{k: v for k, v in before.items() if k != "mem_per_cpu"}, **now}
+    assert (now["time"], now["mem"], now["partition"], now["nice"]) == ("8:00:00", "64000M", "long", 5)
+    assert "mem_per_cpu" not in now, "it would be asked for beside --mem, which Slurm refuses"
+    assert overridden(run, PLANNED).slurm.servers.time == "1-00:00:00"
+    override(run, PLANNED, {"pods": {"time": None}})
+    assert asked(run)["time"] is None, "the partition's own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pods": {"time": "soon"}}, "'soon' is not a time"),
+        ({"pods": {"count": 3}}, "expected time, mem_gb, partition of pods, servers, trainer, gather"),
+        ({"everything": {"time": "1:00"}}, "everything: time"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_and_changes_nothing(run: RunDir, changes: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        override(run, PLANNED, changes)
+    assert overridden(run, PLANNED) is PLANNED
+
+
+def test_an_option_of_every_job_is_not_changed_for_one(run: RunDir) -> None:
+    shared = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"extra": {"t": "10"}}})
+    with pytest.raises(ConfigError, match=r"slurm\.extra says t for every job"):
+        override(run, shared, {"pods": {"time": "1:00:00"}})
