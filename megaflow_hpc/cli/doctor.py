@@ -12,11 +12,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
+from megaflow_hpc.extras import RUNNING
+
+if TYPE_CHECKING:
+    from megaflow_hpc.slurm.health import AbsentNodes
+    from megaflow_hpc.slurm.site import Partition
 
 ASK_S = 60.0
 TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspec", "pydantic", "yaml")
@@ -76,11 +81,11 @@ def _python() -> Iterator[Finding]:
     from megaflow_hpc.config import AgentConfig
 
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-    for name in ("submitit", "mpi4py", "h5py"):
+    for name in ("submitit", "h5py", *RUNNING):
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "FAIL", "not installed", "pip install megaflow-hpc")
+            yield Finding(name, "FAIL", "not installed; rollouts need it", 'pip install "megaflow-hpc[mpi]"')
     (made,), _ = probe([AgentConfig(name="mini-swe-agent")])  # as planning asks, its dependencies with it
     if made.error:
         yield Finding("agents", "warn", made.error, "pip install 'megaflow-hpc[agents]'")
@@ -89,7 +94,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _slurm() -> Iterator[Finding]:
-    from megaflow_hpc.slurm import site
+    from megaflow_hpc.slurm import health, site
 
     if not site.has_slurm():
         yield Finding(
@@ -97,19 +102,39 @@ def _slurm() -> Iterator[Finding]:
         )
         return
     yield Finding("slurm", "ok", site.ask("sbatch", "--version").strip())
-    for name, part in sorted(site.partitions().items()):
-        gpus = "GPUs, " if part.gpus else ""
-        shown = f"{name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}limit {part.time}"
-        yield Finding("partition", "ok" if part.up else "warn", shown + ("" if part.up else ", down"))
+    try:
+        known, absent = site.partitions(), health.absent_nodes()
+    except SiteError as error:
+        remedy = "is slurmctld up (scontrol ping), and SLURM_CONF right? without Slurm use --launcher local"
+        yield Finding("controller", "FAIL", str(error), remedy)
+        return
+    for name, part in sorted(known.items()):
+        yield _partition(part, absent.get(name))
         if part.gpus and part.up:
             yield _engine_cpus(name)
+    if not any(part.up for part in known.values()):
+        yield Finding("partition", "FAIL", "none that you may use takes jobs", "ask the site")
+    elif not any(part.default for part in known.values()):
+        remedy = "name one in slurm.pods.partition and slurm.servers.partition, or ask the site for its default one"
+        yield Finding("partition", "warn", "none is the default: sbatch refuses jobs that name none", remedy)
     yield Finding("array size", "ok", f"MaxArraySize {site.max_array_size()}")
-    if shutil.which("sacct"):
-        try:
-            site.ask("sacct", "-n", "-X", "-S", "now-1minutes")
-            yield Finding("accounting", "ok", "sacct answers")
-        except SiteError as error:
-            yield Finding("accounting", "warn", str(error), "states of ended jobs will not be known")
+    if why := health.why_no_accounting():
+        remedy = "tell the site that slurmdbd is away; jobs go on, ended ones and usage are unknown until it is back"
+        yield Finding("accounting", "warn", why, remedy)
+    elif why is not None:
+        yield Finding("accounting", "ok", "sacct answers")
+
+
+def _partition(part: Partition, absent: AbsentNodes | None) -> Finding:
+    gpus = "GPUs, " if part.gpus else ""
+    shown = f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}limit {part.time}"
+    elsewhere = "name another partition in the campaign file, or ask the site when it is back"
+    if not part.up:
+        return Finding("partition", "warn", f"{shown}; it is down: jobs wait in it", elsewhere)
+    if absent and absent.count >= part.nodes:
+        return Finding("partition", "warn", f"{shown}; none of them takes jobs ({absent.reason})", elsewhere)
+    missing = f"; {absent.count} of them take no jobs ({absent.reason})" if absent else ""
+    return Finding("partition", "ok", shown + missing)
 
 
 def _engine_cpus(partition: str) -> Finding:
@@ -127,14 +152,24 @@ def _engine_cpus(partition: str) -> Finding:
 
 def _mpi() -> Iterator[Finding]:
     from megaflow_hpc.host.mpi import find_mpiexec
-    from megaflow_hpc.slurm import site
+    from megaflow_hpc.slurm import health, site
 
     try:
         yield Finding("mpiexec", "ok", find_mpiexec())
     except SiteError:
         yield Finding("mpiexec", "warn", "not found", "pip install mpich, or load an MPI module")
-    if site.has_slurm():
-        yield Finding("srun --mpi", "ok", site.mpi_plugin())
+    if not site.has_slurm():
+        return
+    remedy = "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix, or load an MPI that speaks what there is"
+    try:
+        plugin = site.mpi_plugin()
+    except SiteError as error:
+        yield Finding("srun --mpi", "FAIL", str(error), remedy)
+        return
+    if why := health.why_no_pmi(plugin):
+        yield Finding("srun --mpi", "FAIL", why, remedy)
+    else:
+        yield Finding("srun --mpi", "ok", plugin)
 
 
 PROBE = """\
@@ -182,7 +217,11 @@ def _apptainer() -> Iterator[Finding]:
     from megaflow_hpc.environments.sandbox import probe
     from megaflow_hpc.host.apptainer import find_apptainer
 
-    found = probe.probe(probe.scratch_base()[0], find_apptainer())
+    apptainer, (scratch, _) = find_apptainer(), probe.scratch_base()
+    if probe.is_full(scratch):
+        yield Finding("apptainer", "warn", f"{apptainer}: not tried", "make room on scratch first")
+        return
+    found = probe.probe(scratch, apptainer)
     kind = "setuid" if found.setuid else "in user namespaces"
     yield Finding("apptainer", "ok", f"{found.version} at {found.apptainer}, {kind}")
     yield _can("namespaces", "user namespaces work", found.user_namespaces, "ask the site for user namespaces", "warn")
@@ -202,6 +241,8 @@ def _apptainer() -> Iterator[Finding]:
     way = {"nsenter": "entered from outside", "helper": "a helper inside listens"}.get(found.gateway_by, "")
     yield _can("gateway", f"only the model is reached ({way})", found.gateway, remedy, "warn")
     remedy = "images are unpacked to scratch once per node instead of mounted"
+    if "/dev/fuse" in found.mount:
+        remedy = f"ask the site to open /dev/fuse (mode 0666, and to jobs); until then {remedy}"
     yield _can("image mount", "one mount per image and job", found.mount, remedy, "warn")
     yield _can("processes", "bounded by the kernel", found.processes, "the watchdog counts them instead", "warn")
     remedy = "keys, io_uring and vsock are open to sandboxes"
@@ -224,7 +265,10 @@ def _scratch() -> Iterator[Finding]:
     kind = probe.kind_of(type_)
     inodes = f"{room.f_favail:,} inodes" if room.f_files else "inodes unbounded"
     found = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
-    if kind == "memory":
+    if probe.is_full(path):
+        remedy = "remove what is old there (megaflow-hpc janitor, images prune), or set MEGAFLOW_SCRATCH elsewhere"
+        yield Finding("scratch", "FAIL", f"{found}; it is full: no sandbox can start", remedy)
+    elif kind == "memory":
         remedy = "what sandboxes write is charged to the job's memory; ask for more of it (slurm.pods.mem_gb)"
         yield Finding("scratch", "warn", f"{found}; it is memory", remedy)
     elif kind == "network":

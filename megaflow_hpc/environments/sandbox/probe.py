@@ -37,6 +37,9 @@ FORMAT = 3
 PROBE_S = 20.0
 """For one container of the probe; a node that needs longer has none to offer."""
 
+FULL_BYTES, FULL_FILES = 64 << 20, 1000
+"""Scratch with less room than this is full: one small image takes more, and the probe itself may fail for it."""
+
 Kind = Literal["disk", "memory", "network"]
 
 _MEMORY = {"tmpfs", "ramfs"}
@@ -331,6 +334,12 @@ def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> s
         if inside and len(point) >= best:  # of two mounts on one place the later one counts
             best, found = len(point), after.split()[0]
     return found
+
+
+def is_full(path: str | os.PathLike[str]) -> bool:
+    """Tells whether scratch has no room for a sandbox's own files, let alone for an image."""
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize < FULL_BYTES or bool(room.f_files and room.f_favail < FULL_FILES)
 
 
 def kind_of(type_: str) -> Kind:
