@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -187,6 +188,27 @@ class Run:
 
     # --- wait ---
 
+    @contextmanager
+    def tended(self) -> Iterator[Callable[[], object]]:
+        """While this is open, pods and engine servers that are missing are added; call what it yields at each look.
+
+        Nothing is added to another user's run.
+        """
+        if self.path.stat().st_uid != os.getuid():
+            yield lambda: None
+            return
+        holder = f"{os.uname().nodename} process {os.getpid()}"
+        autoscaler = Autoscaler(self.dir, self.record, self.slurm_jobs, holder)
+
+        def tend() -> None:
+            self.slurm_jobs.top_up()
+            autoscaler.tick()
+
+        try:
+            yield tend
+        finally:
+            autoscaler.leave()
+
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
         """Whether nothing more comes by itself: the campaign has ended or no pod is left. ``status``: if just asked."""
         return (status or self.status())["state"] in ("finished", "cancelled") or self.pods_live() is False
@@ -200,30 +222,26 @@ class Run:
             TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        holder = f"{os.uname().nodename} process {os.getpid()}"
-        autoscaler = Autoscaler(self.dir, self.record, self.slurm_jobs, holder)
         try:
-            while True:
-                status = self.status()
-                if progress:
-                    progress(status)
-                self.slurm_jobs.top_up()
-                autoscaler.tick()
-                if self.over(status):
-                    break
-                if end is not None and time.monotonic() > end:
-                    raise TimeoutError(
-                        f"{self.dir}: not finished after {timeout_s:g} s; it goes on, see: megaflow-hpc status"
-                    )
-                time.sleep(1.0)
+            with self.tended() as tend:
+                while True:
+                    status = self.status()
+                    if progress:
+                        progress(status)
+                    tend()
+                    if self.over(status):
+                        break
+                    if end is not None and time.monotonic() > end:
+                        raise TimeoutError(
+                            f"{self.dir}: not finished after {timeout_s:g} s; it goes on, see: megaflow-hpc status"
+                        )
+                    time.sleep(1.0)
         except TimeoutError:
             raise
         except BaseException:
             if self.local is not None:
                 self.local.stop()
             raise
-        finally:
-            autoscaler.leave()
         if self.local is not None:
             self.local.stop()
         self.gather()

@@ -43,6 +43,8 @@ def test_watch_follows_to_the_end_and_leaves(make_campaign: Make) -> None:
     pages = [json.loads(line) for line in done.stdout.splitlines()]
     assert pages[-1]["state"] == "finished"
     assert pages[-1]["rollouts"]["completed"] == 2
+    done = cli("watch", run.path)  # no terminal: a line
+    assert re.fullmatch(r"\d\d:\d\d:\d\d small: finished, 2/2 done, 0 running, pods 0\n", done.stdout)
     run.wait(timeout_s=60)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,10 +15,14 @@ import pytest
 import yaml
 
 from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.cli.view.app import WatchApp
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import LiveFiles
+from megaflow_hpc.rundir.marks import FINISHED
 from tests.support.campaigns import running, stored
 from tests.support.scripted import SOLVE, block
-from tests.support.waiting import until
+from tests.support.terminals import Terminal, screen, shows
+from tests.support.waiting import until, until_async
 
 HOSTILE = "\x1b[31m[bold]not bold[/bold]\x07"
 
@@ -72,3 +81,91 @@ def test_status_tells_what_runs_where_and_who_looks_is_told_what_was_said(run: R
     viewer.leave()
     until(lambda: viewer.activity(pod["pod"]) is None, "nobody looks any more")
     assert list(run.dir.live.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_view_shows_a_run_and_looks_into_a_rollout_while_it_runs(run: Run) -> None:
+    until(lambda: stored(run) == 2, "the others are stored")
+
+    async def scenario() -> None:
+        app = WatchApp(Run(run.path), every_s=0.2)
+        async with app.run_test(size=(80, 24)) as pilot:
+            seen = await shows(pilot, "agent 0:")  # the pod has told what it does
+            assert "2/3 66%" in seen
+            assert "running 1  completed 1  truncated 0  failed 1" in seen
+            assert "slots 1/3 (33%)  engines 1" in seen
+            assert "failed attempts: verifier 2" in seen
+            rows = [line.split()[:3] for line in seen.splitlines() if "/default/0" in line]
+            assert rows[0] == [">", "hanging/default/0", "running"]
+            assert sorted(row[0] for row in rows[1:]) == ["broken/default/0", "quick/default/0"]
+
+            await pilot.press("enter")
+            seen = await shows(pilot, "sleep 3600")
+            assert "2 model calls" in seen
+            assert "\\x1b[31m[bold]not bold[/bold]\\x07" in seen  # neither the terminal's nor Textual's
+            await pilot.press("l")
+            await shows(pilot, "attempt 0 starts on rank")
+            await pilot.press("escape", "f")
+            assert "quick/default" not in await shows(pilot, "shown: failed only")
+            await pilot.press("enter")
+            assert "attempt 1 on" in await shows(pilot, "artifact verifier.log")
+            await pilot.press("escape", "escape", "slash", *"QUICK", "enter", "enter")
+            await shows(pilot, "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+            await pilot.press("escape", "p")
+            assert "default.0" in await shows(pilot, "run/slots")
+            await pilot.resize_terminal(40, 12)  # columns are left out, and lines cut
+            await pilot.press("question_mark")
+            await shows(pilot, "choose a rollout")
+            await pilot.press("x", "q")
+        assert not app.is_running
+        assert not app.over
+
+    asyncio.run(scenario())
+    until(lambda: not list(run.dir.live.glob("*.ask")), "the view asks no more")
+
+
+@pytest.mark.slow
+def test_on_a_terminal_of_24_lines_without_colours_it_can_be_left_and_resized(run: Run) -> None:
+    terminal = Terminal(80, 24, sys.executable, "-m", "megaflow_hpc", "watch", str(run.path), "--every", "0.5")
+    terminal.until("hanging/default/0")
+    terminal.write("\r")
+    terminal.until("reading …", "Task hanging")
+    terminal.resize(60, 16)
+    terminal.until("Esc back")
+    terminal.write("\x1b")
+    terminal.until("q leave")
+    terminal.write("q")
+    assert terminal.wait() == 0
+    assert "watched: running, 2/3 done" in terminal.text
+    assert "the campaign goes on" in terminal.text
+    assert not re.search(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d|10[0-7])[;m]", terminal.written), "a colour"
+    assert terminal.written.rindex(b"\x1b[?1049l") > terminal.written.rindex(b"\x1b[?1049h")  # the screen is as before
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaflow_hpc.cli.view.app.SLOW_S", 1.0)
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("live")))
+
+    async def scenario() -> None:
+        app = WatchApp(Run(copy), every_s=0.2)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await shows(pilot, "quick/default/0")
+            os.mkfifo(copy.path / FINISHED)  # who reads it waits, as for a file server that is away
+            await shows(pilot, "the run directory has not answered for 0:0")
+            await pilot.press("f")
+            assert "quick" not in await shows(pilot, "failed only")
+            await pilot.press("escape")
+            with open(copy.path / FINISHED, "wb"):
+                os.unlink(copy.path / FINISHED)
+            await until_async(lambda: "not answered" not in screen(app), "it answers again")
+            shutil.rmtree(copy.path)
+            await shows(pilot, "is not there any more")
+            await pilot.press("question_mark")
+            await shows(pilot, "look into it")
+            await pilot.press("x", "q")
+        assert not app.is_running
+
+    asyncio.run(scenario())

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import print_json, say
-from megaflow_hpc.cli.runs.status import shown
+from megaflow_hpc.cli.output import FINAL, note, print_json, queue_lines, say, seconds
 from megaflow_hpc.cli.values import above_zero
 from megaflow_hpc.cli.verb import add_run, add_verb
-from megaflow_hpc.texts import printable
 
-CLEAR = "\x1b[H\x1b[2J"
+if TYPE_CHECKING:
+    from megaflow_hpc.campaign.run import Run
+
+LINE_EVERY_S = 60.0
+"""A line is printed this often, even if nothing has changed."""
 
 
 def register(subparsers: Any) -> None:
@@ -23,44 +27,109 @@ def register(subparsers: Any) -> None:
         subparsers,
         "watch",
         _watch,
-        "follow a run's status until it ends",
-        description="Shows the status anew every few seconds until the campaign ends. Ctrl-C leaves, and the campaign "
-        "goes on. Slurm is asked twice a minute. Pods that limits left no room for are added while it is open.",
-        examples=["watch RUN", "watch latest --json"],
+        "follow a run live: progress, rollouts, pods, engines, failures",
+        description="Shows a run live on a terminal: progress and time left, rollouts with the slowest and the stuck "
+        "at the top, pods, engines, failures by cause and node. Enter looks into a rollout, its transcript as it grows "
+        "and its log; ? lists the keys; q leaves, and the campaign goes on. Into a file or pipe it prints lines, until "
+        "the campaign ends. Only files are read; Slurm is asked twice a minute. While it is open, pods that limits "
+        "left no room for are added, and engine servers are let go on demand.",
+        examples=["watch RUN", "watch latest --json", "watch RUN --lines", "watch RUN --screenshot view.svg"],
     )
     add_run(watch)
     watch.add_argument("--every", type=above_zero, default=2.0, metavar="S", help="seconds between looks (2)")
+    watch.add_argument("--lines", action="store_true", help="print lines on a terminal too")
+    watch.add_argument("--screenshot", metavar="FILE", help="write what the view shows now as an SVG picture, and end")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """On a terminal one page, rewritten; into a file or pipe a page whenever counts have changed (one JSON a line)."""
     from megaflow_hpc.campaign.facade import Run
 
-    run, said = Run(arguments.run_dir), None
-    while True:
-        status = run.status()
-        run.slurm_jobs.top_up()
-        page = shown(run.config.name, status)
-        over = run.over(status)
-        if arguments.json:
-            if over or told(status) != said:
-                print_json(status, indent=None)
-        elif sys.stdout.isatty():
-            print(CLEAR + printable(page))
-        elif over or told(status) != said:
-            say(page + "\n")
-        said = told(status)
-        sys.stdout.flush()
-        if over:
-            return 0
-        time.sleep(max(0.1, arguments.every))
+    run = Run(arguments.run_dir)
+    if arguments.screenshot:
+        return _picture(run, arguments)
+    if arguments.json or arguments.lines or not _can_draw():
+        return _follow(run, arguments)
+    from megaflow_hpc.cli.view.app import WatchApp
+
+    # A terminal without UTF-8 is no reason to stop.
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.reconfigure(errors="replace")
+    app = WatchApp(run, arguments.every)
+    app.run()
+    if app.snapshot is not None:
+        say(line(run.config.name, app.snapshot.status))
+    if not app.over:
+        note("the campaign goes on")
+    return 0
+
+
+def _can_draw() -> bool:
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return terminal and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def _picture(run: Run, arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from megaflow_hpc.cli.view.app import WatchApp, screenshot
+
+    path = Path(arguments.screenshot)
+    asyncio.run(screenshot(WatchApp(run, arguments.every), path))
+    if arguments.json:
+        print_json({"screenshot": str(path.absolute())})
+    else:
+        note(f"wrote {path}")
+    return 0
+
+
+def _follow(run: Run, arguments: argparse.Namespace) -> int:
+    """A line, or a JSON object, whenever something has changed, until the campaign ends."""
+    said, said_at = None, 0.0
+    with run.tended() as tend:
+        while True:
+            status = run.status()
+            tend()
+            over, news = run.over(status), told(status)
+            if arguments.json:
+                if over or news != said:
+                    print_json(status, indent=None)
+            elif over or news != said or time.monotonic() - said_at > LINE_EVERY_S:
+                said_at = time.monotonic()
+                say(f"{time.strftime('%H:%M:%S')} {line(run.config.name, status)}")
+            said = news
+            sys.stdout.flush()
+            if over:
+                return 0
+            time.sleep(max(0.1, arguments.every))
 
 
 def told(status: Mapping[str, Any]) -> Any:
-    """What of a status is worth another page."""
+    """What of a status is worth another line."""
     return (
         status["state"],
         status["rollouts"],
         [(group["role"], group["reason"]) for group in status["queue"]],
         {policy: found["step"] for policy, found in status.get("training", {}).items()},
     )
+
+
+def line(name: str, status: Mapping[str, Any]) -> str:
+    """A status in one line."""
+    counts = status["rollouts"]
+    done = sum(counts[state] for state in FINAL)
+    pods = [pod["state"] for pod in status["pods"]]
+    parts = [f"{name}: {status['state']}", f"{done}/{counts['total']} done", f"{counts['running']} running"]
+    parts += [f"pods {sum(state in ('started', 'draining') for state in pods)}"]
+    parts += [f"{state} {pods.count(state)}" for state in ("silent", "gone", "lost") if state in pods]
+    serving = sum(server["state"] == "serving" for server in status["servers"])
+    parts += [f"engines {serving}"] if status["servers"] else []
+    parts += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["tokens_per_s"] else []
+    causes = ", ".join(f"{cause} {count}" for cause, count in status["failures"].items())
+    parts += [f"failed {counts['failed']} ({causes})"] if counts["failed"] else []
+    parts += [
+        f"{policy} step {found['step']} of {found['steps']}" for policy, found in status.get("training", {}).items()
+    ]
+    parts += [f"about {seconds(status['eta_s'])} to go"] if status["eta_s"] and counts["running"] else []
+    parts += queue_lines(status)[:1] if not counts["running"] else []
+    return ", ".join(parts)

@@ -1,0 +1,256 @@
+"""The live view of one run: its status above a list of rollouts, or of pods and engines; keys look into one."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.cli.output import seconds
+from megaflow_hpc.cli.view.detail import DetailScreen
+from megaflow_hpc.cli.view.reader import Look, Reader
+from megaflow_hpc.cli.view.rows import Rows
+from megaflow_hpc.cli.view.tables import PartTable, RolloutTable
+from megaflow_hpc.cli.view.words import head
+from megaflow_hpc.monitor.live import Snapshot
+from megaflow_hpc.texts import in_one_line
+
+SLOW_S = 15.0
+"""A run directory that has not answered for so long is spoken of."""
+
+KEYS = """\
+↑ ↓ PgUp PgDn   choose a rollout; Home and End: the first and the last
+Enter           look into it: its transcript as it grows, and its log
+Esc             back; shows all again
+f               only what failed, or all
+/               find: part of an id, node, state or error
+p               pods and engines, or rollouts; Enter shows their logs
+q               leave; the campaign goes on
+
+Rollouts that run stand first, the longest at the top. "model 0:12":
+its model has not answered for 12 s. "agent 0:12": its agent has been
+at work since the last answer. "stuck": so for more than five minutes.
+"""
+
+
+class Looked(Message):
+    """The reader has looked."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self.look = look
+
+
+class WatchApp(App[None]):
+    """Shows a run until ``q``.
+
+    Args:
+        every_s: seconds between two looks.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { background: transparent; }
+    #head { height: auto; }
+    Rows { height: 1fr; }
+    #find { display: none; height: 1; border: none; padding: 0; }
+    #keys { height: 1; }
+    Help { align: center middle; overflow-y: auto; }
+    Help Static { width: auto; max-width: 100%; height: auto; border: solid $foreground; padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "leave"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("f", "failed", "only failed"),
+        Binding("slash", "find", "find"),
+        Binding("p", "parts", "pods"),
+        Binding("escape", "clear", show=False),
+        Binding("question_mark,h", "keys", "keys"),
+    ]
+
+    def __init__(self, run: Run, every_s: float = 2.0) -> None:
+        super().__init__(ansi_color=True)
+        self._campaign = run.config.name
+        self.reader = Reader(run, every_s, lambda look: self.post_message(Looked(look)))
+        self.snapshot: Snapshot | None = None
+        """What was seen last."""
+        self.over = False
+        """Nothing more comes by itself."""
+        self.title = in_one_line(f"{self._campaign} ({run.path.name})")
+        self._problem, self._looked_at = "", time.monotonic()
+        self._failed = self._parts = False
+        self._text = ""
+
+    def compose(self) -> ComposeResult:
+        """Lays out status, list and keys."""
+        yield Static(Text("reading …", "dim"), id="head")
+        yield Rows()
+        yield Input(id="find", placeholder="part of an id, node, state or error")
+        yield Static(id="keys")
+
+    def on_mount(self) -> None:
+        """Begins to read."""
+        self.theme = "ansi-dark"  # the terminal's own colours and background
+        self.query_one(Rows).focus()
+        self._show_keys()
+        self.set_interval(1.0, self._look_at_clock)
+        self.reader.start()
+
+    def on_unmount(self) -> None:
+        """Ends the reader."""
+        self.reader.stop()
+
+    # --- what is read ---
+
+    def on_looked(self, message: Looked) -> None:
+        """Shows what a look found; the last that found something stays where one finds nothing."""
+        look = message.look
+        self._looked_at, self._problem = time.monotonic(), look.problem
+        if look.snapshot is not None:
+            self.snapshot, self.over = look.snapshot, look.over
+            self._show_rows()
+        self._show_head()
+        if isinstance(self.screen, DetailScreen):
+            self.screen.show(look)
+
+    def _look_at_clock(self) -> None:
+        silent_s = time.monotonic() - self._looked_at
+        if silent_s > SLOW_S:
+            self._problem = f"the run directory has not answered for {seconds(silent_s)}"
+            self._show_head()
+
+    def _show_head(self) -> None:
+        where = self.screen_stack[0]
+        if self.snapshot is None:
+            text = Text(in_one_line(self._problem) or "reading …", "bold red" if self._problem else "dim")
+        else:
+            text = Text("\n").join(head(self._campaign, self.snapshot, self.size, self._problem))
+        where.query_one("#head", Static).update(text)
+
+    def _show_rows(self) -> None:
+        if self.snapshot is None:
+            return
+        rows = self.screen_stack[0].query_one(Rows)
+        if self._parts:
+            rows.show(PartTable(self.snapshot.status))
+        else:
+            found = self.snapshot.rollouts.matching(self._text, self._failed)
+            filtered = self._text or self._failed
+            rows.show(RolloutTable(found, "none; Esc shows all" if filtered else "no rollout has begun"))
+        self._tell_reader()
+
+    def _tell_reader(self) -> None:
+        self.reader.live.shown = () if self._parts else list(self.screen_stack[0].query_one(Rows).on_screen)
+
+    def on_rows_moved(self) -> None:
+        """Other rows are on the screen: pods are asked about those."""
+        self._tell_reader()
+
+    def on_rows_opened(self, message: Rows.Opened) -> None:
+        """Looks into one."""
+        self.push_screen(DetailScreen(message.key, self.reader))
+
+    def on_resize(self) -> None:
+        """Lays out the lines above the list anew."""
+        self._show_head()
+
+    # --- keys ---
+
+    def _show_keys(self) -> None:
+        keys = "q leave  Enter look into  f only failed  / find  p pods  ? keys"
+        if self._failed or self._text:
+            shown = ["failed only (f)"] if self._failed else []
+            shown += [f"with {self._text!r} (Esc)"] if self._text else []
+            keys = f"shown: {', '.join(shown)}  q leave  ? keys"
+        self.screen_stack[0].query_one("#keys", Static).update(Text(in_one_line(keys), "reverse", no_wrap=True))
+
+    def action_failed(self) -> None:
+        """Shows only what failed, or all."""
+        self._failed, self._parts = not self._failed, False
+        self._show_all()
+
+    def action_parts(self) -> None:
+        """Shows pods and engines, or rollouts."""
+        self._parts = not self._parts
+        self._show_all()
+
+    def action_clear(self) -> None:
+        """Shows all rollouts."""
+        self._failed = self._parts = False
+        self._find("")
+        self._close_find()
+
+    def action_find(self) -> None:
+        """Opens the line to find rollouts."""
+        line = self.query_one("#find", Input)
+        line.value, line.display = self._text, True
+        line.focus()
+
+    def on_input_changed(self, message: Input.Changed) -> None:
+        """Finds while one types."""
+        if message.input.has_focus:
+            self._parts = False
+            self._find(message.value)
+
+    def on_input_submitted(self) -> None:
+        """Goes back to the list, which stays filtered."""
+        self._close_find()
+
+    def _find(self, text: str) -> None:
+        self._text = text
+        self._show_all()
+
+    def _close_find(self) -> None:
+        self.query_one("#find", Input).display = False
+        self.query_one(Rows).focus()
+
+    def _show_all(self) -> None:
+        self._show_rows()
+        self._show_keys()
+
+    def action_keys(self) -> None:
+        """Explains the keys."""
+        self.push_screen(Help())
+
+
+class Help(ModalScreen[None]):
+    """Explains the keys until one is pressed."""
+
+    def compose(self) -> ComposeResult:
+        """Lays out the text."""
+        yield Static(Text(KEYS))
+
+    def on_key(self) -> None:
+        """Goes away."""
+        self.dismiss()
+
+
+async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30), wait_s: float = 10.0) -> None:
+    """Writes what the view shows as an SVG file that needs nothing else; waits for the pods' answer, but not long."""
+    async with app.run_test(size=size) as pilot:
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end and not _complete(app):
+            await pilot.pause(0.2)
+        write_picture(app, path)
+
+
+def write_picture(app: WatchApp, path: Path) -> None:
+    """Writes the screen as an SVG file, without the fonts that it would fetch."""
+    path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL), encoding="utf-8")
+
+
+def _complete(app: WatchApp) -> bool:
+    snapshot = app.snapshot
+    if snapshot is None:
+        return False
+    running = [row for row in snapshot.rollouts[:5] if row.state == "running"]
+    return not running or bool(snapshot.unasked) or any(row.activity for row in running)

@@ -1,0 +1,147 @@
+"""The thread that reads a run for the view: a file system that does not answer must not stop the keys."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.monitor.live import Live, Snapshot
+from megaflow_hpc.rundir.logs import RolloutLog, find_log, tail
+from megaflow_hpc.texts import end_of
+
+LOG_LINES = 2000
+"""Lines of a log that are shown."""
+LEAVE_S = 2.0
+"""What a file system may take when the view is left."""
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What was read for the one thing that is looked into."""
+
+    key: str
+    messages: Sequence[tuple[str, str]] = ()
+    left_out: int = 0
+    """Messages before these."""
+    said: str = ""
+    """Why there are none."""
+    log: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look found."""
+
+    snapshot: Snapshot | None = None
+    detail: Detail | None = None
+    problem: str = ""
+    """Why it found nothing new."""
+    over: bool = False
+    """Nothing more comes by itself."""
+
+
+class Reader(threading.Thread):
+    """Looks every few seconds, and at once when :meth:`wake` is called.
+
+    Args:
+        deliver: is called in this thread with what each look found.
+    """
+
+    def __init__(self, run: Run, every_s: float, deliver: Callable[[Look], object]) -> None:
+        super().__init__(name="reader", daemon=True)  # one that hangs in the file system must not keep the process
+        self._run, self._every_s, self._deliver = run, every_s, deliver
+        self.live = Live(run.dir, run.monitor)
+        self.wants_log = False
+        """Whether the log of what is opened is shown."""
+        self._stored: Detail | None = None
+        self._log: tuple[str, RolloutLog | None, list[str]] = ("", None, [])
+        self._wake, self._stopped = threading.Event(), False
+
+    def open(self, key: str) -> None:
+        """Looks into one rollout, or one pod or engine, from the next look on; empty: into none."""
+        self.live.opened = key
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Looks at once."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ends the thread, unless the file system keeps it."""
+        self._stopped = True
+        self._wake.set()
+        self.join(LEAVE_S)
+
+    def run(self) -> None:
+        """Looks until it is stopped."""
+        try:
+            with self._run.tended() as tend:
+                while not self._stopped:
+                    self._deliver(self._look(tend))
+                    self._wake.wait(self._every_s)
+                    self._wake.clear()
+        except OSError as error:
+            self._deliver(Look(problem=str(error)))
+        finally:
+            with suppress(OSError):
+                self.live.leave()
+
+    def _look(self, tend: Callable[[], object]) -> Look:
+        try:
+            if not self._run.dir.run_json.exists():
+                return Look(problem="the run directory is not there any more")
+            status = self._run.status()
+            snapshot = self.live.look(status)
+            detail = self._detail(snapshot) if self.live.opened else None
+            tend()
+            return Look(snapshot, detail, over=self._run.over(status))
+        except (MegaflowError, OSError, ValueError) as error:
+            return Look(problem=f"cannot be read now: {error}")
+
+    def _detail(self, snapshot: Snapshot) -> Detail:
+        key = self.live.opened
+        log = self._log_of(key) if self.wants_log else ()
+        if key not in snapshot.rollouts.ids:
+            return Detail(key, log=log)
+        row = snapshot.rollouts.of(key)
+        if row is not None and row.stored is not None:
+            if self._stored is None or self._stored.key != key:
+                self._stored = self._read_stored(key)
+            return Detail(key, self._stored.messages, self._stored.left_out, self._stored.said, log)
+        transcript = snapshot.transcript
+        if transcript is None:
+            said = snapshot.unasked or "its pod has been asked, and answers in a few seconds once a model has"
+            return Detail(key, said=said, log=log)
+        return Detail(key, transcript.messages, transcript.left_out, log=log)
+
+    def _read_stored(self, rollout: str) -> Detail:
+        from megaflow_hpc.trajectories import open_trajectories
+
+        with open_trajectories(self._run.path) as store:
+            if rollout not in store:  # its record is on its way: events are written first
+                return Detail("", said="it is stored, and cannot be read yet")
+            row = store[rollout]
+            messages, left_out = end_of(row.messages)
+            artifacts = [
+                (f"artifact {artifact.name}", artifact.data[-8192:].decode("utf-8", "backslashreplace"))
+                for artifact in row.artifacts
+                if artifact.name == "verifier.log"
+            ]
+            return Detail(rollout, [*messages, *artifacts], left_out, "" if messages else "no message was recorded")
+
+    def _log_of(self, key: str) -> Sequence[str]:
+        if "/" not in key:
+            try:
+                return tail(find_log(self._run.dir, key).path, LOG_LINES).lines
+            except ConfigError as error:
+                return [str(error)]
+        known, log, lines = self._log
+        if known != key or log is None:
+            log, lines = RolloutLog(self._run.dir, key), []
+        lines = [*lines, *log.read()][-LOG_LINES:]
+        self._log = (key, log, lines)
+        return lines

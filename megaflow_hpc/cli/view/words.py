@@ -1,0 +1,126 @@
+"""The lines above the list: what a status says, in words that fit a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.text import Text
+
+from megaflow_hpc.cli.output import FINAL, queue_lines, seconds, training_lines, unstarted_lines
+from megaflow_hpc.monitor.live import PRESENT, Snapshot
+from megaflow_hpc.texts import in_one_line
+
+STYLES = {
+    "running": "cyan",
+    "completed": "green",
+    "truncated": "yellow",
+    "failed": "red",
+    "cancelled": "red",
+    "silent": "yellow",
+    "gone": "red",
+    "lost": "red",
+    "serving": "green",
+    "draining": "yellow",
+}
+"""State → colour; the state's word stands beside, for terminals without colours."""
+
+
+def head(name: str, snapshot: Snapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
+    """Returns the lines above the list.
+
+    Args:
+        name: of the campaign.
+        size: columns and lines of the screen, of which the list below needs the most.
+        problem: why what is shown is old; empty while it is not.
+    """
+    status, (width, height) = snapshot.status, size
+    lines = [progress(name, status, width), counts(status), means(snapshot)]
+    notes = [Text(in_one_line(problem), "bold red")] if problem else []
+    notes += [Text(in_one_line(note), "yellow") for note in remarks(snapshot)]
+    most = max(2, height // 4)
+    if len(notes) > most:
+        notes[most - 1 :] = [Text(f"… {len(notes) - most + 1} more: megaflow-hpc status", "yellow")]
+    lines += notes
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def progress(name: str, status: Mapping[str, Any], width: int) -> Text:
+    """Name, state, a bar, and how long it will take."""
+    rollouts, state = status["rollouts"], status["state"]
+    done = sum(rollouts[final] for final in FINAL)
+    share = min(1.0, done / rollouts["total"]) if rollouts["total"] else 0.0
+    said = f" {done}/{rollouts['total']} {int(share * 100)}%"  # 100 only where all are done
+    if per_minute := status["rate_per_s"] * 60:
+        said += f"  {per_minute:.1f}/min" if per_minute < 100 else f"  {per_minute:,.0f}/min"
+    if status["eta_s"]:
+        said += f"  {seconds(status['eta_s'])} to go"
+    line = Text.assemble((in_one_line(name), "bold"), " ", (state, f"bold {STYLES.get(state, '')}"), "  ")
+    room = min(40, width - len(line) - len(said))
+    if room >= 5:
+        full = round(share * room)
+        line.append("█" * full, "green").append("░" * (room - full), "dim")
+    return line.append(said)
+
+
+def counts(status: Mapping[str, Any]) -> Text:
+    """Rollouts by state."""
+    line = Text()
+    for state in ("pending", "running", *FINAL):
+        count = status["rollouts"][state]
+        line.append(f"{state} {count}", STYLES.get(state, "") if count else "dim").append("  ")
+    return line
+
+
+def means(snapshot: Snapshot) -> Text:
+    """Pods, slots, engines and their pace."""
+    status = snapshot.status
+    pods = [pod for pod in status["pods"] if pod["state"] in PRESENT]
+    slots = sum(pod["slots"] for pod in pods)
+    running = sum(pod["running"] for pod in pods)
+    said = [_numbered("pods", status["pods"], "started")]
+    said += [f"slots {running}/{slots} ({running / slots:.0%})"] if slots else []
+    said += [_numbered("engines", status["servers"], "serving")] if status["servers"] else []
+    said += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["servers"] or status["tokens_per_s"] else []
+    line = Text("  ".join(said))
+    if stuck := snapshot.rollouts.stuck:
+        line.append(f"  stuck {stuck}", "bold red")
+    return line
+
+
+def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
+    """``pods 3 (1 silent, 2 done)``: how many are as they should be, and what the others are."""
+    states: dict[str, int] = {}
+    for thing in things:
+        states[thing["state"]] = states.get(thing["state"], 0) + 1
+    others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if state != normal)
+    return f"{what} {states.get(normal, 0)}" + (f" ({others})" if others else "")
+
+
+def remarks(snapshot: Snapshot) -> Iterator[str]:
+    """What is unusual: failures, what is waited for, pods and engines that are not well."""
+    status = snapshot.status
+    if status["failed_at"]:
+        causes = []
+        for cause, nodes in status["failed_at"].items():
+            where = ", ".join(f"{node or '?'} {count}" for node, count in list(nodes.items())[:3])
+            causes.append(f"{cause} {sum(nodes.values())} ({where}{', …' if len(nodes) > 3 else ''})")
+        yield "failed attempts: " + ", ".join(causes)
+    if status.get("waits_for"):
+        yield f"waits for {', '.join(status['waits_for'])} to add rollouts"
+    yield from queue_lines(status)
+    yield from training_lines(status)
+    yield from unstarted_lines(status)
+    for pod in status["pods"]:
+        if pod["state"] == "silent":
+            yield f"pod {pod['pod']} on {pod['node']} is silent for {pod['silent_s']} s"
+        for node, why in pod.get("excluded", {}).items():
+            yield f"{node} gets no more work: {why}"
+    for server in status["servers"]:
+        if server.get("cause"):
+            yield f"engine {server['server']}: {server['cause']}"
+    if snapshot.unasked:
+        yield f"turns of running rollouts are not shown: {snapshot.unasked}"

@@ -1,0 +1,106 @@
+"""The view of watch where there is much to show, and its lines where there is no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.cli.view.app import WatchApp
+from megaflow_hpc.cli.view.rows import Rows
+from megaflow_hpc.cli.view.tables import RolloutTable
+from megaflow_hpc.rundir.events import (
+    AttemptEvent,
+    EventWriter,
+    PodEvent,
+    ProgressEvent,
+    RolloutEvent,
+    StartEvent,
+    WorkerEvent,
+)
+from megaflow_hpc.rundir.record import read_run, write_run
+from tests.support.terminals import screen, shows
+
+MANY = 10_000
+
+
+def write_events(run: Run, left: int) -> None:
+    """What a pod says of many rollouts: all have begun, all but ``left`` are stored, every thousandth failed."""
+    record = read_run(run.dir)
+    record.total = MANY
+    write_run(run.dir, record)
+    events = EventWriter(run.dir.event_file("7_0", "0"))
+    events.write(PodEvent(state="started", node="n\x1b[2J1", job_id="7_0"))
+    events.write(WorkerEvent(rank=1, state="ready", slots=4, node="n\x1b[2J1"))
+    for number in range(MANY):
+        rollout = f"task{number}/oracle/0"
+        events.write(StartEvent(id=rollout, rank=1, attempt=0))
+        if number % 1000 == 0:
+            events.write(AttemptEvent(id=rollout, attempt=0, kind="sandbox", error="x", rank=1))
+            events.write(StartEvent(id=rollout, rank=1, attempt=1))
+        if number < MANY - left:
+            failed = {"status": "failed", "kind": "user", "error": "[red]no\x1b[0m\nway"} if number % 1000 == 0 else {}
+            events.write(RolloutEvent(**{"id": rollout, "status": "completed", "reward": 1.0, **failed}))
+    events.write(ProgressEvent(running=left, stored=MANY - left))
+    events.close()
+
+
+def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(planned, left=3)
+    made: list[int] = []
+    cells = RolloutTable.cells
+
+    def counted(table: RolloutTable, row: int) -> Any:
+        made.append(row)
+        return cells(table, row)
+
+    monkeypatch.setattr(RolloutTable, "cells", counted)
+
+    async def scenario() -> None:
+        app = WatchApp(Run(planned.path), every_s=3600)
+        async with app.run_test(size=(80, 24)) as pilot:
+            seen = await shows(pilot, "failed attempts:")
+            assert "9997/10000 99%" in seen
+            assert "running 3" in seen
+            assert "failed attempts: sandbox 10 (n\\x1b[2J1 10), user 10" in seen
+            rows = app.query_one(Rows)
+            assert [rows.on_screen[n] for n in (0, 2, 3)] == [f"task{MANY - n}/oracle/0" for n in (3, 1, 4)]
+            await pilot.press("end")
+            await pilot.pause()
+            assert "> task0/oracle/0" in screen(app)
+            assert len(set(made)) < 100
+            await pilot.press("f", "enter")
+            assert "user: [red]no\\x1b[0m\\nway" in await shows(pilot, "attempt 1 on n\\x1b[2J1")
+            await pilot.press("escape", "escape", "slash", *"task123/")
+            await pilot.pause()
+            assert rows.on_screen == ["task123/oracle/0"]
+            await pilot.press("escape", "down", "down", "down", "down")
+            chosen = rows.key
+            assert chosen == f"task{MANY - 5}/oracle/0"
+            events = EventWriter(planned.dir.event_file("7_0", "0"))
+            for number in range(2):
+                events.write(RolloutEvent(id=f"later/{number}/0", status="completed"))
+            events.close()
+            app.reader.wake()
+            await shows(pilot, "later/1/0")
+            assert rows.key == chosen  # what was stored meanwhile has not moved the choice to another
+
+    asyncio.run(scenario())
+
+
+def test_a_picture_of_the_view_needs_no_terminal_and_nothing_from_elsewhere(
+    planned: Run, tmp_path: Path, megaflow: Callable[..., Any]
+) -> None:
+    write_events(planned, left=0)
+    done = megaflow("watch", planned.path, "--screenshot", tmp_path / "view.svg", "--every", "3600")
+    assert done.returncode == 0, done.stderr
+    picture = ElementTree.parse(tmp_path / "view.svg")
+    text = "".join(picture.getroot().itertext()).replace("\xa0", " ")
+    assert "task9999/oracle/0" in text
+    assert "font-face" not in (tmp_path / "view.svg").read_text()
+    assert str(tmp_path) not in text
