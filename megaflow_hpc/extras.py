@@ -20,6 +20,8 @@ EXTRAS = {
     "harbor": "harbor",
     "pyarrow": "export",
     "zstandard": "export",
+    "jinja2": "report",
+    "vl_convert": "report",
     "swebench": "swebench",
     "unidiff": "swebench",
     "peft": "train",

@@ -89,7 +89,9 @@ DOORS: dict[str, str] = {
     "environments/images model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",
     "cli/campaigns": "cli campaign slurm",
-    "cli/runs": "cli cli/view campaign rundir trajectories trajectories/reading",
+    "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
+    "report/charts": "report",
+    "cli/runs": "cli cli/view campaign monitor report report/charts rundir trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
     "cli/making": "cli campaign config tasks tasks/harbor tasks/releases tasks/swebench agents "

@@ -38,6 +38,7 @@ from megaflow_hpc.slurm.ids import array_of, scancel
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.local import LocalPod
+    from megaflow_hpc.monitor.usage import JobUse
     from megaflow_hpc.slurm.submission import ArrayJob
     from megaflow_hpc.trajectories.reading.row import Row
 
@@ -178,6 +179,31 @@ class Run:
         held = [Held((use.started_at, use.ended_at or now), use.cores, use.gpus) for use in accounting.uses(jobs)]
         with open_trajectories(self.dir.path) as store:
             return totals(held, [(t.started_at, t.finished_at) for t in store])
+
+    def job_uses(self) -> list[JobUse]:
+        """Every start of every job of this run: what it held, and what it used of that; none without jobs.
+
+        Raises:
+            SiteError: the site keeps no accounting, or it does not answer.
+        """
+        from megaflow_hpc.monitor.usage import JobUse
+
+        role_of = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
+        now = time.time()
+        return [
+            JobUse(
+                (one.use.started_at, one.use.ended_at or now),
+                one.use.cores,
+                one.use.gpus,
+                one.use.id,
+                role_of.get(array_of(one.use.id), "pods"),
+                one.state,
+                one.cpu_s if one.use.ended_at else None,
+                one.memory_asked_mb,
+                one.memory_peak_mb,
+            )
+            for one in (accounting.efficiencies(role_of) if role_of else ())
+        ]
 
     def pods_live(self) -> bool | None:
         """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""

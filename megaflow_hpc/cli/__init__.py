@@ -30,6 +30,7 @@ GROUPS = (
     "runs.watch",
     "doctor",
     "runs.logs",
+    "runs.report",
     "runs.show",
     "runs.diff",
     "files.export",

@@ -21,6 +21,22 @@ class Held:
     gpus: int
 
 
+@dataclass(frozen=True)
+class JobUse(Held):
+    """One start of one job: what it held, and what it used of that where accounting knows."""
+
+    job: str
+    """``<job>_<element>`` or ``<job>``."""
+    role: str
+    """As in the run's records of jobs: ``pods``, ``servers``, ``trainer``, ``gather``, …"""
+    state: str = ""
+    cpu_s: float | None = None
+    """CPU time of all its processes."""
+    memory_asked_mb: float | None = None
+    memory_peak_mb: float | None = None
+    """The most that one of its steps used."""
+
+
 def merged(spans: Iterable[Span]) -> list[Span]:
     """The same time without overlaps, in order."""
     found: list[Span] = []

@@ -149,6 +149,25 @@ def test_every_start_of_an_element_is_counted_with_what_it_held(prints: Print) -
     assert accounting.uses(["7"]) == [Use("7_0", 1795335100, 1795335160, 4, 0), Use("7_0", 1795335200, None, 4, 2)]
 
 
+def test_what_elements_used_is_read_beside_what_they_held(prints: Print) -> None:
+    prints(
+        "sacct",
+        "7_0|COMPLETED|1795335100|1795335160|4|01:30.500|billing=4,cpu=4,mem=8G,node=1|\n"
+        "7_0.batch|COMPLETED|1795335100|1795335160|4|00:00.500|cpu=4,mem=8G,node=1|cpu=00:00:00,mem=2048K,pages=0\n"
+        "7_0.0|COMPLETED|1795335101|1795335160|4|01:30.000|cpu=4,mem=8G,node=1|cpu=00:01:30,mem=3.50G,pages=0\n"
+        "7_0|TIMEOUT|1795335200|1795335300|4|1-00:00:01|cpu=4,gres/gpu=2,mem=8000M,node=1|\n"
+        "7_0.batch|CANCELLED|1795335200|1795335300|4|1-00:00:01|cpu=4,node=1|cpu=1-00:00:01,mem=1048576,pages=0\n"
+        "7_1|RUNNING|1795335400|Unknown|2|00:00:00|cpu=2,mem=4G,node=1|\n"
+        "7_1.extern|RUNNING|1795335400|Unknown|2|00:00:00|cpu=2,mem=4G,node=1|\n"
+        "7_2|PENDING|Unknown|Unknown|0|00:00:00||\n",
+    )
+    first, again, running = accounting.efficiencies(["7"])
+    assert (first.use, first.state) == (Use("7_0", 1795335100, 1795335160, 4, 0), "COMPLETED")
+    assert (first.cpu_s, first.memory_asked_mb, first.memory_peak_mb) == (90.5, 8192.0, 3584.0)
+    assert (again.use.gpus, again.cpu_s, again.memory_asked_mb, again.memory_peak_mb) == (2, 86401.0, 8000.0, 1.0)
+    assert (running.use.ended_at, running.memory_peak_mb) == (None, None)
+
+
 SINFO = """\
 cpu|cpu*|up|3|8|16000|(null)|1-00:00:00
 cpu|cpu*|up|1|16|32000|(null)|1-00:00:00

@@ -29,6 +29,7 @@ _SCALARS = tuple(
 )
 _OF_SEQUENCE = ("trajectory", "policy", "weight_version_min", "weight_version_max")
 _OF_TURN = ("sequence", "token_start", "token_end")
+_TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
 _OFFSETS = (
     *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
     "sequences/token_offset",
@@ -36,7 +37,7 @@ _OFFSETS = (
 _COLUMNS = (
     *(f"trajectories/{name}" for name in _SCALARS),
     *(f"sequences/{name}" for name in _OF_SEQUENCE),
-    *(f"turns/{name}" for name in _OF_TURN),
+    *(f"turns/{name}" for name in (*_OF_TURN, *_TIMES)),
 )
 
 
@@ -85,7 +86,7 @@ class JournalSource:
         found = []
         for turn in self._load(row).turns:
             turn = replace(turn, finish_reason=escape(turn.finish_reason), server=escape(turn.server))
-            for name in ("model_s", "sandbox_s", "agent_s", "wait_s"):
+            for name in _TIMES:
                 setattr(turn, name, float(np.float32(getattr(turn, name))))
             if turn.sequence < 0:
                 turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
@@ -155,6 +156,8 @@ class JournalSource:
                 known = (first + turn.sequence, start + turn.token_start, start + turn.token_end)
                 for name, value in zip(_OF_TURN, known if turn.sequence >= 0 else (-1, 0, 0), strict=True):
                     values[f"turns/{name}"].append(value)
+                for name in _TIMES:
+                    values[f"turns/{name}"].append(getattr(turn, name))
             sizes = (len(views), len(turns), len(self.messages(row)), len(self.attempts(row)))
             for path, size in zip(_OFFSETS, sizes, strict=False):
                 values[path].append(values[path][-1] + size)

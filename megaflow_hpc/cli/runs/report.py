@@ -1,0 +1,133 @@
+"""``report``: what a campaign was, as one page, pictures, JSON, or metrics for a node exporter."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.cli.output import estimate, note, print_json, say, table
+from megaflow_hpc.cli.values import zero_or_more
+from megaflow_hpc.cli.verb import add_output, add_run, add_verb
+from megaflow_hpc.errors import ConfigError, SiteError
+
+if TYPE_CHECKING:
+    from megaflow_hpc.monitor.usage import JobUse
+    from megaflow_hpc.report.figures import Loaded, RunFigures
+
+DESCRIPTION = """\
+Makes of one run, or of several that are compared with the first, a page that opens offline: rewards and pass@k with
+their intervals, timeline, concurrency, where the seconds go, tokens, failures, stragglers, cost, efficiency as seff has
+it, training, and the transcripts. Writes index.html, figures.json and a PNG of each chart. Works while a campaign runs;
+asks Slurm's accounting where there is one, and changes nothing else."""
+
+
+def register(subparsers: Any) -> None:
+    """Adds report."""
+    report = add_verb(
+        subparsers,
+        "report",
+        _report,
+        "make a page of figures, charts and transcripts of one run or several",
+        examples=[
+            "report latest",
+            "report runs/fix-bugs-… runs/fix-bugs-again-… -o comparison",
+            "report RUN --core-hour 0.02 --gpu-hour 1.80 --currency EUR",
+            "report RUN --json | jq '.runs[0].policies[].evaluation'",
+            "report RUN --prometheus /var/lib/node_exporter/megaflow.prom",
+        ],
+        description=DESCRIPTION,
+    )
+    add_run(report, "+", file=True)
+    add_output(report, "directory to write; default: report/ in the (first) run directory")
+    report.add_argument(
+        "--transcripts",
+        type=_wanted,
+        default="some",
+        metavar="N|all|none",
+        help="transcripts in the page; default: as many as make it some 2 MB larger, those worth reading first",
+    )
+    report.add_argument("--core-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one core")
+    report.add_argument("--gpu-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one GPU")
+    report.add_argument("--currency", default="", metavar="NAME", help="what prices are in, as it is to be shown")
+    report.add_argument("--no-pictures", action="store_true", help="write no PNGs")
+    report.add_argument(
+        "--prometheus", metavar="FILE", help="write only metrics, for the node exporter's textfile collector"
+    )
+
+
+def _wanted(text: str) -> int | str:
+    if text in ("all", "none", "some"):
+        return text
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected a number, all or none")
+    return int(text)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.report import files
+    from megaflow_hpc.report.charts.pictures import check_installed
+    from megaflow_hpc.report.comparison import compare
+    from megaflow_hpc.report.cost import Prices
+    from megaflow_hpc.report.figures import Loaded, to_builtins
+
+    paths = [Path(path) for path in arguments.run_dir]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError("report: a run is named twice; name each once")
+    if not arguments.prometheus:
+        check_installed()
+    prices = Prices(core_hour=arguments.core_hour, gpu_hour=arguments.gpu_hour, currency=arguments.currency)
+    with ExitStack() as stack:
+        runs: list[Loaded] = []
+        for path in paths:
+            note(f"report: reading {path}")
+            runs.append(stack.enter_context(Loaded(path, _uses(path), prices)))
+        figures = [run.figures for run in runs]
+        differences = compare(figures)
+        if arguments.prometheus:
+            written = [files.write_metrics(Path(arguments.prometheus), figures)]
+        else:
+            folder = Path(arguments.output) if arguments.output else files.default_folder(paths[0])
+            written = files.write_report(
+                folder, runs, differences, arguments.transcripts, not arguments.no_pictures, lambda said: note(said)
+            )
+    if arguments.json:
+        told = {"runs": to_builtins(figures), "comparison": to_builtins(differences), "files": list(map(str, written))}
+        print_json(told)
+    else:
+        say(_summary(figures))
+        say(f"report: {written[-1]}")
+    return 0
+
+
+def _uses(path: Path) -> Sequence[JobUse]:
+    """What accounting says of a run's jobs; nothing where there is none."""
+    if not path.is_dir():
+        return ()
+    from megaflow_hpc.campaign.facade import Run
+
+    try:
+        return Run(path).job_uses()
+    except (ConfigError, SiteError) as error:
+        note(f"report: without Slurm's accounting: {error}")
+        return ()
+
+
+def _summary(figures: Sequence[RunFigures]) -> str:
+    rows = [
+        (
+            run.run,
+            policy.policy,
+            policy.rollouts,
+            f"{found['passed']} of {found['samples']}" if (found := policy.evaluation) else "-",
+            estimate(found["mean"], found["low"], found["high"]) if found else "-",
+            f"{policy.seconds.p50:.1f}",
+            f"{run.cost.core_hours:.4g}" if run.cost.source != "none" else "-",
+        )
+        for run in figures
+        for policy in run.policies
+    ]
+    head = ("run", "policy", "rollouts", "passed", "mean reward", "median s", "core-hours of the run")
+    return table(head, rows)

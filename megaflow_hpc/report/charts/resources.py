@@ -1,0 +1,245 @@
+"""Charts of time and means: timeline, concurrency, phases, failures, slow tasks, hours held and how they were used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from megaflow_hpc.report.charts.specs import (
+    OUTCOMES,
+    PHASE_COLOURS,
+    Chart,
+    Named,
+    by_series,
+    channel,
+    height_of,
+    series_name,
+    spec_of,
+)
+from megaflow_hpc.report.figures import RunFigures
+from megaflow_hpc.report.timeline import Bar
+
+TASKS_SHOWN = 40
+OF_ROWS = {"width": 420}
+"""Of charts in rows of their own, which Vega cannot fit into a place."""
+UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""From how many seconds on an axis of time has which unit."""
+
+
+def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) -> Chart | None:
+    """Returns the rollouts of one run over time, in rows by pod."""
+    if not bars:
+        return None
+    shown = {bar.pod for bar in bars}
+    divided, unit = _unit(run.seconds)
+    values = [msgspec.to_builtins(bar) for bar in bars]
+    pods = [msgspec.to_builtins(pod) for pod in run.pods if pod.pod in shown]
+    for value in (*values, *pods):
+        value |= {"start": value["start"] / divided, "end": value["end"] / divided}
+    rows = {pod: 1 + max(bar.lane for bar in bars if bar.pod == pod) for pod in shown}
+    height = len(shown) * max(18, min(120, 8 * max(rows.values())))
+    outcomes = [outcome for outcome in OUTCOMES if any(bar.outcome == outcome for bar in bars)]
+    scale = {"domain": outcomes, "range": [OUTCOMES[outcome] for outcome in outcomes]}
+    y = channel("pod", "N", None)
+    x, x2 = channel("start", title=f"{unit} from the first rollout's start"), channel("end")
+    when = [channel(name, format=".2f") for name in ("start", "end")]
+    tip = [channel("rollout", "N"), channel("outcome", "N"), *when, channel("pod", "N")]
+    told = [*(channel(name, "N") for name in ("pod", "node", "state", "why")), channel("slots"), channel("rollouts")]
+    spec = spec_of(
+        [],
+        height=height,
+        layer=[
+            {
+                "data": {"values": pods},
+                "mark": {"type": "bar", "opacity": 0.12, "color": "#8A8A8A"},
+                "encoding": {"y": y, "x": x, "x2": x2, "tooltip": told},
+            },
+            {
+                "data": {"values": values},
+                "mark": {"type": "bar", "minBandSize": 1},
+                "encoding": {
+                    "y": y,
+                    "yOffset": channel("lane", "O", scale={"paddingInner": 0.15}),
+                    "x": x,
+                    "x2": x2,
+                    "color": channel("outcome", "N", None, scale=scale),
+                    "tooltip": tip,
+                },
+            },
+        ],
+    )
+    left_out = run.stored - len(bars)
+    note = "Each bar is a rollout, each row a pod, grey where it was there and had nothing to do."
+    note += f" {len(bars)} of {run.stored} rollouts are shown." if left_out else ""
+    name = f"timeline-{label}" if several else "timeline"
+    title = f"Timeline of {label}" if several else "Timeline"
+    return Chart(name=name, title=title, note=note, spec=spec, wide=True)
+
+
+def concurrency(runs: Named) -> Chart | None:
+    """Returns how many rollouts ran and waited, and how many slots there were."""
+    divided, unit = _unit(max(run.seconds for _, run in runs))
+    values = [
+        {"run": label, "series": series, "at": at / divided, "value": value}
+        for label, run in runs
+        for series in ("running", "waiting", "slots")
+        for at, value in zip(run.concurrency.at, getattr(run.concurrency, series), strict=False)
+    ]
+    if not values:
+        return None
+    encoding = {
+        "x": channel("at", title=f"{unit} from the first rollout's start"),
+        "y": channel("value", title="rollouts", scale={"type": "symlog"}),
+        "color": by_series(),
+        "tooltip": [channel("series", "N"), channel("at"), channel("value", format=".1f")],
+        **({"strokeDash": channel("run", "N", None)} if len(runs) > 1 else {}),
+    }
+    mark = {"type": "line", "interpolate": "step-after"}
+    note = "Rollouts that run, rollouts that wait to be started, and slots of all workers."
+    spec = spec_of(values, mark=mark, encoding=encoding)
+    return Chart(name="concurrency", title="Concurrency and queue", note=note, spec=spec, wide=True)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((divided, unit) for least, divided, unit in UNITS if seconds >= least)
+
+
+def phases(runs: Named) -> Chart | None:
+    """Returns the mean seconds of each phase."""
+    values = [
+        {
+            "series": series_name(label, phase.policy, runs),
+            "phase": phase.phase,
+            "order": list(PHASE_COLOURS).index(phase.phase),
+            "share": phase.share,
+            "mean": phase.seconds.mean,
+            "p50": phase.seconds.p50,
+            "p90": phase.seconds.p90,
+        }
+        for label, run in runs
+        for phase in run.phases
+    ]
+    if not values:
+        return None
+    scale = {"domain": list(PHASE_COLOURS), "range": list(PHASE_COLOURS.values())}
+    tip = [channel("series", "N"), channel("phase", "N"), channel("mean", format=".2f"), channel("p50", format=".2f")]
+    encoding = {
+        "y": channel("series", "N", None),
+        "x": channel("mean", title="mean seconds of a rollout", stack="zero"),
+        "color": channel("phase", "N", None, scale=scale),
+        "order": channel("order"),
+        "tooltip": [*tip, channel("p90", format=".2f"), channel("share", format=".1%")],
+    }
+    note = "Environment: sandbox and files made ready. Model: calls, waiting for an engine included. Agent: its own "
+    note += "work and its commands. Evaluation: the verifier."
+    spec = spec_of(values, mark="bar", encoding=encoding, height=height_of(values, "series", 34))
+    return Chart(name="phases", title="Where the seconds go", note=note, spec=spec)
+
+
+def failures(runs: Named) -> Chart | None:
+    """Returns failures and repeated attempts by cause."""
+    values = [
+        {"run": label, "cause": cause or "unknown", "what": what, "count": count}
+        for label, run in runs
+        for what, counts in (("failed", run.failures_by_kind), ("repeated", run.repeated))
+        for cause, count in counts.items()
+    ]
+    if not values:
+        return None
+    scale = {"domain": ["failed", "repeated"], "range": [OUTCOMES["failed"], OUTCOMES["truncated"]]}
+    encoding = {
+        "y": channel("cause", "N", None, sort="-x"),
+        "x": channel("count", title="rollouts that failed, attempts that were repeated"),
+        "color": channel("what", "N", None, scale=scale),
+        "tooltip": [channel("run", "N"), channel("cause", "N"), channel("what", "N"), channel("count")],
+        **({"row": channel("run", "N", None)} if len(runs) > 1 else {}),
+    }
+    spec = spec_of(values, mark="bar", encoding=encoding, height=height_of(values, "cause", 26))
+    if len(runs) > 1:
+        spec |= OF_ROWS
+    return Chart(name="failures", title="Failures", note="By cause; what was repeated may have succeeded.", spec=spec)
+
+
+def tasks(runs: Named) -> Chart | None:
+    """Tasks that take longest, sample by policy; of one run, since the table compares several."""
+    if len(runs) > 1 or not runs[0][1].tasks:
+        return None
+    tasks = sorted(runs[0][1].tasks, key=lambda task: -task.seconds)[:TASKS_SHOWN]
+    values = [
+        {"task": task.task, "series": task.policy, "seconds": task.seconds, "mean": task.mean, "samples": task.samples}
+        for task in tasks
+    ]
+    encoding = {
+        "y": channel("task", "N", None, sort="-x"),
+        "x": channel("seconds", title="median seconds of a rollout"),
+        "color": by_series(),
+        "tooltip": [
+            channel("task", "N"),
+            channel("series", "N"),
+            channel("seconds"),
+            channel("mean"),
+            channel("samples"),
+        ],
+    }
+    spec = spec_of(values, mark={"type": "point", "opacity": 0.8, "size": 70}, encoding=encoding)
+    spec["height"] = height_of(values, "task", 16)
+    return Chart(name="slow-tasks", title="Slowest tasks", note="Median over a task's samples.", spec=spec)
+
+
+def cost(runs: Named) -> Chart | None:
+    """Returns hours held by role."""
+    values = []
+    for label, run in runs:
+        for role in run.cost.roles:
+            for what, hours, idle in (
+                ("core-hours", role.core_hours, role.idle_core_hours),
+                ("GPU-hours", role.gpu_hours, role.idle_gpu_hours),
+            ):
+                row = {"role": series_name(label, role.role, runs), "what": what}
+                parts = {"held": hours} if idle is None else {"in use": hours - idle, "no rollout ran": idle}
+                values += [{**row, "series": name, "hours": value} for name, value in parts.items() if value]
+    if not values:
+        return None
+    encoding = {
+        "y": channel("role", "N", None),
+        "x": channel("hours", title="hours"),
+        "row": channel("what", "N", None),
+        "color": by_series(),
+        "tooltip": [channel("role", "N"), channel("what", "N"), channel("series", "N"), channel("hours", format=".4f")],
+    }
+    spec = spec_of(values, mark="bar", encoding=encoding, height={"step": 26}, resolve={"scale": {"x": "independent"}})
+    spec |= OF_ROWS
+    note = "What jobs held, by role; with accounting also how much of it while no rollout ran."
+    return Chart(name="cost", title="Core-hours and GPU-hours", note=note, spec=spec)
+
+
+def efficiency(runs: Named) -> Chart | None:
+    """Returns how much jobs used of what they held."""
+    values = [
+        {
+            "series": series_name(label, job.role, runs),
+            "what": what,
+            "share": share,
+            "job": job.job,
+            "hours": job.seconds / 3600,
+        }
+        for label, run in runs
+        for job in run.cost.jobs
+        for what, share in (("cpu used of held", job.cpu_efficiency), ("memory peak of asked", job.memory_efficiency))
+        if share is not None
+    ]
+    if not values:
+        return None
+    encoding = {
+        "x": channel("share", title=None, axis={"format": "%"}, scale={"domainMin": 0}),
+        "y": channel("series", "N", None),
+        "yOffset": {"field": "job", "type": "nominal"},
+        "color": by_series(),
+        "row": channel("what", "N", None),
+        "tooltip": [channel("job", "N"), channel("share", format=".1%"), channel("hours", format=".3f")],
+    }
+    spec = spec_of(values, mark={"type": "point", "opacity": 0.7}, encoding=encoding, height={"step": 8})
+    spec |= OF_ROWS
+    note = "One point for each start of a job, as seff would show it."
+    return Chart(name="efficiency", title="CPU and memory", note=note, spec=spec)

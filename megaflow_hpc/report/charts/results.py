@@ -1,0 +1,136 @@
+"""Charts of results: pass@k, differences, rewards, tokens and turns, training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from megaflow_hpc.report.charts.specs import Chart, Named, Spec, by_series, channel, height_of, series_name, spec_of
+from megaflow_hpc.report.comparison import Difference
+from megaflow_hpc.report.series import Bin
+
+
+def pass_at(runs: Named) -> Chart | None:
+    """Returns pass@k over k; where no task has two samples, pass@1 of each policy."""
+    values = [
+        {"series": series_name(label, policy.policy, runs), **msgspec.to_builtins(point)}
+        for label, run in runs
+        for policy in run.policies
+        for point in policy.pass_at
+    ]
+    if not values:
+        return None
+    scale = {"domain": [0, 1]}
+    tip = [channel("series", "N"), channel("k"), *(channel(name, format=".3f") for name in ("value", "low", "high"))]
+    if max(value["k"] for value in values) == 1:  # nothing to draw a curve through
+        spec = _intervals(values, channel("low", title="pass@1", scale=scale), "value", tip)
+    else:
+        x = channel("k", title="k samples", scale={"type": "log", "base": 2}, axis={"tickMinStep": 1, "format": "d"})
+        band = {"y": channel("low", title="chance that one passes", scale=scale), "y2": channel("high")}
+        line = {"y": channel("value"), "tooltip": tip}
+        spec = spec_of(
+            values,
+            encoding={"x": x, "color": by_series()},
+            layer=[
+                {"mark": {"type": "area", "opacity": 0.18}, "encoding": band},
+                {"mark": {"type": "rule", "opacity": 0.5}, "encoding": band},
+                {"mark": {"type": "line", "point": True}, "encoding": line},
+            ],
+        )
+    note = "The unbiased estimate over tasks, with its 95 % interval (Wilson, clustered by task)."
+    return Chart(name="pass-at-k", title="pass@k", note=note, spec=spec)
+
+
+def differences(found: Sequence[Difference]) -> Chart | None:
+    """Returns the differences of runs from the first, with their intervals."""
+    values = [
+        {"series": f"{d.run}: {d.policy}", "difference": d.difference, "low": d.low, "high": d.high, "tasks": d.tasks}
+        for d in found
+        if d.difference is not None
+    ]
+    if not values:
+        return None
+    numbers = [channel(name, format="+.3f") for name in ("difference", "low", "high")]
+    x = channel("low", title=f"difference of mean reward from {found[0].against_run}")
+    spec = _intervals(values, x, "difference", [channel("series", "N"), *numbers, channel("tasks")])
+    zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.5}, "encoding": {"x": {"datum": 0}}}
+    spec["layer"].insert(0, zero)
+    note = "Paired by task, with the 95 % interval of the mean difference over tasks."
+    return Chart(name="difference", title="Difference", note=note, spec=spec)
+
+
+def _intervals(values: Sequence[dict[str, Any]], x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
+    """A point on a line from ``low`` to ``high`` for each series."""
+    encoding = {"y": channel("series", "N", None), "color": {**by_series(), "legend": None}, "tooltip": list(tip)}
+    return spec_of(
+        values,
+        height=height_of(values, "series", 34),
+        layer=[
+            {"mark": {"type": "rule", "strokeWidth": 3}, "encoding": {**encoding, "x": x, "x2": channel("high")}},
+            {"mark": {"type": "point", "size": 90}, "encoding": {**encoding, "x": channel(value)}},
+        ],
+    )
+
+
+def _bins(runs: Named, name: str) -> list[dict[str, Any]]:
+    found = []
+    for label, run in runs:
+        for policy in run.policies:
+            bins: list[Bin] = getattr(policy, name)
+            found += [{"series": series_name(label, policy.policy, runs), **msgspec.to_builtins(one)} for one in bins]
+    return found
+
+
+def _histogram(name: str, title: str, note: str, values: Sequence[dict[str, Any]], runs: Named) -> Chart | None:
+    if not values:
+        return None
+    tip = [channel("series", "N"), channel("low", title="from"), channel("high", title="to"), channel("count")]
+    whole = all(value["high"] - value["low"] == 1 for value in values)  # a bar for each number
+    encoding = {
+        "x": channel("low", title=name, bin={"binned": True}, axis={"tickMinStep": 1, "format": "d"} if whole else {}),
+        "x2": channel("high"),
+        # Bars of different runs have different edges and cannot stand on one another.
+        "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
+        "color": by_series(),
+        "tooltip": tip,
+    }
+    mark = {"type": "bar", "opacity": 0.65 if len(runs) > 1 else 1.0, "binSpacing": 1}
+    return Chart(name=title.lower(), title=title, note=note, spec=spec_of(values, mark=mark, encoding=encoding))
+
+
+def rewards(runs: Named) -> Chart | None:
+    """Returns how rewards are distributed."""
+    note = "Rollouts by reward, those without a verdict left out."
+    return _histogram("reward", "Rewards", note, _bins(runs, "rewards"), runs)
+
+
+def tokens(runs: Named) -> Iterator[Chart | None]:
+    """Yields how tokens and model calls are distributed; nothing where no policy asks a model."""
+    if any(policy.turns.max for _, run in runs for policy in run.policies):
+        note = "Of each rollout that was carried out, prompts included."
+        yield _histogram("tokens", "Tokens", note, _bins(runs, "token_bins"), runs)
+        note = "Model calls of each rollout that was carried out."
+        yield _histogram("model calls", "Turns", note, _bins(runs, "turn_bins"), runs)
+
+
+def training(runs: Named) -> Iterator[Chart]:
+    """Yields a curve over steps for each metric."""
+    titles = {"reward": "Reward", "passed": "Share that passed", "staleness": "Staleness", "entropy": "Entropy"}
+    titles |= {"clipped": "Share clipped", "mismatch": "Mismatch", "tokens_per_s": "Tokens per second"}
+    for metric, title in titles.items():
+        values = [
+            {"series": series_name(label, curve.policy, runs), "step": step, "value": value}
+            for label, run in runs
+            for curve in run.training
+            if curve.metric == metric
+            for step, value in zip(curve.steps, curve.values, strict=True)
+        ]
+        if values:
+            tip = [channel("series", "N"), channel("step"), channel("value", format=".4g")]
+            encoding = {"x": channel("step"), "y": channel("value", title=metric), "color": by_series(), "tooltip": tip}
+            spec = spec_of(values, mark={"type": "line"}, encoding=encoding, height=180)
+            yield Chart(
+                name=f"training-{metric}", title=f"{title} over steps", note="As the trainer committed it.", spec=spec
+            )

@@ -1,0 +1,179 @@
+"""The figures of one run, typed and bounded: what ``report --json`` prints, and what charts and tables are made of.
+
+    figures = figures_of("runs/fix-bugs-…")
+    figures.policies[0].evaluation["mean"], figures.phases[0].seconds.p90
+
+Nothing is asked of Slurm here; who has its accounting hands it in. Lists that grow with the campaign are cut at the
+bounds below, and say how much was left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megaflow_hpc.config import resolved
+from megaflow_hpc.config.sections import EvaluationConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.monitor.usage import JobUse
+from megaflow_hpc.report.cost import Cost, Prices, cost_of
+from megaflow_hpc.report.pods import Events, read_events
+from megaflow_hpc.report.policies import STATES, Phase, PolicyFigures, TaskFigures, phases_of, policy_figures, tasks_of
+from megaflow_hpc.report.rollouts import read_rollouts
+from megaflow_hpc.report.series import significant
+from megaflow_hpc.report.timeline import Concurrency, PodFigures, concurrency_of, pods_of
+from megaflow_hpc.report.training import TrainingCurve, curves_of
+from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.trajectories.hdf5.file import attribute
+from megaflow_hpc.trajectories.reading.sources import Hdf5Source
+from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajectories
+
+
+class RunFigures(msgspec.Struct, kw_only=True):
+    """One run."""
+
+    run: str
+    """Name of the run directory, or of the file."""
+    campaign: str
+    state: str
+    versions: dict[str, Any]
+    total: int
+    """Rollouts of the campaign, as far as is known."""
+    stored: int
+    states: dict[str, int]
+    started_at: float
+    """Of the first rollout, seconds UTC; 0 without one."""
+    seconds: float
+    """From the first rollout's start to the last one's end."""
+    tail_seconds: float
+    """From when 95 % of the rollouts had ended to the last one's end."""
+    rollouts_per_hour: float
+    policies: list[PolicyFigures]
+    phases: list[Phase]
+    unphased: int
+    """Rollouts carried out whose phases were not recorded."""
+    concurrency: Concurrency
+    pods: list[PodFigures]
+    tasks: list[TaskFigures]
+    failures: list[Failure]
+    failures_by_kind: dict[str, int]
+    failures_by_node: dict[str, int]
+    repeated: dict[str, int]
+    """Attempts that failed and were made again, by cause."""
+    copies: int
+    stragglers: list[Straggler]
+    cost: Cost
+    training: list[TrainingCurve] = []
+
+
+class Loaded:
+    """A run whose figures are made: the figures, and the open store behind them. A context manager.
+
+    Args:
+        path: a run directory, finished or not, or a ``trajectories.h5``.
+        uses: what accounting says of its jobs.
+
+    Raises:
+        ConfigError: ``path`` is neither, or is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices: Prices | None = None) -> None:
+        path = Path(path)
+        self.run = RunDir(path) if path.is_dir() else None
+        record = read_run(self.run) if self.run else RunRecord()
+        self.store = open_trajectories(path)
+        try:
+            self.rollouts = read_rollouts(self.store)
+            self.events = read_events(self.run) if self.run else Events()
+            self.figures = self._figures(path, record, uses, prices or Prices())
+        except BaseException:
+            self.store.close()
+            raise
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    def _figures(self, path: Path, record: RunRecord, uses: Sequence[JobUse], prices: Prices) -> RunFigures:
+        rows, events = self.rollouts, self.events
+        settings = evaluation_of(record, self.store)
+        self.threshold = settings.threshold
+        """Reward from which a rollout has passed."""
+        policies = [policy_figures(rows, name, settings) for name in rows.policy.names]
+        states = {state: int(rows.status.where(state).sum()) for state in STATES}
+        began = float(rows.started_at.min()) if len(rows) else 0.0
+        ended = np.sort(rows.finished_at)
+        seconds = float(ended[-1] - began) if len(rows) else 0.0
+        passed = sum(p.evaluation["passed"] for p in policies if p.evaluation)
+        total = max(record.total, len(rows))
+        spans = list(zip(rows.started_at.tolist(), rows.finished_at.tolist(), strict=True))
+        failed = rows.status.where("failed")
+        return RunFigures(
+            run=path.resolve().name,
+            campaign=self.store.campaign or record.name,
+            state=self._state(record),
+            versions=self.store.versions,
+            total=total,
+            stored=len(rows),
+            states=states,
+            started_at=began,
+            seconds=significant(seconds),
+            tail_seconds=significant(float(ended[-1] - ended[int(0.95 * (len(rows) - 1))])) if len(rows) else 0.0,
+            rollouts_per_hour=significant(len(rows) / seconds * 3600) if seconds else 0.0,
+            policies=policies,
+            phases=phases_of(rows),
+            unphased=int((rows.carried_out & np.isnan(rows.phases["environment"])).sum()),
+            concurrency=concurrency_of(rows, events, total, bool(record.campaign.get("training"))),
+            pods=pods_of(rows, events),
+            tasks=tasks_of(rows, settings.threshold),
+            failures=failures_of(rows),
+            failures_by_kind=counted(rows.error_kind.names, rows.error_kind.codes[failed]),
+            failures_by_node=counted(rows.node.names, rows.node.codes[failed]),
+            repeated=dict(sorted(events.repeated.items())),
+            copies=events.copies,
+            stragglers=stragglers_of(rows),
+            cost=cost_of(self.run, uses, spans, prices, len(rows), passed),
+            training=curves_of(self.run, record) if self.run else [],
+        )
+
+    def _state(self, record: RunRecord) -> str:
+        if self.run is None:
+            return "a file"
+        from megaflow_hpc.rundir.marks import Marks
+
+        marks = Marks(self.run)
+        if marks.finished:
+            return "finished"
+        return "cancelled" if marks.cancelled else "unfinished"
+
+
+def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices: Prices | None = None) -> RunFigures:
+    """Returns the figures of a run directory or a ``trajectories.h5``; see :class:`Loaded`."""
+    with Loaded(path, uses, prices) as loaded:
+        return loaded.figures
+
+
+def evaluation_of(record: RunRecord, store: TrajectoryStore) -> EvaluationConfig:
+    """Returns the campaign's section ``evaluation``; the default of a file that does not say."""
+    said = record.campaign
+    if not said and isinstance(store.source, Hdf5Source):
+        said = attribute(store.source.file, "config")
+    try:
+        return resolved(EvaluationConfig, (said or {}).get("evaluation") or {})
+    except ConfigError:
+        return EvaluationConfig()
+
+
+def to_builtins(figures: Any) -> Any:
+    """Returns figures as JSON takes them."""
+    return json.loads(msgspec.json.encode(figures, enc_hook=str))

@@ -1,0 +1,87 @@
+"""The files of a report: ``index.html``, ``figures.json``, a PNG of each chart; or one file of metrics.
+
+Each appears whole or not at all, the page last. A report that is made again replaces what it makes; PNGs of charts that
+it no longer has are left, as is everything else that lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import make_directory, to_json, write_atomic
+from megaflow_hpc.report import prometheus
+from megaflow_hpc.report.charts.every import charts_of
+from megaflow_hpc.report.charts.pictures import pictures
+from megaflow_hpc.report.comparison import Difference
+from megaflow_hpc.report.figures import Loaded, RunFigures, to_builtins
+from megaflow_hpc.report.page import page
+from megaflow_hpc.report.timeline import bars_of
+from megaflow_hpc.report.transcripts import Wanted
+from megaflow_hpc.rundir.layout import RunDir
+
+Say = Callable[[str], object]
+
+
+def default_folder(path: Path) -> Path:
+    """Returns where a report on a run directory, or on a file, is written."""
+    return RunDir(path).report if path.is_dir() else path.absolute().parent / "report"
+
+
+def write_report(
+    folder: Path,
+    runs: Sequence[Loaded],
+    differences: Sequence[Difference],
+    wanted: Wanted = "some",
+    with_pictures: bool = True,
+    say: Say = lambda said: None,
+) -> list[Path]:
+    """Writes a report and returns its files, the page last.
+
+    Args:
+        wanted: which transcripts the page carries.
+        say: is told what is under way.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    bars = [bars_of(run.rollouts, run.events, run.threshold) for run in runs]
+    figures = [run.figures for run in runs]
+    charts = charts_of(figures, bars, differences)
+    written: list[Path] = []
+
+    def put(name: str, data: bytes | str) -> None:
+        write_atomic(folder / name, data)
+        written.append(folder / name)
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
+        told = {"runs": to_builtins(figures), "comparison": to_builtins(differences)}
+        put("figures.json", to_json(told))
+        for name, data in pictures(charts) if with_pictures else ():
+            say(f"report: {name}")
+            put(name, data)
+        say("report: index.html")
+        put("index.html", page(runs, charts, differences, wanted))
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder}: cannot be written ({error.strerror}); name another directory with -o"
+        ) from None
+    return written
+
+
+def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
+    """Writes a file of metrics that everybody may read, as the node exporter must.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path.suffix != ".prom":
+        raise ConfigError(f"{path}: the node exporter reads files that end in .prom; name it so")
+    try:
+        write_atomic(path, prometheus.text(figures), mode=0o644)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    return path

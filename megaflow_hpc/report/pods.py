@@ -1,0 +1,82 @@
+"""What the event files of a run tell of its pods: when each started and ended, its slots, and what was tried again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from megaflow_hpc.report.series import Span
+from megaflow_hpc.rundir.events import AttemptEvent, CopyEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
+from megaflow_hpc.rundir.layout import RunDir
+
+
+@dataclass
+class Pod:
+    """One start of one pod. Times in seconds UTC, of its node's clock."""
+
+    name: str
+    node: str = ""
+    job: str = ""
+    state: str = "started"
+    why: str = ""
+    started_at: float = 0.0
+    last_at: float = 0.0
+    """Its last event: its end, where it has ended."""
+    slots: int = 0
+    """The most it had at once."""
+    slot_spans: list[tuple[Span, int]] = field(default_factory=list)
+    """When so many slots of a worker were there."""
+    stored: int = 0
+
+
+@dataclass
+class Events:
+    """What all event files of a run tell."""
+
+    pods: list[Pod] = field(default_factory=list)
+    pod_of: dict[str, str] = field(default_factory=dict)
+    """The pod that stored a rollout, by the rollout's id."""
+    repeated: Counter[str] = field(default_factory=Counter)
+    """Attempts that failed and were made again, by cause."""
+    repeated_on: Counter[str] = field(default_factory=Counter)
+    """The same by pod."""
+    copies: int = 0
+    """Stragglers that were started once more."""
+
+
+def read_events(run: RunDir) -> Events:
+    """Reads every event file of a run; what cannot be read tells nothing."""
+    found = Events()
+    for name, events in EventReader(run.events).read():
+        pod = Pod(name)
+        live: dict[int, tuple[float, int]] = {}
+        for event in events:
+            pod.started_at = pod.started_at or event.t
+            pod.last_at = max(pod.last_at, event.t)
+            match event:
+                case PodEvent():
+                    pod.state, pod.why = event.state, event.why or pod.why
+                    pod.node, pod.job = event.node or pod.node, event.job_id or pod.job
+                case WorkerEvent():
+                    _end(pod, live.pop(event.rank, None), event.t)
+                    if event.state == "ready":
+                        live[event.rank] = event.t, event.slots or 0
+                    pod.slots = max(pod.slots, sum(slots for _, slots in live.values()))
+                case AttemptEvent():
+                    found.repeated[event.kind] += 1
+                    found.repeated_on[name] += 1
+                case CopyEvent():
+                    found.copies += 1
+                case RolloutEvent():
+                    found.pod_of[event.id] = name
+                    pod.stored += 1
+        for began in live.values():
+            _end(pod, began, pod.last_at)
+        if pod.started_at:
+            found.pods.append(pod)
+    return found
+
+
+def _end(pod: Pod, began: tuple[float, int] | None, t: float) -> None:
+    if began and began[1]:
+        pod.slot_spans.append(((began[0], t), began[1]))

@@ -1,0 +1,153 @@
+"""What became of each policy and each task: states, rewards, pass@k, tokens, turns, and where the seconds went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.config.sections import EvaluationConfig
+from megaflow_hpc.monitor.evaluation import evaluate
+from megaflow_hpc.report.rollouts import PHASES, Rollouts
+from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, significant, spread
+
+KS = 64
+"""Values of k of a curve of pass@k, at most."""
+STATES = ("completed", "truncated", "failed", "cancelled")
+
+
+class Phase(msgspec.Struct, kw_only=True):
+    """One of the phases of a policy's rollouts."""
+
+    policy: str
+    phase: str
+    """One of :data:`~megaflow_hpc.report.rollouts.PHASES`, or ``other``."""
+    seconds: Spread
+    share: float
+    """Of the seconds of all phases."""
+
+
+class PassAt(msgspec.Struct, kw_only=True):
+    """A point of the curve of pass@k, with its 95 % interval."""
+
+    k: int
+    value: float
+    low: float
+    high: float
+    tasks: int
+
+
+class PolicyFigures(msgspec.Struct, kw_only=True):
+    """The rollouts of one policy."""
+
+    policy: str
+    rollouts: int
+    states: dict[str, int]
+    evaluation: dict[str, Any] | None
+    """As :func:`megaflow_hpc.monitor.evaluation.evaluate` gives it."""
+    pass_at: list[PassAt]
+    rewards: list[Bin]
+    tokens: Spread
+    sampled_tokens: Spread
+    turns: Spread
+    seconds: Spread
+    token_bins: list[Bin]
+    turn_bins: list[Bin]
+    inexact: int = 0
+    """Model calls recorded without all their token ids."""
+
+
+class TaskFigures(msgspec.Struct, kw_only=True):
+    """One task under one policy."""
+
+    task: str
+    policy: str
+    samples: int
+    rated: int
+    passed: int
+    mean: float | None
+    """Of the rewards; ``None`` where no sample has one."""
+    seconds: float
+    """Median."""
+
+
+def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> PolicyFigures:
+    """Returns the figures of one policy."""
+    own = rows.policy.where(policy)
+    by_task: dict[str, list[float | None]] = {}
+    for task, reward in zip(rows.task.codes[own].tolist(), rows.reward[own].tolist(), strict=True):
+        by_task.setdefault(rows.task.names[task], []).append(None if reward != reward else reward)
+    most = max((sum(r is not None for r in given) for given in by_task.values()), default=0)
+    found = evaluate(by_task, tuple(settings.ks), settings.threshold)
+    ks = tuple(int(k) + 1 for k in _thinned(most))
+    curve = evaluate(by_task, ks, settings.threshold) if ks else None
+    ran = own & rows.carried_out
+    tokens, turns = rows.tokens[ran].astype(np.float64), rows.turns[ran].astype(np.float64)
+    rewards = rows.reward[own]
+    return PolicyFigures(
+        policy=policy,
+        rollouts=int(own.sum()),
+        states={state: int((own & rows.status.where(state)).sum()) for state in STATES},
+        evaluation=found,
+        pass_at=[PassAt(k=int(k), **point) for k, point in (curve["pass_at"].items() if curve else ())],
+        rewards=histogram(rewards, edges_of(rows.reward, 20)),
+        tokens=spread(tokens),
+        sampled_tokens=spread(rows.sampled[ran]),
+        turns=spread(turns),
+        seconds=spread(rows.seconds[ran]),
+        token_bins=histogram(tokens, edges_of(rows.tokens[rows.carried_out].astype(np.float64))),
+        turn_bins=histogram(turns, edges_of(rows.turns[rows.carried_out].astype(np.float64))),
+        inexact=int(rows.inexact[own].sum()),
+    )
+
+
+def phases_of(rows: Rollouts) -> list[Phase]:
+    """Returns the phases of every policy, of the rollouts that were carried out and whose phases are known."""
+    found = []
+    for policy in rows.policy.names:
+        own = (
+            rows.policy.where(policy) & rows.carried_out & ~np.isnan(rows.phases["model"] + rows.phases["environment"])
+        )
+        if not own.any():
+            continue
+        parts = {name: rows.phases[name][own] for name in PHASES}
+        parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
+        total = float(sum(values.sum() for values in parts.values())) or 1.0
+        found += [
+            Phase(policy=policy, phase=name, seconds=spread(values), share=significant(float(values.sum()) / total))
+            for name, values in parts.items()
+        ]
+    return found
+
+
+def tasks_of(rows: Rollouts, threshold: float) -> list[TaskFigures]:
+    """Returns the figures of every task under every policy, in the order of their names."""
+    key = rows.task.codes * max(1, len(rows.policy.names)) + rows.policy.codes
+    order = np.argsort(key, kind="stable")
+    bounds = np.flatnonzero(np.diff(key[order], prepend=-1)) if len(key) else np.empty(0, np.int64)
+    found = []
+    for start, end in zip(bounds.tolist(), [*bounds[1:].tolist(), len(key)], strict=False):
+        own = order[start:end]
+        rewards = rows.reward[own]
+        rewards = rewards[~np.isnan(rewards)]
+        found.append(
+            TaskFigures(
+                task=rows.task.of(own[0]),
+                policy=rows.policy.of(own[0]),
+                samples=len(own),
+                rated=len(rewards),
+                passed=int((rewards >= threshold).sum()),
+                mean=significant(float(rewards.mean())) if len(rewards) else None,
+                seconds=significant(float(np.median(rows.seconds[own]))),
+            )
+        )
+    return found
+
+
+def _thinned(most: int) -> NDArray[np.int64]:
+    """Numbers below ``most``: all of them, or some that grow in step."""
+    if most <= KS:
+        return np.arange(most)
+    return np.unique(np.geomspace(1, most, KS).round().astype(np.int64)) - 1

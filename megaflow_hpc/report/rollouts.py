@@ -1,0 +1,126 @@
+"""The columns of a campaign that figures are made of, read once and whole: numbers, and labels as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+
+PHASES = ("environment", "model", "agent", "evaluation")
+"""Where the seconds of a rollout go: the sandbox and its files are made ready; the model is asked, waiting for an
+engine included; the agent thinks and its commands run; the verifier judges. What remains is handing over."""
+CARRIED_OUT = ("completed", "truncated")
+ERROR_CHARS = 300
+
+
+class Labels(NamedTuple):
+    """A column of texts that repeat themselves."""
+
+    names: list[str]
+    """Each text once, in order."""
+    codes: NDArray[np.int64]
+    """(n), into :attr:`names`"""
+
+    def of(self, row: int) -> str:
+        """Returns the text of a row."""
+        return self.names[self.codes[row]]
+
+    def where(self, *names: str) -> NDArray[np.bool_]:
+        """Returns which rows (n) have one of these texts."""
+        return np.isin(self.codes, [place for place, name in enumerate(self.names) if name in names])
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """All rollouts of one campaign; every array has n entries."""
+
+    ids: NDArray[Any]
+    """Objects of ``str``."""
+    task: Labels
+    policy: Labels
+    status: Labels
+    error_kind: Labels
+    error: NDArray[Any]
+    """Objects of ``str``, cut; mostly empty."""
+    node: Labels
+    job: Labels
+    reward: NDArray[np.float64]
+    """NaN unless verified."""
+    started_at: NDArray[np.float64]
+    finished_at: NDArray[np.float64]
+    phases: dict[str, NDArray[np.float64]]
+    """Seconds by name of :data:`PHASES`; NaN where the rollout's were not recorded."""
+    turns: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    sampled: NDArray[np.int64]
+    attempts: NDArray[np.int64]
+    inexact: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Durations of the attempts that count."""
+        return np.maximum(0.0, self.finished_at - self.started_at)
+
+    @property
+    def carried_out(self) -> NDArray[np.bool_]:
+        """Which rollouts have run to a verdict."""
+        return self.status.where(*CARRIED_OUT)
+
+
+def read_rollouts(store: TrajectoryStore) -> Rollouts:
+    """Reads the columns of a store.
+
+    Raises:
+        ConfigError: a column is damaged.
+    """
+    column = store.source.column
+    turns = column("trajectories/turn_offset")
+
+    def by_rollout(name: str) -> NDArray[np.float64]:
+        values = np.nan_to_num(column(f"turns/{name}").astype(np.float64), posinf=0.0, neginf=0.0)
+        return np.diff(np.concatenate([[0.0], np.cumsum(values)])[turns])
+
+    def seconds(name: str) -> NDArray[np.float64]:
+        values: NDArray[np.float64] = column(f"trajectories/{name}").astype(np.float64)
+        return values
+
+    model = by_rollout("model_s") + by_rollout("wait_s")
+    agent = seconds("agent_s")
+    phases = {
+        "environment": seconds("setup_s"),
+        "model": np.where(np.isnan(agent), np.nan, np.minimum(model, agent)),
+        "agent": np.maximum(0.0, agent - model),
+        "evaluation": np.nan_to_num(seconds("verify_s")),
+    }
+    errors = store.column("error")
+    return Rollouts(
+        ids=store.column("id"),
+        task=_labels(store, "task_id"),
+        policy=_labels(store, "policy"),
+        status=_labels(store, "status"),
+        error_kind=_labels(store, "error_kind"),
+        error=np.array([error[:ERROR_CHARS] for error in errors], object),
+        node=_labels(store, "node"),
+        job=_labels(store, "job_id"),
+        reward=seconds("reward"),
+        started_at=seconds("started_at"),
+        finished_at=seconds("finished_at"),
+        phases=phases,
+        turns=np.diff(turns),
+        tokens=store.column("tokens").astype(np.int64),
+        sampled=store.column("sampled_tokens").astype(np.int64),
+        attempts=column("trajectories/attempt").astype(np.int64) + 1,
+        inexact=column("trajectories/inexact").astype(np.int64),
+    )
+
+
+def _labels(store: TrajectoryStore, name: str) -> Labels:
+    names, codes = np.unique(store.column(name).astype(object), return_inverse=True)
+    return Labels([str(text) for text in names], codes.astype(np.int64).reshape(-1))

@@ -1,0 +1,123 @@
+"""Numbers over time, and the spread of numbers: what figures are computed with. Pure; what it returns is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Span = tuple[float, float]
+BINS = 240
+"""Points of a curve over time: more than a screen shows."""
+
+
+class Spread(msgspec.Struct, kw_only=True):
+    """How numbers are spread; all 0 where there are none."""
+
+    n: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+    total: float = 0.0
+
+
+class Bin(msgspec.Struct, kw_only=True):
+    """A bar of a histogram: so many numbers from ``low`` to below ``high`` (the last bar's high included)."""
+
+    low: float
+    high: float
+    count: int
+
+
+def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
+    """Returns how numbers are spread; NaN is left out."""
+    known = np.asarray(values, np.float64)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return Spread()
+    p50, p90, p99 = (float(q) for q in np.quantile(known, (0.5, 0.9, 0.99)))
+    mean, most, total = float(known.mean()), float(known.max()), float(known.sum())
+    rounded = {"mean": mean, "p50": p50, "p90": p90, "p99": p99, "max": most, "total": total}
+    return Spread(n=len(known), **{name: significant(value) for name, value in rounded.items()})
+
+
+def significant(value: float) -> float:
+    """Rounds to six significant digits: figures are read, and files of them compared."""
+    return float(f"{value:.6g}")
+
+
+def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]:
+    """Returns the edges of at most ``bars`` bars over finite numbers, a bar per value where these are few integers."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return np.array([0.0, 1.0])
+    low, high = float(known.min()), float(known.max())
+    if high - low < bars and (known == np.round(known)).all():
+        return np.arange(low - 0.5, high + 1.0, 1.0)
+    return np.linspace(low, high if high > low else low + 1.0, bars + 1)
+
+
+def histogram(values: NDArray[np.float64], edges: NDArray[np.float64]) -> list[Bin]:
+    """Returns the bars of a histogram that are not empty."""
+    counts, _ = np.histogram(values[np.isfinite(values)], edges)
+    return [
+        Bin(low=significant(edges[i]), high=significant(edges[i + 1]), count=int(n)) for i, n in enumerate(counts) if n
+    ]
+
+
+def mean_level(
+    starts: NDArray[np.float64],
+    ends: NDArray[np.float64],
+    edges: NDArray[np.float64],
+    weights: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
+    """Returns how many spans were open on average between each two neighbouring edges.
+
+    Args:
+        starts, ends: (n) seconds.
+        edges: (k+1) seconds, rising.
+        weights: (n) what each span counts; 1 by default.
+    """
+    weights = np.ones(len(starts)) if weights is None else weights
+
+    def integral(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        order = np.argsort(times)
+        counted = np.concatenate([[0.0], np.cumsum(weights[order])])
+        summed = np.concatenate([[0.0], np.cumsum(weights[order] * times[order])])
+        before = np.searchsorted(times[order], edges)
+        return counted[before] * edges - summed[before]
+
+    level: NDArray[np.float64] = np.diff(integral(starts) - integral(ends)) / np.maximum(np.diff(edges), 1e-9)
+    return np.maximum(0.0, level)
+
+
+def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
+    """Returns the most spans that were open at once; one that ends as another begins is over."""
+    times = np.concatenate([starts, ends])
+    steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
+    order = np.lexsort((steps, times))
+    return int(np.cumsum(steps[order]).max(initial=0))
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """Returns for each span, in order of their starts, the lowest lane in which none is open then."""
+    free_at: list[float] = []
+    found = []
+    for start, end in spans:
+        lane = next((i for i, free in enumerate(free_at) if free <= start), len(free_at))
+        if lane == len(free_at):
+            free_at.append(end)
+        free_at[lane] = end
+        found.append(lane)
+    return found
+
+
+def thinned(count: int, most: int) -> NDArray[np.int64]:
+    """Returns at most ``most`` of the numbers 0 to ``count - 1``, evenly apart, first and last among them."""
+    if count <= most:
+        return np.arange(count)
+    return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))

@@ -1,0 +1,182 @@
+"""What ran when: rollouts at once, those that waited, slots, and the pods one by one with their rollouts in lanes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow_hpc.report.pods import Events
+from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.series import BINS, lanes, mean_level, peak_level, significant, thinned
+
+BARS = 2500
+"""Rollouts that a timeline shows."""
+PODS = 64
+"""Pods that have rows of their own, those with the most rollouts."""
+
+
+class Concurrency(msgspec.Struct, kw_only=True):
+    """What happened at once: means over equal stretches of time."""
+
+    at: list[float] = []
+    """Middle of each stretch, seconds from the first rollout's start."""
+    running: list[float] = []
+    waiting: list[float] = []
+    """Rollouts that had not started; empty where they are added while the campaign runs."""
+    slots: list[float] = []
+    """Of all workers; empty without events."""
+    ended: list[float] = []
+    """Rollouts that ended in a stretch, per hour."""
+    peak: int = 0
+    slot_use: float | None = None
+    """Share of the slots' time in which a rollout ran."""
+
+
+class PodFigures(msgspec.Struct, kw_only=True):
+    """One start of one pod; of what has no events, a node."""
+
+    pod: str
+    node: str
+    state: str
+    why: str
+    start: float
+    """Seconds from the first rollout's start."""
+    end: float
+    slots: int
+    rollouts: int
+    repeated: int
+
+
+class Bar(msgspec.Struct, kw_only=True):
+    """A rollout of the timeline."""
+
+    rollout: str
+    pod: str
+    lane: int
+    start: float
+    """Seconds from the first rollout's start."""
+    end: float
+    outcome: str
+
+
+def concurrency_of(rows: Rollouts, events: Events, total: int, grows: bool) -> Concurrency:
+    """Returns what happened at once.
+
+    Args:
+        total: rollouts of the campaign.
+        grows: whether rollouts are added while it runs, so that nobody knows which wait.
+    """
+    if not len(rows):
+        return Concurrency()
+    began, ended = float(rows.started_at.min()), float(rows.finished_at.max())
+    edges = np.linspace(began, max(ended, began + 1e-3), BINS + 1)
+    running = mean_level(rows.started_at, rows.finished_at, edges)
+    # Each rollout waits from the beginning until it starts; those not stored yet wait or run, which nobody knows here.
+    waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
+    spans = [span for pod in events.pods for span in pod.slot_spans]
+    slots = _slots(spans, edges) if spans else None
+    held = float(slots.sum()) if slots is not None else 0.0
+    counts, _ = np.histogram(rows.finished_at, edges)
+    stretch = edges[1] - edges[0]
+    return Concurrency(
+        at=_list((edges[1:] + edges[:-1]) / 2 - began),
+        running=_list(running),
+        waiting=[] if grows else _list(waiting),
+        slots=[] if slots is None else _list(slots),
+        ended=_list(counts / stretch * 3600),
+        peak=peak_level(rows.started_at, rows.finished_at),
+        slot_use=significant(min(1.0, float(running.sum()) / held)) if held else None,
+    )
+
+
+def _slots(spans: list[tuple[tuple[float, float], int]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    starts = np.array([start for (start, _), _ in spans])
+    ends = np.array([end for (_, end), _ in spans])
+    return mean_level(starts, ends, edges, np.array([slots for _, slots in spans], np.float64))
+
+
+def pods_of(rows: Rollouts, events: Events) -> list[PodFigures]:
+    """Returns the pods in the order of their starts; without events the nodes, as the rollouts tell them."""
+    if not len(rows) and not events.pods:
+        return []
+    began = float(rows.started_at.min()) if len(rows) else min(pod.started_at for pod in events.pods)
+    if events.pods:
+        return [
+            PodFigures(
+                pod=pod.name,
+                node=pod.node,
+                state=pod.state,
+                why=pod.why,
+                start=significant(pod.started_at - began),
+                end=significant(pod.last_at - began),
+                slots=pod.slots,
+                rollouts=pod.stored,
+                repeated=events.repeated_on[pod.name],
+            )
+            for pod in sorted(events.pods, key=lambda pod: (pod.started_at, pod.name))
+        ]
+    found = []
+    for code, name in enumerate(rows.node.names):
+        own = rows.node.codes == code
+        found.append(
+            PodFigures(
+                pod=name or "unknown",
+                node=name,
+                state="",
+                why="",
+                start=significant(float(rows.started_at[own].min()) - began),
+                end=significant(float(rows.finished_at[own].max()) - began),
+                slots=0,
+                rollouts=int(own.sum()),
+                repeated=0,
+            )
+        )
+    return found
+
+
+def pod_of(rows: Rollouts, events: Events, row: int) -> str:
+    """Returns the pod that carried out a row; the node, where events do not tell."""
+    return events.pod_of.get(rows.ids[row]) or rows.node.of(row) or "unknown"
+
+
+def bars_of(rows: Rollouts, events: Events, threshold: float) -> list[Bar]:
+    """Returns the bars of a timeline: at most :data:`BARS` rollouts, evenly apart in time, of at most :data:`PODS`."""
+    if not len(rows):
+        return []
+    order = np.argsort(rows.started_at, kind="stable")
+    pods = [pod_of(rows, events, int(row)) for row in order]
+    shown = {pod for pod, _ in Counter(pods).most_common(PODS)}
+    chosen = [place for place, pod in enumerate(pods) if pod in shown]
+    began, found = float(rows.started_at.min()), []
+    by_pod: dict[str, list[int]] = {}
+    for place in thinned(len(chosen), BARS).tolist():
+        by_pod.setdefault(pods[chosen[place]], []).append(int(order[chosen[place]]))
+    for pod, own in sorted(by_pod.items()):
+        spans = [(float(rows.started_at[row]), float(rows.finished_at[row])) for row in own]
+        for row, lane, (start, end) in zip(own, lanes(spans), spans, strict=True):
+            found.append(
+                Bar(
+                    rollout=rows.ids[row],
+                    pod=pod,
+                    lane=lane,
+                    start=significant(start - began),
+                    end=significant(end - began),
+                    outcome=outcome_of(rows, row, threshold),
+                )
+            )
+    return found
+
+
+def outcome_of(rows: Rollouts, row: int, threshold: float) -> str:
+    """Returns ``passed`` or ``not passed`` of a rollout with a reward, else its status."""
+    reward = rows.reward[row]
+    if reward != reward:
+        return rows.status.of(row)
+    return "passed" if reward >= threshold else "not passed"
+
+
+def _list(values: NDArray[np.float64]) -> list[float]:
+    return [significant(value) for value in values.tolist()]
