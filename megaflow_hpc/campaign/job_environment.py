@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.address import LOOPBACKS
 from megaflow_hpc.host.apptainer import find_apptainer
 
 
@@ -25,6 +26,9 @@ def site_environment(setup: Sequence[str]) -> list[str]:
     """Lines of shell that every job of ours begins with: the user's ``setup``, and where this process has what."""
     # Servers and workers hold keys in memory; who debugs one raises the soft limit in `setup`.
     lines = ["ulimit -S -c 0", *setup]
+    # As address.unproxied says, in shell: `setup` may have set proxies.
+    lines.append(f'no_proxy="{",".join(LOOPBACKS)},${{no_proxy:-${{NO_PROXY:-}}}}"')
+    lines.append('export no_proxy="${no_proxy%,}" NO_PROXY="${no_proxy%,}"')
     for name in ("MEGAFLOW_ENGINE_VENV", "MEGAFLOW_SCRATCH", "MEGAFLOW_APPTAINER", "MEGAFLOW_AGENTS"):
         if name in os.environ:
             lines.append(f"export {name}={shlex.quote(os.environ[name])}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from megaflow_hpc.campaign.trainers import LocalTrainer
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
@@ -59,6 +60,7 @@ class LocalPod:
         self._directory = make_pod_directory()
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+            **unproxied(os.environ),
             "MEGAFLOW_POD_DIR": str(self._directory),
         }
         self.servers = [

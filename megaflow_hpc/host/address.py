@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
 """Reached from this node alone."""
+LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
 def address() -> str:
@@ -27,6 +29,17 @@ def address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return LOOPBACK
+
+
+def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``no_proxy`` and ``NO_PROXY`` with the loopback in them, and what a site has there already.
+
+    Gateways and engines are called at this node's own addresses; an agent's HTTP client would send those calls to the
+    site's proxy too. Clients read the variable in small letters where there is one, so both say the same.
+    """
+    there = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    value = ",".join([*LOOPBACKS, there] if there else LOOPBACKS)
+    return {"no_proxy": value, "NO_PROXY": value}
 
 
 def free_port(host: str = LOOPBACK) -> int:
