@@ -8,6 +8,7 @@ import re
 import textwrap
 from itertools import pairwise
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -101,7 +102,7 @@ class WeightsConfig(Section):
 
 ALSO = (
     *("engine", "path", "servers", "gpus", "nodes", "args", "python", "image", "binds"),
-    *("base_url", "api_key_file", "script", "weight"),
+    *("base_url", "name", "api_key_file", "script", "weight"),
 )
 """What further servers of a policy may have of their own."""
 
@@ -118,7 +119,7 @@ class ModelConfig(Section):
     servers: ServerCount = ServerCount()
     """Number of engine servers."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each of its nodes; used for tensor parallelism. Default: 1."""
+    """GPUs of each server on each of its nodes; used for tensor parallelism. Default: 1; always 0 for ``external``."""
     nodes: int = Field(1, ge=1)
     """Nodes of each server; used for pipeline parallelism (``vllm`` only). Default: 1."""
     weights: WeightsConfig = WeightsConfig()
@@ -134,9 +135,11 @@ class ModelConfig(Section):
     binds: tuple[str, ...] = ()
     """Further host paths visible to an engine in an image: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
-    """``external`` only: address of the endpoint, ending in /v1."""
+    """``external`` only: address of the endpoint, to which ``/chat/completions`` is added; a bare host gets ``/v1``."""
+    name: str | None = None
+    """``external`` only: name of the model at the endpoint. Default: ``path``, else the policy's name."""
     api_key_file: str | None = None
-    """``external`` only: file with the API key, of mode 0600."""
+    """``external`` only: file with the API key, which nobody else may read (mode 0600). Default: no key."""
     script: str | None = None
     """``scripted`` only: YAML file with the answers."""
     agent: AgentConfig | None = None
@@ -157,6 +160,23 @@ class ModelConfig(Section):
     def _bare_agent(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gpus(cls, value: Any) -> Any:
+        """An endpoint that exists already takes no GPU of this campaign, whatever the servers beside it take."""
+        return {**value, "gpus": 0} if isinstance(value, dict) and value.get("engine") == "external" else value
+
+    @field_validator("base_url")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parts = urlsplit(value)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{value!r}: expected http:// or https:// with a host, such as http://HOST:PORT/v1")
+            if parts.query or parts.fragment:
+                raise ValueError(f"{value!r}: expected an address without a query")
+        return value
+
     @field_validator("media_domains")
     @classmethod
     def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -172,6 +192,8 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
+        if self.name and "external" not in (self.engine, *(other.get("engine") for other in self.also)):
+            raise ValueError("name: is for engine external; others serve a model by the name of its policy")
         if self.image and self.engine in ("external", "replay"):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):

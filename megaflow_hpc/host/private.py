@@ -26,6 +26,18 @@ def is_private(path: str | os.PathLike[str]) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
+def open_to_others(path: Path) -> str:
+    """Returns why a file with a secret is no secret, and what to do; empty if only its owner may read or write it.
+
+    Raises:
+        OSError: It is not there.
+    """
+    found = path.stat()
+    if found.st_mode & 0o077:
+        return f"others may read it (mode {stat.S_IMODE(found.st_mode):04o}); chmod 600 {path}, and think of a new key"
+    return ""
+
+
 def private_directory(path: Path) -> Path:
     """Makes ``path`` with mode 0700; raises :class:`SiteError` if it is another user's or a link."""
     try:

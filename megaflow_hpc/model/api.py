@@ -4,6 +4,7 @@ from __future__ import annotations
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
 GENERATE = "/inference/v1/generate"
 """vLLM's endpoint from token ids to token ids (``--enable-scale-out``)."""
 RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"

@@ -10,6 +10,7 @@ from typing import Any
 from megaflow_hpc.config import ModelConfig, Policy
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.private import open_to_others
 from megaflow_hpc.model.engines.offline import why_no_engine, why_not_loaded
 from megaflow_hpc.rundir.engine_pool import EnginePool
 
@@ -44,6 +45,8 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
             may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
             key = f"models.{name}.{field}" if named else f"model.{field}"
             changes[field] = _existing(value, base, where, key, may_be_name)
+            if field == "api_key_file" and (others := open_to_others(Path(changes[field]))):
+                raise ConfigError(f"{where(key)}: {key}: {value}: {others}")
     changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
     resolved = ModelConfig.model_validate({**model.model_dump(), **changes})
     return policy.model_copy(update={"model": resolved})

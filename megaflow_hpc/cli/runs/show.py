@@ -175,7 +175,8 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
         yield f"\n{len(turns)} model calls (seconds: model, sandbox, agent, waiting)", "bold"
     for number, turn in enumerate(turns):
         times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
-        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})"
+        known = turn.sequence >= 0  # else the engine told no tokens
+        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})" if known else "no token ids"
         yield f"  {number:3}  {times}  {where}  {turn.finish_reason}  {turn.server}", ""
     attempts = row.attempts
     if len(attempts) > 1 or any(attempt.error for attempt in attempts):

@@ -18,9 +18,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import LOOPBACK, address, free_port
+from megaflow_hpc.host.private import open_to_others
 from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
@@ -137,14 +139,15 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 
 
 def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
-    base_url = str(model.get("base_url") or "")
-    if not re.match(r"https?://", base_url):
-        raise ConfigError(f"model.base_url: {base_url!r}; engine external needs an address such as http://HOST:PORT/v1")
+    given = str(model.get("base_url") or "").rstrip("/")
+    if not re.match(r"https?://", given):
+        raise ConfigError(f"model.base_url: {given!r}; engine external needs an address such as http://HOST:PORT/v1")
     options = model.get("args") or {}
     return Launch(
-        base_url=base_url.rstrip("/").removesuffix("/v1"),
+        base_url=given.removesuffix("/v1"),
+        api_url=given if urlsplit(given).path else f"{given}/v1",
         key=_key_file(model.get("api_key_file")),
-        model_name=str(options.get("model") or model.get("path") or policy),
+        model_name=str(model.get("name") or options.get("model") or model.get("path") or policy),
         protocol=str(options.get("protocol", "text")),  # "plain" where it is a vLLM
         start_timeout_s=120.0,
     )
@@ -231,7 +234,10 @@ def _path(model: Mapping[str, Any]) -> str:
 def _key_file(path: Any) -> str:
     if not path:
         return ""
+    file = Path(str(path)).expanduser()
     try:
-        return Path(str(path)).expanduser().read_text().strip()
+        if others := open_to_others(file):
+            raise ConfigError(f"model.api_key_file: {file}: {others}")
+        return file.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"model.api_key_file: {path}: {error.strerror}") from error
+        raise ConfigError(f"model.api_key_file: {file}: {error.strerror}") from error

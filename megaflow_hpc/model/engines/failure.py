@@ -19,10 +19,11 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
 
-KEY = "refuses the key"
-"""Cause at an external endpoint."""
+KEY, REFUSED = "refuses the key", "refuses the request"
+"""Causes at an external endpoint."""
 LASTING = (
     KEY,
+    REFUSED,
     "its virtual environment lacks a module",
     "it does not know an option",
     "the model cannot be found",

@@ -16,6 +16,8 @@ class Launch:
     """Path of its Unix socket; ``None``: it listens at ``base_url``."""
     base_url: str = ""
     """Its root, without ``/v1``."""
+    api_url: str = ""
+    """What stands before ``/chat/completions`` at an endpoint of somebody else's; empty: ``base_url/v1``."""
     key: str = field(default="", repr=False)
     """Bearer token that the engine expects; empty: none."""
     model_name: str = ""
@@ -30,3 +32,11 @@ class Launch:
     """Requests that it answers at once; 0 if unknown."""
     start_timeout_s: float = 900.0
     """Seconds from the start to the first completion; large models load for minutes."""
+
+    def url(self, path: str) -> str:
+        """Returns where a path of an engine's API (``/v1/models``) is asked for."""
+        if self.uds:
+            return f"http://engine{path}"
+        if self.api_url and path.startswith("/v1/"):
+            return self.api_url + path.removeprefix("/v1")
+        return self.base_url + path

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import aiohttp
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
-from megaflow_hpc.model.engines import failure
+from megaflow_hpc.model.engines import external, failure
 from megaflow_hpc.model.engines.launch import Launch
 
-Ask = Callable[[str, dict[str, Any], float], Awaitable[tuple[int, str]]]
-"""Path, JSON body and timeout in seconds → status and text of the answer."""
 WARM_UP = 3
 """Tokens of the first completion: one would compile only the prompt's part of the model, not the decoding."""
 TAIL = 200_000
@@ -88,16 +85,18 @@ class EngineProcess:
             tail = ""
         return failure.cause(tail, self._process.returncode if self._process else None)
 
-    async def until_healthy(self, ask: Ask) -> None:
+    async def until_healthy(self, ask: external.Ask) -> None:
         """Waits until the engine gives a completion.
 
         Args:
             ask: Posts one request to the engine.
 
         Raises:
-            ModelServiceError: There was none within ``start_timeout_s``, or an external engine refuses the key.
+            ModelServiceError: There was none within ``start_timeout_s``, or an external engine refuses it.
         """
         launch = self.launch
+        if not launch.command:
+            return await external.until_answering(launch, ask)
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": "Are you ready?"}]
@@ -115,10 +114,8 @@ class EngineProcess:
                     last = f"{type(error).__name__}: {error}"
                     break
                 if status == 200:
-                    return
+                    return None
                 last = f"HTTP {status} for a completion: {text[:300]}"
-                if not launch.command and status in (401, 403):
-                    raise ModelServiceError(f"{launch.base_url} {failure.KEY} of model.api_key_file: {last}")
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 1.0)
         raise ModelServiceError(f"not healthy after {launch.start_timeout_s:g} s: {last}")

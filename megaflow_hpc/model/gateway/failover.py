@@ -97,7 +97,7 @@ class Caller:
             try:
                 answer = await ask(call)
             except protocols.Unavailable as error:
-                server.failed(began, time.monotonic())
+                server.failed(began, time.monotonic(), error.wait_s)
                 cause = str(error)
                 if time.monotonic() >= deadline:
                     raise ModelServiceError(f"policy {policy!r}: {cause}") from error

@@ -24,9 +24,11 @@ What the gateway adds to a request it takes out of the answer: the agent sees wh
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import orjson
@@ -65,6 +67,11 @@ class Refused(Exception):
 
 class Unavailable(Exception):
     """The server failed, not the request: the call may be repeated there or elsewhere."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+        """Seconds for which the server asks to be left alone (``Retry-After``)."""
 
 
 class Doubtful(Exception):
@@ -112,7 +119,7 @@ async def post(connections: Connections, server: Server, path: str, body: Mappin
         if status == 500 or (status in FORBIDDEN and by_engine):
             raise Doubtful(said)
         if status > 501 or status in RETRIED or status < 400:
-            raise Unavailable(said)
+            raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
         raise Refused(status, raw)
     try:
         found = parsed(raw)
@@ -124,6 +131,16 @@ async def post(connections: Connections, server: Server, path: str, body: Mappin
     version = response.headers.get(WEIGHT_VERSION.lower(), "")
     reply.weight_version = int(version) if version.isdecimal() else server.weight_version
     return reply
+
+
+def retry_after_s(value: str) -> float:
+    """Returns the seconds that a ``Retry-After`` header asks for, of either form (RFC 9110); 0 for any other text."""
+    try:
+        if value.isascii() and value.isdecimal():
+            return float(value)
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError, TypeError):
+        return 0.0
 
 
 def parsed(raw: bytes) -> Any:
@@ -303,6 +320,27 @@ async def _continued(call: Call, rendered: list[int]) -> list[int]:
         if bare[: len(tip.rendered)] != list(tip.rendered) or not tail or after[-len(tail) :] != tail:
             return rendered
     return [*sequence.tokens[: tip.end], *tail]
+
+
+def text_of(answer: Answer) -> Sample:
+    """Returns what is known of an answer without token ids."""
+    choice = answer.body["choices"][0]
+    said = choice.get("text") if answer.message is None else answer.message.get("content")
+    return Sample(
+        *((), (), ()),
+        text=said if isinstance(said, str) else "",
+        finish_reason=str(choice.get("finish_reason") or ""),
+        message=answer.message,
+        request_id=str(answer.body.get("id") or ""),
+    )
+
+
+def usage(reply: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the tokens of prompt and answer together, and of the answer, as the engine says; 0 where it does not."""
+    told = reply.get("usage")
+    counts = [told.get(name) if isinstance(told, Mapping) else 0 for name in ("total_tokens", "completion_tokens")]
+    total, sampled = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
+    return total, sampled
 
 
 def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, version: int, server: str) -> Sample:

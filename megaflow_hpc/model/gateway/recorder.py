@@ -156,12 +156,30 @@ class Recorder:
         return turn
 
     def add_text(
-        self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str = ""
-    ) -> None:
-        """Keeps the conversation of a call whose engine reports no tokens; it has no turn."""
+        self,
+        sample: Sample,
+        messages: Sequence[Mapping[str, Any]] = (),
+        *,
+        counted: int = 0,
+        model_s: float = 0.0,
+        wait_s: float = 0.0,
+    ) -> Turn:
+        """Stores an answer whose engine reports no tokens, and returns its turn, which is in no sequence.
+
+        Args:
+            sample: What the engine reported; its token columns are empty.
+            messages: The conversation that was sent, in OpenAI form, without the answer.
+            counted: Tokens that the engine says it sampled.
+            model_s, wait_s: As of :meth:`add`.
+        """
+        turn = Turn(-1, 0, 0, sample.finish_reason, model_s=model_s, wait_s=wait_s, server=sample.server)
+        self.recording.turns.append(turn)
         self.calls += 1
-        self._keep_messages(messages, answer, policy or self.policy)
+        self.sampled += counted
+        self._keep_messages(messages, sample.message, sample.policy or self.policy)
+        self.recording.calls.append(_call(sample, messages))
         self._last_answer = time.monotonic()
+        return turn
 
     def count(self, protocol: str, degraded: bool = False) -> None:
         """Counts a call by how it was recorded (:attr:`~megaflow_hpc.types.Recording.protocols`).

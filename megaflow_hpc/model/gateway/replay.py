@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.recorder import Sample, digest
-from megaflow_hpc.types import Artifact, Recording, Trajectory
+from megaflow_hpc.types import Artifact, Recording, TokenSequence, Trajectory
 
 ARTIFACT = "calls.jsonl"
 """Name of the artifact with one line of JSON per turn: :attr:`~megaflow_hpc.types.Recording.calls`."""
@@ -66,7 +66,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
                 f"replay: of rollout {trajectory.id} {number} of {len(trajectory.turns)} calls were kept whole; the "
                 "others cannot be answered (older recordings end at 8 MiB): leave the rollout out"
             ) from None
-        sequence = trajectory.sequences[turn.sequence]
+        sequence = trajectory.sequences[turn.sequence] if turn.sequence >= 0 else TokenSequence("")
         part = slice(turn.token_start, turn.token_end)
         sample = Sample(
             prompt=sequence.tokens[: turn.token_start],

@@ -6,9 +6,10 @@ hash of the group and the servers' names says, which is the same at every gatewa
 weight (rendezvous hashing). Either holds while that server is at most ``AFFINITY`` requests busier than the least busy.
 
 Health is decided by real requests. A server that refused or broke a connection, or answered 502 to 504, rests for half
-a second, doubling up to half a minute with each failure in a row. After that one call tries it; its success lets the
-others in. Failures of calls that were under way at once count as one. Where every server of a policy rests, the one
-whose rest ends first is awaited, so a short outage costs waiting and no rollout.
+a second, doubling up to half a minute with each failure in a row, and longer where it asks for that (``Retry-After``).
+After that one call tries it; its success lets the others in. Failures of calls that were under way at once count as
+one. Where every server of a policy rests, the one whose rest ends first is awaited, so a short outage costs waiting and
+no rollout.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from megaflow_hpc.errors import ModelServiceError
 
 REST_S = 0.5
 REST_MAX_S = 30.0
+ASKED_MAX_S = 60.0
+"""Longest rest in seconds that a server may ask for (``Retry-After``): a call waits five minutes in all."""
 ALL_FAILED_S = 15.0
 """Seconds for which a call waits when every server of its policy has given up: one may have been requeued to another
 node. If each gave up for a cause that lasts, calls do not wait."""
@@ -84,13 +87,18 @@ class Server:
         """Returns whether a call may be sent there: after a rest, one at a time until one succeeds."""
         return self.rests_until <= now and not (self.failures and self.outstanding)
 
-    def failed(self, began: float, now: float) -> None:
-        """Notes that a call which began at ``began`` failed by the server's fault at ``now`` (``time.monotonic``)."""
+    def failed(self, began: float, now: float, wait_s: float = 0.0) -> None:
+        """Notes that a call which began at ``began`` failed by the server's fault at ``now`` (``time.monotonic``).
+
+        Args:
+            wait_s: Seconds for which the server asked to be left alone; at most :data:`ASKED_MAX_S` are.
+        """
+        self.rests_until = max(self.rests_until, now + min(wait_s, ASKED_MAX_S))
         if began < self.failed_at:
             return  # one outage, seen by all that were under way
         self.failures += 1
         self.failed_at = now
-        self.rests_until = self.failed_at + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
+        self.rests_until = max(self.rests_until, now + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S))
 
     def succeeded(self) -> None:
         """Notes that a call was answered: the server rests no more."""

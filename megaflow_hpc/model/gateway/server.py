@@ -351,10 +351,11 @@ class ModelGateway:
             self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
             self.tokens += len(sample.tokens)
         if not answer.samples:
-            recorder.add_text(conversation, answer.message, policy)
-            usage = answer.body.get("usage") or {}
-            self._caller.limits.charge(int(usage.get("total_tokens") or 0))
-            self.tokens += int(usage.get("completion_tokens") or 0)
+            total, sampled = protocols.usage(answer.body)
+            sample = replace(protocols.text_of(answer), policy=policy, server=server.name)
+            recorder.add_text(sample, conversation, counted=sampled, model_s=model_s, wait_s=wait_s)
+            self._caller.limits.charge(total)
+            self.tokens += sampled
         recorder.count(answer.protocol, server.degraded)
         return answer.body
 
@@ -372,8 +373,13 @@ class ModelGateway:
             rollout.failure = str(error)
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
         rollout.failure = ""
-        rollout.recorder.add(replace(sample, policy=policy), conversation)
-        rollout.recorder.count("replay")
+        sample = replace(sample, policy=policy)
+        if sample.tokens or sample.prompt:
+            rollout.recorder.add(sample, conversation)
+            rollout.recorder.count("replay")
+        else:  # its engine told no tokens
+            rollout.recorder.add_text(sample, conversation)
+            rollout.recorder.count("text")
         return body_of(sample, path == CHAT, str(asked.get("model") or policy))
 
     def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:

@@ -155,8 +155,8 @@ class Proxy:
         finally:
             self._gate.set()
 
-    async def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> tuple[int, str]:
-        """Posts a request of the server's own to the engine and returns status and text.
+    async def ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+        """Posts a request of the server's own to the engine (without a body it is a GET); returns status and text.
 
         Raises:
             aiohttp.ClientError, OSError, TimeoutError: No answer within ``timeout_s`` seconds.
@@ -164,8 +164,13 @@ class Proxy:
         assert self._engine is not None
         assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session.post(
-            self._url(path), json=body, headers=self._headers(self._engine), timeout=timeout
+        async with self._session.request(
+            "GET" if body is None else "POST",
+            self._engine.url(path),
+            json=body,
+            headers=self._headers(self._engine),
+            timeout=timeout,
+            allow_redirects=False,
         ) as response:
             return response.status, await response.text()
 
@@ -176,7 +181,7 @@ class Proxy:
         timeout = aiohttp.ClientTimeout(total=10)
         try:
             async with self._session.get(
-                self._url("/metrics"), headers=self._headers(self._engine), timeout=timeout
+                self._engine.url("/metrics"), headers=self._headers(self._engine), timeout=timeout
             ) as r:
                 return await r.text() if r.status == 200 else ""
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
@@ -242,7 +247,7 @@ class Proxy:
         try:
             async with session.request(
                 request.method,
-                self._url(request.path),
+                engine.url(request.path),
                 params=request.query if (request.method, request.path) in ADMIN_PATHS else None,
                 data=body if request.method == "POST" else None,
                 headers=headers,
@@ -263,10 +268,6 @@ class Proxy:
             if request.transport is None or "response" in locals():
                 raise  # half an answer was sent: break the connection, so that nobody takes it for a whole one
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
-
-    def _url(self, path: str) -> str:
-        assert self._engine is not None
-        return ("http://engine" if self._engine.uds else self._engine.base_url) + path
 
     @staticmethod
     def _headers(engine: Launch) -> dict[str, str]:

@@ -273,7 +273,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     for turn, seconds in zip(recording.turns, result.sandbox_s, strict=False):
         turn.sandbox_s = seconds
     for turn in recording.turns:
-        turn.sequence += len(trajectory.sequences)
+        turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
     trajectory.turns = [*trajectory.turns, *recording.turns]
     trajectory.inexact += recording.inexact

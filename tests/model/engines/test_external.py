@@ -1,0 +1,166 @@
+"""Endpoints that exist already, with the habits of those that people rent: a real server that notes what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.planning.model_paths import absolute
+from megaflow_hpc.config import load, parse
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.engines import adapters
+from megaflow_hpc.model.gateway.server import ModelGateway
+from tests.support.serving import Servers, call, conversation, in_loop
+
+KEY = "sk-rented"
+
+
+@dataclass
+class Rented:
+    """An endpoint at any path; what is asked for first decides what it is like."""
+
+    heard: list[tuple[str, str, dict[str, Any], float]] = field(default_factory=list)
+    """Method, path, body and time of every request."""
+    limited: int = 0
+    """Requests that are still refused for their rate."""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.method == "POST" else {}
+        self.heard.append((request.method, request.path, body, time.monotonic()))
+        habit, _, rest = request.path.strip("/").partition("/")
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": {"message": "Incorrect API key"}}, status=401)
+        if habit == "forbids":
+            return web.json_response({"error": {"message": "your plan has no models"}}, status=403)
+        if rest == "models" and habit in ("lists", "v1"):
+            return web.json_response({"data": [{"id": "one"}, {"id": "two"}]})
+        if rest != "chat/completions":
+            return web.json_response({"error": {"message": f"no {request.path}"}}, status=404)
+        if self.limited:
+            self.limited -= 1
+            return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "1"})
+        if "max_tokens" in body:
+            said = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+            return web.json_response({"error": {"message": said}}, status=400)
+        if habit == "refuses" or body["model"] not in ("one", "two"):
+            return web.json_response({"error": {"message": f"The model `{body['model']}` is not served"}}, status=400)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "fine"}}
+        usage = {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+        return web.json_response({"id": "c1", "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    def asked(self, habit: str) -> list[tuple[str, str, dict[str, Any], float]]:
+        """What was asked for below a path."""
+        return [request for request in self.heard if request[1].startswith(f"/{habit}/")]
+
+
+@contextlib.asynccontextmanager
+async def rented() -> AsyncIterator[tuple[Rented, str]]:
+    """An endpoint, and its address without a path."""
+    endpoint, application = Rented(), web.Application()
+    application.router.add_route("*", "/{path:.*}", endpoint.answer)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield endpoint, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def start(servers: Servers, url: str, name: str = "one", **changes: Any) -> int:
+    """A server whose engine is an endpoint."""
+    key = servers.run.path.parent / "key"
+    key.write_text(f"{KEY}\n")
+    key.chmod(0o600)
+    return servers.start({"engine": "external", "base_url": url, "name": name, "api_key_file": str(key), **changes})
+
+
+@in_loop
+async def test_it_is_asked_at_its_own_path_and_for_nothing_that_it_refuses(servers: Servers) -> None:
+    async with rented() as (endpoint, url):
+        for place in ("/openai", "", "/lists"):
+            start(servers, url + place)
+        async with servers.gateway(wait_s=60) as gateway:  # all three came up
+            assert [request[:2] for request in endpoint.asked("openai")] == [
+                ("GET", "/openai/models"),
+                ("POST", "/openai/chat/completions"),
+            ]
+            assert "max_tokens" not in endpoint.asked("openai")[1][2]
+            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host; nothing is spent
+            assert [request[1] for request in endpoint.asked("lists")] == ["/lists/models"]
+            await one_call(gateway, servers, endpoint)
+
+
+async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) -> None:
+    """A call at one of them, which is told to wait a second."""
+    gateway.update_endpoints([servers.record(0)])
+    model, endpoint.limited = await gateway.open("t/default/0", "default"), 1
+    status, said = await call(model, {"messages": conversation("hello"), "temperature": 0})
+    assert (status, said["choices"][0]["message"]["content"]) == (200, "fine")
+    first, second = endpoint.asked("openai")[2:]
+    assert second[3] - first[3] >= 1.0
+    recording = await gateway.close("t/default/0")
+    (turn,) = recording.turns  # a call was made, of which no tokens are known
+    assert (turn.sequence, turn.token_end, turn.finish_reason, turn.server) == (-1, 0, "stop", "default.0")
+    assert recording.sequences == []
+    assert recording.calls[0]["text"] == "fine"
+
+
+@in_loop
+async def test_what_no_later_start_would_mend_ends_at_once_with_its_cause(servers: Servers) -> None:
+    expected = {
+        "/nothing/here": "HTTP 404.*no /nothing/here/chat/completions",
+        "/refuses": "HTTP 400.*The model `one` is not served",
+        "/forbids": "refuses the key of model.api_key_file: HTTP 403.*your plan has no models",
+        "/lists": "HTTP 400.*The model `three` is not served.*it lists one, two",
+    }
+    async with rented() as (endpoint, url):
+        for place in expected:
+            start(servers, url + place, "three" if place == "/lists" else "one")
+        ends = [asyncio.to_thread(process.wait, 60) for process in servers.processes]
+        assert await asyncio.gather(*ends) == [2] * len(expected)
+    for number, (place, said) in enumerate(expected.items()):
+        failed = json.loads((servers.run.endpoints / f"default.{number}.failed.json").read_text())
+        assert failed["lasting"], failed
+        assert len(endpoint.asked(place.split("/")[1])) == (1 if place == "/forbids" else 3)
+        assert re.search(said, failed["cause"]), failed["cause"]
+        assert KEY not in failed["cause"]
+
+
+def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path) -> None:
+    section: dict[str, Any] = {"engine": "external", "base_url": "https://models.site.edu/openai", "name": "gpt"}
+    (kind,) = parse({"name": "x", "model": section, "pool": {}}).policies()["default"].model.kinds()  # type: ignore[union-attr]
+    assert (kind.gpus, kind.name) == (0, "gpt")
+    also = {"engine": "vllm", "path": "/m", "gpus": 2, "also": [{"engine": "external", "base_url": "http://h"}]}
+    policy = parse({"name": "x", "model": also, "pool": {}}).policies()["default"]
+    assert [kind.gpus for kind in policy.model.kinds()] == [2, 0]  # type: ignore[union-attr]
+    for wrong, said in {
+        "models.site.edu": "expected http:// or https://",
+        "https://h/v1?version=2": "without a query",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            parse({"name": "x", "model": {**section, "base_url": wrong}, "pool": {}})
+    with pytest.raises(ConfigError, match="name: is for engine external"):
+        parse({"name": "x", "model": {"path": "/m", "name": "x"}, "pool": {}})
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o644)
+    (tmp_path / "c.yaml").write_text(
+        "name: x\ntasks: x\nagent: nop\nmodel:\n  engine: external\n  base_url: http://h\n  api_key_file: key\n"
+    )
+    policy = load(tmp_path / "c.yaml").policies()["default"]
+    with pytest.raises(ConfigError, match=r"c.yaml:7: model.api_key_file: key: others .*mode 0644.; chmod 600"):
+        absolute(policy, tmp_path, Campaign.from_yaml(tmp_path / "c.yaml").where, "default", False)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        adapters.launch({**section, "api_key_file": str(tmp_path / "key")}, "p", tmp_path)
