@@ -41,10 +41,16 @@ class Session:
     def run(self, block: Block) -> None:
         """Runs a block; raises where it fails or prints something else than the page shows."""
         if block.title:
-            file = self.directory / block.title
+            file = self._cwd / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.source)
         getattr(self, f"_{block.language}")(block)
+
+    @property
+    def _cwd(self) -> Path:
+        """Where the last shell block went."""
+        place = self._state / "cwd"
+        return Path(place.read_text().strip()) if place.exists() else self.directory
 
     def _yaml(self, block: Block) -> None:
         form, _, under = (block.value or "campaign").partition(" ") if block.mark == "form" else ("campaign", "", "")
