@@ -126,7 +126,7 @@ class Run:
         status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
-        status["warnings"] = self._edits.warnings()
+        status["warnings"] = [*self._edits.warnings(), *self.monitor.idle_warning(status["pods"])]
         return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
@@ -167,18 +167,20 @@ class Run:
         return found
 
     def usage(self) -> dict[str, float]:
-        """Core-seconds and GPU-seconds that pods, engines and trainers held, and how many of them while no rollout ran.
+        """Core-seconds and GPU-seconds that all jobs held, and how many of them were idle; see :mod:`.monitor.usage`.
 
         Raises:
             SiteError: the site keeps no accounting, or it does not answer.
         """
-        from megaflow_hpc.monitor.usage import Held, totals
+        from megaflow_hpc.monitor.usage import totals
         from megaflow_hpc.trajectories import open_trajectories
 
-        jobs, now = [job for role in ("pods", "servers", "trainer") for job in self.job_ids(role)], time.time()
-        held = [Held((use.started_at, use.ended_at or now), use.cores, use.gpus) for use in accounting.uses(jobs)]
+        uses, now = self.job_uses(), time.time()
         with open_trajectories(self.dir.path) as store:
-            return totals(held, [(t.started_at, t.finished_at) for t in store])
+            ran = [(a.job_id, (a.started_at, a.finished_at)) for t in store for a in t.attempts]
+        self.monitor.refresh()
+        ran += [(pod, (began_at, now)) for pod, began_at in self.monitor.at_work()]
+        return totals(uses, ran)
 
     def job_uses(self) -> list[JobUse]:
         """Every start of every job of this run: what it held, and what it used of that; none without jobs.

@@ -28,6 +28,7 @@ GROUPS = (
     "runs.listing",
     "runs.status",
     "runs.watch",
+    "runs.usage",
     "doctor",
     "runs.logs",
     "runs.report",
@@ -47,7 +48,7 @@ GROUPS = (
 
 SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
-    "look at it": ("list", "status", "watch", "show", "diff", "logs", "shell"),
+    "look at it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
     "go on, or end it": ("resume", "scale", "weights", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),

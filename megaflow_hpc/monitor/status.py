@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from megaflow_hpc.rundir.events import (
     PodEvent,
     ProgressEvent,
     RolloutEvent,
+    StartEvent,
     WorkerEvent,
 )
 from megaflow_hpc.rundir.layout import RunDir
@@ -36,6 +37,8 @@ from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.types import without_round
 
 RATE_WINDOW_S = 300.0
+IDLE_S = 60.0
+"""A pod that has had nothing to run for this long is shown as idle."""
 STALE_S = 60.0
 """A pod whose last event is older than this is shown as silent."""
 
@@ -57,6 +60,10 @@ class PodView:
     why: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
     """Nodes that get no more work, and why."""
+    queued: int = 0
+    """Rollouts that it has claimed and not started."""
+    busy_at: float = 0.0
+    """When it last started a rollout or ended one, by its own clock; seconds UTC."""
     grown_at: float = 0.0
     """When we last saw its file grow, by our own clock; a node's own may be off."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
@@ -110,6 +117,7 @@ class Monitor:
                 known.seen_at, known.grown_at = progress.t, time.monotonic()
                 if known.active:
                     known.running, known.stored = progress.running, max(known.stored, progress.stored)
+                    known.queued = progress.queued
                     known.tokens_per_s = progress.tokens_per_s
         self._began = min(self._began, time.monotonic())
 
@@ -123,6 +131,8 @@ class Monitor:
 
     def _apply(self, pod: PodView, event: AnyEvent) -> None:
         pod.seen_at, pod.grown_at = event.t, time.monotonic()
+        if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not pod.busy_at:
+            pod.busy_at = event.t
         match event:
             case PodEvent():
                 pod.state = event.state
@@ -152,6 +162,23 @@ class Monitor:
                     self._rollouts[event.id] = event
                 self._recent.append(event.t)
 
+    def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns a sentence on pods without work while others have more than they can run, if there are any.
+
+        Args:
+            pods: As :meth:`status` shows them.
+        """
+        idle = [pod for pod in pods if "idle_s" in pod]
+        queued = sum(pod.queued for pod in self._pods.values() if pod.active)
+        if not idle or not queued:
+            return []
+        longest = max(pod["idle_s"] for pod in idle)
+        return [
+            f"{len(idle)} of {sum(pod['state'] == 'started' for pod in pods)} pods have nothing to run (for up to "
+            f"{longest} s) while others have claimed {queued} rollouts that wait: samples of one group stay together; "
+            f"let some go with: megaflow-hpc scale {self.run} --pods N"
+        ]
+
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
         """Replaces what the events say of rollouts by what is stored of them."""
         self.refresh()
@@ -160,6 +187,11 @@ class Monitor:
             if before := known.get(rollout.id):
                 rollout.inexact, rollout.t = before.inexact, before.t
             self._rollouts[rollout.id] = rollout
+
+    def at_work(self) -> list[tuple[str, float]]:
+        """Returns the job id of the pod and the begin, in seconds UTC, of each rollout that runs."""
+        active = {name: pod.job_id for name, pod in self._pods.items() if pod.active}
+        return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
 
     @property
     def rollouts(self) -> dict[str, RolloutEvent]:
@@ -245,6 +277,7 @@ class Monitor:
         elif pod.active and silent_s > STALE_S:
             state = "silent"
         lives = state in ("started", "draining")
+        idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
             "pod": pod.name,
             "state": state,
@@ -256,6 +289,7 @@ class Monitor:
             "stored": pod.stored,
             "tokens_per_s": pod.tokens_per_s if lives else 0.0,
             **({"silent_s": round(silent_s)} if state == "silent" else {}),
+            **({"idle_s": round(idle_s)} if idle_s >= IDLE_S else {}),
             **({"why": pod.why} if pod.why else {}),
             **({"excluded": pod.excluded} if pod.excluded else {}),
         }

@@ -1,7 +1,8 @@
-"""What a campaign held and what of it was idle: seconds of cores and GPUs in which no rollout ran.
+"""What a campaign held, from the start of each allocation to its end, and what of it was idle.
 
-An engine that starts before the pods, pods that start before an engine, and what lives on after the last rollout all
-show here. Times are those of the accounting and of the trajectories, both in seconds UTC.
+A pod is idle while none of its own rollouts runs: while it starts, while it waits for an engine, once it has nothing
+more to do. An engine is idle while no rollout runs at all. Times are those of the accounting and of the trajectories,
+both in seconds UTC.
 """
 
 from __future__ import annotations
@@ -53,13 +54,25 @@ def overlap(span: Span, busy: Sequence[Span]) -> float:
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in busy)
 
 
-def totals(held: Iterable[Held], rollouts: Iterable[Span]) -> dict[str, float]:
-    """Core-seconds and GPU-seconds, in all and while no rollout ran, and how long GPUs were held after the last one."""
-    busy, held = merged(rollouts), list(held)
+def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict[str, float]:
+    """Core-seconds and GPU-seconds, in all and idle, and how long GPUs were held after the last rollout.
+
+    A gather job does not idle.
+
+    Args:
+        rollouts: Each attempt at a rollout: the job id of the pod where it ran, and when.
+    """
+    held, ran = list(held), list(rollouts)
+    of_pod: dict[str, list[Span]] = {}
+    for pod, span in ran:
+        of_pod.setdefault(pod, []).append(span)
+    busy = merged(span for _, span in ran)
+    busy_pods = {pod: merged(spans) for pod, spans in of_pod.items()}
     sums = dict.fromkeys(("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds"), 0.0)
     for job in held:
         whole = max(0.0, job.span[1] - job.span[0])
-        idle = whole - overlap(job.span, busy)
+        at_work = busy_pods.get(job.job.partition("+")[0], []) if job.role == "pods" else busy
+        idle = 0.0 if job.role == "gather" else whole - overlap(job.span, at_work)
         sums["core_seconds"] += whole * job.cores
         sums["idle_core_seconds"] += idle * job.cores
         sums["gpu_seconds"] += whole * job.gpus
@@ -68,3 +81,13 @@ def totals(held: Iterable[Held], rollouts: Iterable[Span]) -> dict[str, float]:
     after = [job.span[1] - last for job in held if job.gpus] if busy else []
     sums["gpus_outlived_last_rollout_s"] = max(0.0, max(after, default=0.0))
     return {name: round(value, 1) for name, value in sums.items()}
+
+
+def added(usages: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Returns the sums of what several runs held; of the time that GPUs were held for nothing, the longest."""
+    found: dict[str, float] = {}
+    for usage in usages:
+        for name, value in usage.items():
+            both = found.get(name, 0.0), value
+            found[name] = max(both) if name == "gpus_outlived_last_rollout_s" else round(sum(both), 1)
+    return found

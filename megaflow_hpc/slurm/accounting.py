@@ -112,26 +112,6 @@ class Use:
     gpus: int
 
 
-def uses(job_ids: Iterable[str]) -> list[Use]:
-    """Returns what jobs have held, one entry per start of an element; one sacct query for each cluster.
-
-    Raises:
-        SiteError: There is no accounting, or it does not answer.
-    """
-    fields = "JobID,Start,End,AllocCPUS,AllocTRES"
-    found = []
-    for cluster, numbers in by_cluster(job_ids).items():
-        command = ("sacct", *on(cluster), "-n", "-X", "-P", "-D", "-j", ",".join(numbers), "-o", fields)
-        for line in ask(*command, epoch=True).splitlines():
-            job_id, start, end, cores, resources = line.split("|", 4)
-            if start.isdigit():  # else it has not started
-                gpus = re.search(r"\bgres/gpu=(\d+)", resources)
-                ended_at = float(end) if end.isdigit() else None
-                name = named(job_id, cluster)
-                found.append(Use(name, float(start), ended_at, int(cores or 0), int(gpus[1]) if gpus else 0))
-    return found
-
-
 @dataclass(frozen=True)
 class Efficiency:
     """One start of one element: what it held, and how much of that it used."""

@@ -12,7 +12,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
-from megaflow_hpc.monitor.usage import Held, totals
+from megaflow_hpc.monitor.usage import JobUse, totals
 from tests.support.campaigns import Make, cli, running
 from tests.support.processes import processes
 from tests.support.waiting import until
@@ -63,11 +63,13 @@ def test_a_second_ctrl_c_ends_a_local_campaign_at_once(make_campaign: Make) -> N
 
 
 def test_idle_seconds_are_those_in_which_no_rollout_ran() -> None:
-    engine, early, late = Held((0, 100), 1, 2), Held((10, 100), 4, 0), Held((60, 80), 4, 0)
-    found = totals([engine, early, late], [(30, 50), (40, 60), (70, 90)])
+    engine, gather = JobUse((0, 100), 1, 2, "6_0", "servers"), JobUse((100, 130), 2, 0, "8", "gather")
+    early, late = JobUse((10, 100), 4, 0, "7_0", "pods"), JobUse((60, 80), 4, 0, "7_1", "pods")
+    ran = [("7_0", (30, 50)), ("7_0", (40, 60)), ("7_1", (70, 90))]
+    found = totals([engine, early, late, gather], ran)
     assert found["gpu_seconds"] == 200
     assert found["idle_gpu_seconds"] == 2 * (30 + 10 + 10)
-    assert found["core_seconds"] == 100 + 4 * 90 + 4 * 20
-    assert found["idle_core_seconds"] == 50 + 4 * (20 + 10 + 10) + 4 * 10
+    assert found["core_seconds"] == 100 + 4 * 90 + 4 * 20 + 2 * 30
+    assert found["idle_core_seconds"] == 50 + 4 * (20 + 40) + 4 * 10, "the first pod idles while the second works"
     assert found["gpus_outlived_last_rollout_s"] == 10
     assert totals([], [])["idle_gpu_seconds"] == 0

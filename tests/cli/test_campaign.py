@@ -59,6 +59,10 @@ def test_the_status_of_a_planned_run(planned: Run, capsys: Capture) -> None:
     assert status["rollouts"]["pending"] == 4
     assert status["rollout_list"] == []
     assert status["usage"]["core_seconds"] == 0
+    assert main(["usage", str(planned.path), str(planned.path)]) == 0
+    assert "total" not in capsys.readouterr().out, "the same run is counted once"
+    assert main(["usage", str(planned.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"]["gpu_seconds"] == 0
 
 
 def test_a_cancelled_run_says_so_and_how_to_go_on(planned: Run, capsys: Capture) -> None:

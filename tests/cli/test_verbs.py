@@ -56,6 +56,7 @@ WRONG = {
     "images list": ("--stagd", "--stagd", "no such option"),
     "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
+    "usage": ("/no/run", "/no/run", NO_RUN),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),
     "janitor": ("--scrtch /no", "--scrtch", "no such option"),

@@ -40,6 +40,28 @@ def test_the_rate_is_that_of_all_pods_at_the_first_look_too(run: RunDir) -> None
     assert status["rate_per_s"] == pytest.approx(240 / 200, rel=0.02)
 
 
+def test_a_pod_without_work_is_said_while_another_has_more_than_it_can_run(run: RunDir) -> None:
+    now = time.time()
+    for pod, queued in (("7_0", 14), ("7_1", 0)):
+        Ledger(run, PodIdentity(pod, "0")).register()
+        with open(run.event_file(pod, "0"), "a") as file:
+            file.write(json.dumps({"t": now - 300, "event": "pod", "state": "started", "job_id": pod}) + "\n")
+            if queued:
+                start = {"event": "start", "id": "a/p/0", "rank": 1, "attempt": 0}
+                file.write(json.dumps({"t": now - 290, **start}) + "\n")
+    said = {"7_0.0": (2, 14, 1), "7_1.0": (0, 0, 0)}
+    monitor = Monitor(run)
+    for lease, progress in said.items():
+        path = run.ledger / "leases" / lease
+        shown = {"t": now, **dict(zip(("running", "queued", "stored"), progress, strict=True))}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **shown}))
+    status = monitor.status()
+    assert [pod.get("idle_s") for pod in status["pods"]] == [None, 300]
+    [warning] = monitor.idle_warning(status["pods"])
+    assert warning.startswith("1 of 2 pods have nothing to run (for up to 300 s) while others have claimed 14 rollouts")
+    assert monitor.at_work() == [("7_0", pytest.approx(now - 290))]
+
+
 def test_following_many_pods_opens_few_files(run: RunDir) -> None:
     pods = 60
     for pod in range(pods):

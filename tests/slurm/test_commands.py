@@ -139,16 +139,6 @@ def test_ended_elements_are_read_from_accounting(prints: Print) -> None:
     assert accounting.finished_jobs(["7"]) == {}
 
 
-def test_every_start_of_an_element_is_counted_with_what_it_held(prints: Print) -> None:
-    prints(
-        "sacct",
-        "7_0|1795335100|1795335160|4|billing=4,cpu=4,mem=8G,node=1\n"
-        "7_0|1795335200|Unknown|4|billing=4,cpu=4,gres/gpu:a100=2,gres/gpu=2,mem=8G,node=1\n"
-        "7_1|Unknown|Unknown|4|\n",
-    )
-    assert accounting.uses(["7"]) == [Use("7_0", 1795335100, 1795335160, 4, 0), Use("7_0", 1795335200, None, 4, 2)]
-
-
 def test_what_elements_used_is_read_beside_what_they_held(prints: Print) -> None:
     prints(
         "sacct",

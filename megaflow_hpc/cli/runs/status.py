@@ -19,6 +19,7 @@ from megaflow_hpc.cli.output import (
     training_lines,
     unstarted_lines,
 )
+from megaflow_hpc.cli.runs.usage import hours
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.texts import in_one_line
 
@@ -37,7 +38,7 @@ def register(subparsers: Subparsers) -> None:
     add_run(status)
     status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
     status.add_argument(
-        "--usage", action="store_true", help="add core and GPU seconds, and those in which no rollout ran"
+        "--usage", action="store_true", help="add core-hours and GPU-hours, and the idle ones (seconds in JSON)"
     )
 
 
@@ -76,7 +77,9 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     lines += unstarted_lines(status)
     silent = [pod for pod in status["pods"] if pod["state"] == "silent"]
     lines += [f"pod {pod['pod']} on {pod['node']} is silent for {pod['silent_s']} s" for pod in silent]
-    lines += [f"{name}: {value:.0f}" for name, value in status.get("usage", {}).items()]
+    if "usage" in status:
+        cores, idle, gpus, idle_gpus = hours(status["usage"])
+        lines.append(f"core-hours {cores}, idle {idle}; GPU-hours {gpus}, idle {idle_gpus}")
     if status["pods"]:
         lines.append(_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored", "why"))
     if status["servers"]:

@@ -1,0 +1,50 @@
+"""The verb that sums up what runs held of the cluster: usage."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.cli.output import print_json, say, table
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+
+HEAD = ("run", "core-hours", "idle", "GPU-hours", "idle GPU-hours")
+
+
+def register(subparsers: Subparsers) -> None:
+    """Adds usage."""
+    usage = add_verb(
+        subparsers,
+        "usage",
+        _usage,
+        "show core-hours and GPU-hours of runs, and their sum",
+        examples=["usage RUN", "usage runs/*", "usage latest --json"],
+        description="Shows what all jobs of runs held, from the start of each allocation to its end, by Slurm's "
+        "accounting. A pod is idle while none of its own rollouts runs, an engine server while none runs at all. JSON "
+        "is in seconds.",
+    )
+    add_run(usage, nargs="+")
+
+
+def _usage(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Run
+    from megaflow_hpc.monitor.usage import added
+
+    found = {run: Run(run).usage() for run in dict.fromkeys(arguments.run_dir)}
+    total = added(found.values())
+    if arguments.json:
+        print_json(
+            {"runs": [{"run": str(Path(run).absolute()), **used} for run, used in found.items()], "total": total}
+        )
+        return 0
+    rows = [(Path(run).name, *hours(used)) for run, used in found.items()]
+    say(table(HEAD, [*rows, ("total", *hours(total))] if len(rows) > 1 else rows))
+    return 0
+
+
+def hours(usage: Mapping[str, Any]) -> list[str]:
+    """Returns core-hours, idle ones, GPU-hours and idle ones, for a person."""
+    names = ("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds")
+    return [f"{usage[name] / 3600:.2f}" for name in names]
