@@ -88,7 +88,7 @@ DOORS: dict[str, str] = {
     "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks environments/builds "
     "environments/images model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",
-    "cli/campaigns": "cli campaign slurm",
+    "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",
     "cli/runs": "cli cli/view campaign monitor report report/charts rundir trajectories trajectories/reading",

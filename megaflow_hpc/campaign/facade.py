@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
 from megaflow_hpc.campaign.planning.foresight import foresee
 from megaflow_hpc.campaign.run import Launcher, Run, resolve_launcher
+from megaflow_hpc.config.campaign import Loaded
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
 from megaflow_hpc.rundir.layout import RunDir, new_run_name
 from megaflow_hpc.slurm import fits, script, site
@@ -33,11 +32,11 @@ class Campaign:
     """
 
     def __init__(self, **fields: Any) -> None:
-        self.config = config_module.parse(fields)
-        self.base = Path.cwd()
-        self.file: str | None = None
-        self._node: yaml.Node | None = None
-        self._text = ""
+        self._begin(config_module.parsed(fields), Path.cwd())
+
+    def _begin(self, loaded: Loaded, base: Path, file: str | None = None, text: str = "") -> None:
+        self.config, self._node, self._profile = loaded.config, loaded.node, loaded.profile
+        self.base, self.file, self._text = base, file, text
         self._made: list[Path] = []
         self.notices: list[str] = []
         """What planning found that a user would want to know, and that is no mistake."""
@@ -50,12 +49,8 @@ class Campaign:
             ConfigError: names file, line, value and remedy.
         """
         campaign = cls.__new__(cls)
-        campaign.config = config_module.load(path)
-        campaign.base = Path(path).absolute().parent
-        campaign.file = str(path)
-        campaign._text = Path(path).read_text(encoding="utf-8")
-        campaign.notices, campaign._made = [], []
-        campaign._node = config_module.read_yaml(path)[1]
+        loaded = config_module.read(path)
+        campaign._begin(loaded, Path(path).absolute().parent, str(path), Path(path).read_text(encoding="utf-8"))
         return campaign
 
     def where(self, key: str) -> str:
@@ -86,7 +81,7 @@ class Campaign:
         made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
         mpi = site.mpi_plugin() if slurm else "pmi2"
         run = self._run_dir(run_dir)
-        self._made = plan_module.write(made, run, mpi, watch)
+        self._made = plan_module.write(made, run, mpi, watch, self._profile)
         return Run(run)
 
     def _check_site(self, draft: Draft) -> None:

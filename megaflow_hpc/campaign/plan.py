@@ -22,6 +22,7 @@ from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.config.site_profile import Profile
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
@@ -134,7 +135,9 @@ def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | 
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(plan: Plan, run: RunDir, mpi: str = "pmi2", watch: Watch | None = None) -> list[Path]:
+def write(
+    plan: Plan, run: RunDir, mpi: str = "pmi2", watch: Watch | None = None, profile: Profile | None = None
+) -> list[Path]:
     """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one.
 
     What cannot be finished is removed again, with the directories above it that were made for it.
@@ -148,7 +151,7 @@ def write(plan: Plan, run: RunDir, mpi: str = "pmi2", watch: Watch | None = None
     (watch or Silent()).step(f"writing {run} with {len(plan.rollouts)} rollouts")
     try:
         run.create(plan.config.share)
-        _fill(plan, run, mpi)
+        _fill(plan, run, mpi, profile)
     except BaseException:
         if missing:
             discard(run, missing)
@@ -165,7 +168,7 @@ def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
                 path.rmdir()
 
 
-def _fill(plan: Plan, run: RunDir, mpi: str) -> None:
+def _fill(plan: Plan, run: RunDir, mpi: str, profile: Profile | None) -> None:
     ledger = Ledger(run)
     ledger.create()
     learning = plan.config.training.policies if plan.config.training else {}
@@ -194,6 +197,7 @@ def _fill(plan: Plan, run: RunDir, mpi: str) -> None:
             version=__version__,
             python=sys.version.split()[0],
             versions=provenance.versions(plan.policies),
+            site=profile.record() if profile else {},
             campaign=plan.config.model_dump(mode="json"),
             source=edits.digest(source),
             beside=plan.beside,

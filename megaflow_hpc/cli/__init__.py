@@ -23,6 +23,7 @@ from megaflow_hpc.extras import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = (
+    "campaigns.init",
     "campaigns.check",
     "campaigns.campaign",
     "runs.listing",
@@ -59,6 +60,7 @@ SECTIONS = {
 EPILOG = """\
 first steps:
   megaflow-hpc doctor                     what this site has and lacks
+  megaflow-hpc init                       writes campaign.yaml for this site
   megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
   megaflow-hpc status RUN                 how far it is
 

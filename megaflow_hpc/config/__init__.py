@@ -4,7 +4,7 @@
 paths in the file are relative to the file.
 """
 
-from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, resolved, schema
+from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, parsed, read, resolved, schema
 from megaflow_hpc.config.reading import explain, line_of, place_of, read_yaml
 from megaflow_hpc.config.sections import AgentConfig, ModelConfig, Section
 from megaflow_hpc.config.slurm import PodPoolConfig
@@ -20,7 +20,9 @@ __all__ = [
     "line_of",
     "load",
     "parse",
+    "parsed",
     "place_of",
+    "read",
     "read_yaml",
     "resolved",
     "schema",

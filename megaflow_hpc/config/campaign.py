@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import QuotasConfig
-from megaflow_hpc.config.reading import explain, explain_all, read_yaml
+from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
@@ -23,6 +24,7 @@ from megaflow_hpc.config.sections import (
     Section,
     TaskSource,
 )
+from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_trained, neutral
 from megaflow_hpc.config.training import TrainingConfig
@@ -37,6 +39,8 @@ class CampaignConfig(Section):
 
     name: str
     """Name of the campaign and of its Slurm jobs."""
+    site: str | None = None
+    """Name of a site profile that completes this file. Default: none."""
     run_dir: str = "runs"
     """Directory in which run directories are made."""
     share: Literal["user", "group"] = "user"
@@ -161,12 +165,27 @@ class Policy(Section):
     include: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A campaign with what its messages need."""
+
+    config: CampaignConfig
+    node: yaml.Node | None = None
+    """The file's nodes and, where it names one, its site profile's."""
+    profile: Profile | None = None
+
+
 def load(path: str | os.PathLike[str]) -> CampaignConfig:
     """Reads and validates a campaign file.
 
     Raises:
         ConfigError: names file, line, value and remedy.
     """
+    return read(path).config
+
+
+def read(path: str | os.PathLike[str]) -> Loaded:
+    """Reads and validates a campaign file; raises as :func:`load` does."""
     value, node = read_yaml(path)
     if value is None:
         raise ConfigError(f"{path}: is empty; megaflow-hpc init writes a campaign file to begin with")
@@ -174,13 +193,26 @@ def load(path: str | os.PathLike[str]) -> CampaignConfig:
         raise ConfigError(
             f"{path}: holds {type(value).__name__}, expected a mapping; {docs('tutorials/first-campaign.md')} shows one"
         )
-    return parse(value, str(path), node)
+    return parsed(value, str(path), node)
 
 
 def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> CampaignConfig:
     """A campaign from Python values; ``source`` and ``node`` serve the error message."""
+    return parsed(fields, source, node).config
+
+
+def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> Loaded:
+    """A campaign from values, completed by the site profile that they name.
+
+    Raises:
+        Mistakes: names file, line, value and remedy of each.
+    """
+    profile = None
+    if isinstance(name := fields.get("site"), str):
+        profile = find(name, place_of(node, ["site"], source))
+        fields, node = completed(fields, node, profile)
     try:
-        return CampaignConfig.model_validate(fields)
+        return Loaded(CampaignConfig.model_validate(fields), node, profile)
     except ValidationError as error:
         raise Mistakes(explain_all(error, source, node, CampaignConfig)) from None
 

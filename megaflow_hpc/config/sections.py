@@ -238,8 +238,11 @@ class EnvironmentConfig(Section):
     """Network access: ``none``, ``gateway`` (only the model is reachable) or ``host``."""
     images: dict[str, str] = {}
     """SIF file, definition file, directory or ``docker://`` reference of each image name in the tasks."""
+    image_store: str | None = None
+    """Directories in which images are kept, separated by colons; the first is written to. ``MEGAFLOW_IMAGE_STORE``
+    comes before it. Default: a place of the site with room, else the home directory."""
     mirrors: dict[str, str] = {}
-    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``; also ``MEGAFLOW_IMAGE_MIRRORS``."""
+    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``; ``MEGAFLOW_IMAGE_MIRRORS`` comes before it."""
     air_gapped: bool = False
     """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
     false."""

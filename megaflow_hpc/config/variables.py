@@ -48,6 +48,12 @@ _SITE = (
         "planning",
     ),
     Variable(
+        "PROFILES",
+        "directories of site profiles that a group shares, separated by colons",
+        "none beside ~/.config/megaflow-hpc/sites",
+        "init, check, planning",
+    ),
+    Variable(
         "SITE_CHECK",
         "0: plan without trying whether a container starts here, on login nodes that can do less than compute nodes",
         "1",
@@ -70,7 +76,8 @@ _IMAGES = (
     Variable(
         "IMAGE_STORE",
         "directories of images, separated by colons; the first is written to",
-        "~/.megaflow-hpc/images",
+        "environment.image_store of the campaign; else below the first of SCRATCH, PSCRATCH, GSCRATCH, WORK, PROJECT "
+        "that has room; else ~/.megaflow-hpc/images",
         "images, planning, pods",
     ),
     Variable(

@@ -101,6 +101,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     python: str = ""
     versions: dict[str, Any] = {}
     """Versions of software, engines and models, by name."""
+    site: dict[str, Any] = {}
+    """The site profile that completed the campaign file: its ``name``, ``file`` and ``fields``."""
     campaign: dict[str, Any] = {}
     """The resolved campaign file; read it as :attr:`config`."""
     source: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import getpass
 import os
 import re
 import shutil
@@ -124,6 +125,17 @@ def max_array_size(cluster: str = "") -> int:
     """Returns MaxArraySize (the largest array index + 1) of this or the named cluster."""
     size = configuration(cluster).get("MaxArraySize", "")
     return int(size) if size.isdigit() else 1001
+
+
+def accounts() -> list[str]:
+    """Returns the accounts that this user may charge, the default one first; none without accounting."""
+    user = getpass.getuser()
+    try:
+        said = ask("sacctmgr", "-nP", "show", "user", user, "withassoc", "format=defaultaccount,account")
+    except SiteError:
+        return []
+    rows = [line.split("|") for line in said.splitlines() if line.count("|") == 1]
+    return list(dict.fromkeys([*(default for default, _ in rows if default), *sorted({own for _, own in rows if own})]))
 
 
 def enforces_limits() -> bool:

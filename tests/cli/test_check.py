@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc import config
+from megaflow_hpc.slurm import site
+
 Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
 
 PARTITIONS = "cpu|cpu*|up|4|64|257000|(null)|1-00:00:00\ngpu|gpu|up|2|32|500000|gpu:a100:4|2:00:00\n"
@@ -213,3 +216,106 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     (directory / "model.safetensors.index.json").unlink()
     directory.rename(snapshot)
     assert said("path: some/model") == []
+
+
+def test_a_group_shares_a_site_profile(
+    campaign: Path, megaflow: Megaflow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared, own = tmp_path / "group", tmp_path / "config" / "megaflow-hpc" / "sites"
+    for directory in (shared, own):
+        directory.mkdir(parents=True)
+    monkeypatch.setenv("MEGAFLOW_PROFILES", f"{tmp_path}/none:{shared}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    profile = shared / "hpc.yaml"
+    profile.write_text(
+        "slurm:\n  account: ml\n  setup: [module load apptainer]\n"
+        "  pods: {partition: cpu, count: 3, extra: {qos: low}}\n"
+        "model:\n  python: /opt/vllm\n"
+    )
+    right = campaign.read_text()
+    campaign.write_text(f"{right}site: hpc\nslurm: {{account: mine, pods: {{count: 1, extra: {{nice: 5}}}}}}\n")
+    done = megaflow("plan", campaign)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((Path(done.stdout.strip()) / "run.json").read_text())
+    slurm = record["campaign"]["slurm"]
+    assert (slurm["account"], slurm["setup"], slurm["pods"]["partition"]) == ("mine", ["module load apptainer"], "cpu")
+    assert (slurm["pods"]["count"], slurm["pods"]["extra"]) == (1, {"qos": "low", "nice": 5})
+    assert record["campaign"]["model"] is None  # a profile completes models, and makes none
+    assert (record["site"]["name"], record["site"]["file"]) == ("hpc", str(profile))
+    assert record["site"]["fields"]["model"] == {"python": "/opt/vllm"}
+
+    campaign.write_text(right.replace("[oracle, nop]", "oracle") + "models:\n  a: {path: some/a}\nsite: hpc\n")
+    loaded = config.load(campaign)
+    assert loaded.models["a"].python == "/opt/vllm"
+    for text, said in (
+        (
+            "slurm:\n  pods:\n    partion: x\n",
+            f"{profile}:3: unknown key 'slurm.pods.partion'; did you mean 'partition'?",
+        ),
+        ("model:\n  pyton: x\n", f"{profile}:2: unknown key 'model.pyton'; did you mean 'python'?"),
+        ("tasks: [a]\n", f"{profile}:1: 'tasks' is no part of a site profile; it may have run_dir, "),
+        ("samples: x", f"{profile}:1: 'samples' is no part of a site profile"),
+    ):
+        profile.write_text(text)
+        assert megaflow("check", campaign).stderr.startswith(said)
+    (own / "hpc.yaml").write_text("slurm: {account: own}\n")
+    assert config.load(campaign).slurm.account == "own"
+    (own / "hpc.yaml").chmod(0o666)
+    assert "everybody may write to this site profile" in megaflow("check", campaign).stderr
+    campaign.write_text(f"{right}site: hcp\n")
+    assert megaflow("check", campaign).stderr.startswith(
+        f"{campaign}:5: site 'hcp': no such profile in {own} and {tmp_path}/none and {shared} (MEGAFLOW_PROFILES); "
+        "there are: hpc"
+    )
+
+
+def test_init_writes_a_campaign_for_this_site_and_asks_nothing(
+    tmp_path: Path, slurm: Path, megaflow: Megaflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(slurm / "sacctmgr", "printf 'ml|ml\\nml|vision\\n'")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("MEGAFLOW_ENGINE_VENV", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    place = tmp_path / "my bugs"
+    place.mkdir()
+    done = megaflow("init", place)
+    assert (done.returncode, done.stdout) == (0, f"{place}/campaign.yaml\n")
+    text = (place / "campaign.yaml").read_text()
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, text.splitlines())) <= 120
+    found = config.load(place / "campaign.yaml")
+    assert (found.name, found.slurm.account, found.agent[0].name) == ("my-bugs", "ml", "oracle")
+    assert "account: ml  # also: vision" in text
+    pods, servers = found.slurm.pods, found.slurm.servers
+    assert (pods.partition, pods.time, pods.ranks_per_node) == ("cpu", "4:00:00", 4)
+    assert (servers.partition, servers.time) == ("gpu", "2:00:00")
+    # It is right but for tasks, of which there are none yet; one begun beside it does for the rest.
+    assert "no Harbor task directory" in megaflow("check", place / "campaign.yaml").stderr
+    assert megaflow("tasks", "new", "first", place / "tasks").returncode == 0
+    assert megaflow("check", place / "campaign.yaml").returncode == 0
+    done = megaflow("init", place)
+    assert (done.returncode, "--force" in done.stderr) == (2, True)
+    assert megaflow("init", place, "--force", "--json").returncode == 0
+
+    # A model at hand, an engine and a profile are taken; a controller that is away is said, and nothing asked of it.
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    sites = tmp_path / "config" / "megaflow-hpc" / "sites"
+    sites.mkdir(parents=True)
+    (sites / "hpc.yaml").write_text("slurm: {account: ml}\n")
+    snapshot = tmp_path / "hub" / "hub" / "models--some--model" / "snapshots" / "1f"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    packages = tmp_path / "packages"
+    for name in ("vllm", "minisweagent"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{packages}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(packages)
+    write_program(slurm / "sinfo", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    site.partitions.cache_clear()
+    done = megaflow("init", place / "two.yaml")
+    assert "Unable to contact slurm controller; written without partitions and accounts" in done.stderr
+    found = config.load(place / "two.yaml")
+    assert (found.site, found.agent[0].name, found.tasks[0].path) == ("hpc", "mini-swe-agent", "tasks/*")
+    assert found.model is not None
+    assert (found.model.path, found.slurm.account) == ("some/model", "ml")

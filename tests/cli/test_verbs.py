@@ -20,6 +20,7 @@ NO_TASK = "make some with: megaflow-hpc tasks build"
 WHOLE = "give a whole number of at least"
 
 WRONG = {
+    "init": ("/no/campaign.yaml", "/no/campaign.yaml", "make it, or name another file"),
     "check": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "plan": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),

@@ -149,7 +149,9 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
     environment = draft.config.environment
     with draft.noting():
         registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
-        draft.images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
+        draft.images = Images(
+            ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds)
+        )
     draft.mapping = ImageMapping(environment.images, base, where("environment.images"))
 
 

@@ -24,7 +24,8 @@ and layers that they share. Nodes copy what they need from there, once each, int
 ({docs("how-to/images.md")}).
 """
 STORE = (
-    "default: MEGAFLOW_IMAGE_STORE, else ~/.megaflow-hpc/images; several separated by colons, the first is written to"
+    "default: MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store, else a place of the site with room, "
+    "else ~/.megaflow-hpc/images; several separated by colons, the first is written to"
 )
 
 

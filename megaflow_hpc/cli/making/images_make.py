@@ -25,10 +25,20 @@ def open_images(arguments: argparse.Namespace) -> Images:
     from megaflow_hpc.environments.images.store import ImageStore
 
     mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
-    registries = Registries.configured(mirrors, getattr(arguments, "air_gapped", None))
-    images = Images(ImageStore(arguments.store), registries)
+    registries = Registries.configured(air_gapped=getattr(arguments, "air_gapped", None), chosen=mirrors)
+    images = Images(ImageStore(arguments.store, _store_of_campaign(arguments)), registries)
     images.say = note
     return images
+
+
+def _store_of_campaign(arguments: argparse.Namespace) -> str | None:
+    """The store that the first campaign among a command's arguments names."""
+    from megaflow_hpc.config import load
+
+    words = [getattr(arguments, name, None) or [] for name in ("source", "campaign", "image")]
+    files = [word for given in words for word in ([given] if isinstance(given, str) else given)]
+    campaigns = [file for file in files if file.endswith((".yaml", ".yml")) and os.path.isfile(file)]
+    return load(campaigns[0]).environment.image_store if campaigns else None
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:

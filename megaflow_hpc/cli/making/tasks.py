@@ -177,7 +177,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if arguments.network:
         environment = environment.model_copy(update={"network": arguments.network})
     registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
-    images = Images(ImageStore(), registries, Builder(environment.network_of_builds))
+    images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
     chosen = [path for path in directories if not arguments.only or path.name in arguments.only]
     tasks = [read_harbor_task(path, images.dockerfiles) for path in chosen]
     requests = image_requests(tasks)

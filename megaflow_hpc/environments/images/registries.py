@@ -37,18 +37,27 @@ class Registries:
     air_gapped: bool = False
 
     @classmethod
-    def configured(cls, mirrors: Mapping[str, str] | None = None, air_gapped: bool | None = None) -> Registries:
-        """Returns what the campaign file says, completed by the environment."""
-        found: dict[str, str] = {}
+    def configured(
+        cls,
+        mirrors: Mapping[str, str] | None = None,
+        air_gapped: bool | None = None,
+        chosen: Mapping[str, str] | None = None,
+    ) -> Registries:
+        """Returns what a campaign file, the environment and a command line say together.
+
+        Args:
+            mirrors: of the campaign file; those of the environment come before them.
+            chosen: of the command line; they come before both.
+        """
+        found = dict(mirrors or {})
         for pair in re.split(r"[,\s]+", os.environ.get(MIRRORS, "").strip()):
             if pair:
                 registry, equals, place = pair.partition("=")
                 if not (registry and equals and place):
                     raise ConfigError(f"{MIRRORS}: {pair!r}: expected REGISTRY=MIRROR, as docker.io=registry.site/hub")
                 found[registry] = place
-        found |= mirrors or {}
         gapped = os.environ.get(AIR_GAPPED, "") not in ("", "0") if air_gapped is None else air_gapped
-        return cls(found, gapped)
+        return cls(found | dict(chosen or {}), gapped)
 
     def address(self, source: str) -> tuple[str, list[str]]:
         """Returns where ``source`` is really fetched from, and the options that Apptainer needs for it."""

@@ -28,11 +28,19 @@ from pathlib import Path
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.notes import abandoned, locked, read_note, workplace, write_note
+from megaflow_hpc.environments.images.room import room
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
 """Directories, separated by colons; the first is the one written to."""
+
+PLACES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
+"""Variables by which sites name directories for large files that every node sees."""
+ROOMY_BYTES, ROOMY_INODES = 20e9, 50_000
+"""Free at a place for a store to be begun there."""
+LEAST_BYTES, LEAST_INODES = 1e9, 1000
+"""Below this no image is made: it would fail half-way, or leave nothing for other files."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,54 @@ class StoredImage:
     created_at: float
 
 
-def default_stores() -> list[Path]:
-    """Returns the directories of ``MEGAFLOW_IMAGE_STORE``, else ``~/.megaflow-hpc/images``."""
-    named = [Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part]
-    return named or [Path.home() / ".megaflow-hpc" / "images"]
+def default_stores(named: str | None = None) -> list[Path]:
+    """Returns the directories of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else the first place with room.
+
+    Places are those that sites name for large files (:data:`PLACES`), where the user may write and there is room, and
+    the home directory last: its quota is small mostly. A store that is there already is used on, and one in the home
+    directory is read beside it.
+
+    Args:
+        named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
+    """
+    parts = (os.environ.get(VARIABLE) or named or "").split(":")
+    if given := [Path(os.path.expanduser(os.path.expandvars(part))) for part in parts if part]:
+        return given
+    home = Path.home() / ".megaflow-hpc" / "images"
+    large = [
+        Path(os.environ[name]) / f"megaflow-hpc-{os.getuid()}" / "images" for name in PLACES if os.environ.get(name)
+    ]
+    first = next((path for path in large if path.is_dir()), None) or next(filter(_has_room, large), None)
+    if first is None:
+        return [home]
+    return [first, home] if home.is_dir() else [first]
+
+
+def _has_room(store: Path) -> bool:
+    place = store.parents[1]
+    if not place.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
+        return False
+    try:
+        found = room(place)
+    except OSError:
+        return False
+    return found.free_bytes >= ROOMY_BYTES and found.free_inodes >= ROOMY_INODES
+
+
+def check_room(store: Path) -> None:
+    """Refuses to make images where there is hardly any room.
+
+    Raises:
+        SiteError: names what is left, by what, and what to do.
+    """
+    found = room(store)
+    if found.free_bytes < LEAST_BYTES or found.free_inodes < LEAST_INODES:
+        left = f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files "
+        raise SiteError(
+            f"image store {store}: {left}({found.inodes_by}) are left there, less than {LEAST_BYTES / 1e6:.0f} MB and "
+            f"{LEAST_INODES} files; name a larger place that nodes see: {VARIABLE}=DIRECTORY, or "
+            "environment.image_store in the campaign or its site profile; megaflow-hpc images prune makes room"
+        )
 
 
 def digest_of(path: str | os.PathLike[str]) -> str:
@@ -70,8 +122,13 @@ def digest_in(path: str | os.PathLike[str]) -> str | None:
 class ImageStore:
     """One or more stores. The first is written to, where it is the caller's; the others are only read."""
 
-    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        self.roots = [Path(root).absolute()] if root else [path.absolute() for path in default_stores()]
+    def __init__(self, root: str | os.PathLike[str] | None = None, named: str | None = None) -> None:
+        """
+        Args:
+            root: the only store. Default: those of :func:`default_stores`.
+            named: as of :func:`default_stores`.
+        """
+        self.roots = [Path(root).absolute()] if root else [path.absolute() for path in default_stores(named)]
         self.root = self.roots[0]
         for path in self.roots:
             _check_safe(path)
@@ -253,10 +310,11 @@ class ImageStore:
                 f"{source}: not in the image store {self.root}, which is not yours to write to; "
                 f"ask its owner to run megaflow-hpc images build, or put a store of yours before it: {remedy}"
             )
+        check_room(self.root)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = self.root.stat().st_mode & 0o7777
-        for room in ("sha256", "names", "layers", "steps", "work"):
-            place = self.root / room
+        for name in ("sha256", "names", "layers", "steps", "work"):
+            place = self.root / name
             if not place.is_dir():
                 place.mkdir(exist_ok=True)
                 place.chmod(mode)

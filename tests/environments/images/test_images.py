@@ -21,7 +21,8 @@ from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.registries import Registries, split_name
 from megaflow_hpc.environments.images.resolve import ImageMapping, Images, definition_digest
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.room import mount_of
+from megaflow_hpc.environments.images.store import PLACES, VARIABLE, ImageStore, default_stores, digest_of
 from megaflow_hpc.errors import ConfigError, SiteError
 from tests.support.registries import Front, Registry, tree_layer
 
@@ -183,6 +184,9 @@ def test_mirrors_stand_for_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registries.address("oras://ghcr.io/a/b:1") == ("oras://10.0.0.1:5000/a/b:1", ["--no-https"])
     assert registries.address("docker://quay.io/a:1") == ("docker://q.site.edu/a:1", [])
     assert registries.address("docker://other.io/a:1") == ("docker://other.io/a:1", [])
+    of_file = {"docker.io": "file.edu", "ghcr.io": "file.edu", "quay.io": "file.edu"}
+    nearer = Registries.configured(of_file, chosen={"ghcr.io": "command.edu"}).mirrors
+    assert nearer == {"docker.io": "hub.site.edu/proxy", "ghcr.io": "command.edu", "quay.io": "file.edu"}
     monkeypatch.setenv("MEGAFLOW_IMAGE_MIRRORS", "docker.io")
     with pytest.raises(ConfigError, match=r"MEGAFLOW_IMAGE_MIRRORS: 'docker.io': expected REGISTRY=MIRROR"):
         Registries.configured()
@@ -372,3 +376,36 @@ def test_prune_removes_what_is_named_and_what_is_old(verb: Verb, small_images: S
     assert len(json.loads(verb("prune", "--older-than", "0", "--json")[1])["removed"]) == 2
     assert list(ImageStore().images()) == []
     assert verb("prune", "0000")[0] == 2
+
+
+def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (VARIABLE, *PLACES):
+        monkeypatch.delenv(name, raising=False)
+    home, scratch, named = tmp_path / "home", tmp_path / "scratch", tmp_path / "named"
+    scratch.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert default_stores() == [home / ".megaflow-hpc" / "images"]
+    monkeypatch.setenv("PSCRATCH", str(scratch))
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "gone"))
+    own = scratch / f"megaflow-hpc-{os.getuid()}" / "images"
+    assert default_stores() == [own]
+    (home / ".megaflow-hpc" / "images").mkdir(parents=True)
+    assert default_stores() == [own, home / ".megaflow-hpc" / "images"]
+    assert default_stores(f"{named}:/group/images") == [named, Path("/group/images")]
+    # A quota leaves little there: another place is taken, and nothing is begun where it is named all the same.
+    device = mount_of(scratch)[0]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "quota").write_text(f"#!/bin/sh\necho '{device} 1000 0 3000 0 10 0 0 0'\n")
+    (programs / "quota").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    assert default_stores() == [home / ".megaflow-hpc" / "images"]
+    monkeypatch.setenv(VARIABLE, str(named))
+    with pytest.raises(SiteError, match=r"image store .*/named: 2 MB \(quota\) and .* less than 1000 MB"):
+        ImageStore(named="/elsewhere").prepare("docker://debian:12")
+    assert not named.exists()
+    own.mkdir(parents=True)
+    monkeypatch.delenv(VARIABLE)
+    assert default_stores()[0] == own  # one that is in use is not left for another

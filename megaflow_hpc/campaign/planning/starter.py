@@ -1,0 +1,164 @@
+"""A first campaign file for this directory and this site, which ``megaflow-hpc init`` writes.
+
+What can be found out is written down: tasks that lie here, a model in Hugging Face's cache and an engine to run it,
+partitions, accounts and walltimes of this Slurm, the site profile where there is one. The rest is a comment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaflow_hpc.config import site_profile
+from megaflow_hpc.config.sections import NAME
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.model.engines.offline import cached_models, why_no_engine
+from megaflow_hpc.resources import docs
+from megaflow_hpc.slurm import fits, site
+from megaflow_hpc.slurm.site import Partition
+
+WALLTIME_S = 4 * 3600
+"""What jobs ask for where the partition allows it."""
+RANKS = 4
+
+
+@dataclass
+class Starter:
+    """What was found here."""
+
+    name: str
+    tasks: str = ""
+    """Source of tasks that lie here; empty: none does."""
+    model: str = ""
+    engine: bool = False
+    agent: bool = False
+    """Whether mini-swe-agent is installed."""
+    profiles: list[str] = field(default_factory=list)
+    slurm: bool = False
+    accounts: list[str] = field(default_factory=list)
+    """The default one first."""
+    partitions: list[Partition] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    """What could not be found out, and why."""
+
+    @classmethod
+    def of(cls, directory: Path) -> Starter:
+        """Looks around in a directory and at this site."""
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")
+        found = cls(name if NAME.match(name) else "campaign", profiles=site_profile.names())
+        if any(directory.glob("tasks/*/task.toml")):
+            found.tasks = "tasks/*"
+        elif lines := sorted(directory.glob("*.jsonl")):
+            found.tasks = lines[0].name
+        found.model = next(iter(cached_models()), "")
+        found.engine = not why_no_engine({"engine": "vllm"})
+        found.agent = importlib.util.find_spec("minisweagent") is not None
+        if site.has_slurm():
+            try:
+                found.partitions = [partition for partition in site.partitions().values() if partition.up]
+                found.slurm = True
+            except SiteError as error:
+                found.notices.append(f"{error}; written without partitions and accounts")
+        if found.slurm:
+            found.accounts = site.accounts()
+        return found
+
+    def text(self) -> str:
+        """Returns the campaign file: at most 40 lines that :func:`megaflow_hpc.config.load` takes."""
+        return "\n".join([*self._head(), *self._agent(), *self._environment(), *self._slurm(), *self._limits()]) + "\n"
+
+    def _head(self) -> list[str]:
+        profile = [f"site: {_quoted(self.profiles[0])}{_others(self.profiles)}"] if self.profiles else []
+        tasks = f"tasks: {_quoted(self.tasks or 'tasks/*')}"
+        hint = "directories of Harbor tasks, or a *.jsonl file"
+        hint += "" if self.tasks else "; begin one: megaflow-hpc tasks new NAME"
+        return [
+            "# Every task is given to an agent, `samples` times, in a sandbox of its own, and verified.",
+            f"# All keys: {docs('reference/campaign-file.md')}",
+            f"name: {self.name}",
+            *profile,
+            f"{tasks}  # {hint}",
+            "samples: 1  # rollouts of each task",
+        ]
+
+    def _agent(self) -> list[str]:
+        agent = "agent: {name: mini-swe-agent, max_turns: 50, timeout_s: 1800}"
+        model = f"model: {{path: {_quoted(self.model or '/path/to/model')}, gpus: 1, servers: {{min: 1, max: 2}}}}"
+        if self.model and self.engine and self.agent:
+            return [agent, f"{model}  # a directory, or a name in Hugging Face's cache"]
+        lacking = [
+            *([] if self.model else ["a model: a directory, or a name in Hugging Face's cache"]),
+            *([] if self.engine else ["vLLM: MEGAFLOW_ENGINE_VENV names the virtual environment that has it"]),
+            *([] if self.agent else ["mini-swe-agent: pip install mini-swe-agent"]),
+        ]
+        return [
+            "agent: oracle  # carries out each task's own solution; needs no model. With one:",
+            f"# {agent}",
+            f"# {model}",
+            *(f"#   needs {each}" for each in lacking),
+        ]
+
+    @staticmethod
+    def _environment() -> list[str]:
+        return [
+            "environment:",
+            "  network: gateway  # sandboxes reach the model only; or none, host",
+            '  images: {"*": "docker://*"}  # image names of tasks: from Docker Hub; or NAME: FILE.sif, NAME: FILE.def',
+        ]
+
+    def _slurm(self) -> list[str]:
+        if not self.slurm:
+            return ["# No Slurm was found here: megaflow-hpc run takes this machine."]
+        account = [f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}"] if self.accounts else []
+        cpu = [p for p in self.partitions if not p.gpus] or self.partitions
+        gpu = [p for p in self.partitions if p.gpus]
+        return [
+            "slurm:",
+            *account,
+            "  pods:  # jobs that run agents and sandboxes",
+            *self._partition(cpu),
+            "    count: 1",
+            *self._ranks(cpu),
+            *(["  servers:  # jobs that run the model", *self._partition(gpu)] if gpu else []),
+        ]
+
+    @staticmethod
+    def _partition(choice: list[Partition]) -> list[str]:
+        if not choice:
+            return []
+        first = max(choice, key=lambda partition: (partition.default, partition.nodes))
+        names = [first.name, *(partition.name for partition in choice if partition is not first)]
+        gpus = ", with GPUs" if first.gpus else ""
+        size = f"{first.nodes} nodes of {first.cpus} CPUs, {first.memory_mb / 1000:.0f} GB{gpus}, at most {first.time}"
+        longest = min(fits.seconds(first.time) or math.inf, WALLTIME_S)
+        minutes = max(1, int(longest // 60))
+        return [
+            f"    partition: {_quoted(first.name)}  # {size}{_others(names, '; ')}",
+            f"    time: {minutes // 60}:{minutes % 60:02d}:00",
+        ]
+
+    @staticmethod
+    def _ranks(choice: list[Partition]) -> list[str]:
+        cpus = max((partition.cpus for partition in choice), default=0)
+        ranks = max(2, min(RANKS, cpus // 2))
+        return [f"    ranks_per_node: {ranks}  # of 2 CPUs each: one schedules, the others run 2 rollouts at once"]
+
+    def _limits(self) -> list[str]:
+        return ["limits: {core_hours: 100, failures: 50}  # then pods start no more rollouts"]
+
+
+def _quoted(value: str) -> str:
+    """The value as YAML reads it back as text."""
+    plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9._/-]*\*?", value) and value.lower() not in ("yes", "no", "on", "off")
+    return value if plain and value.lower() not in ("true", "false", "null", "y", "n") else json.dumps(value)
+
+
+def _others(names: Iterable[str], before: str = "  # ") -> str:
+    """Says which others there are to choose from, some of them."""
+    rest = [re.sub(r"[^\x21-\x7e]", "?", name) for name in names][1:6]
+    return f"{before}also: {', '.join(rest)}" if rest else ""

@@ -1,0 +1,53 @@
+"""``init``: a first campaign file for this directory and this site."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.progress import PlanProgress
+from megaflow_hpc.cli.verb import Subparsers, add_verb
+from megaflow_hpc.errors import ConfigError
+
+
+def register(subparsers: Subparsers) -> None:
+    """Adds ``init``."""
+    parser = add_verb(
+        subparsers,
+        "init",
+        _init,
+        "write a campaign file for this site",
+        examples=["init", "init experiments/first.yaml", "init --force"],
+        description="Writes a commented campaign file of at most 40 lines, with this site's partitions, accounts and "
+        "walltimes, the tasks that lie beside it, and a model where one is at hand. Asks nothing; what could not be "
+        "found out is a comment.",
+    )
+    parser.add_argument(
+        "path", metavar="PATH", nargs="?", default="campaign.yaml", help="file or directory; default: campaign.yaml"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.planning.starter import Starter
+    from megaflow_hpc.host.atomic import write_atomic
+
+    path = Path(arguments.path)
+    path = path / "campaign.yaml" if path.is_dir() else path
+    if path.exists() and not arguments.force:
+        raise ConfigError(f"{path}: is there already; name another file, or replace it with --force")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no directory {path.parent}; make it, or name another file")
+    with PlanProgress() as watch:
+        watch.step("looking at this site")
+        found = Starter.of(path.parent)
+    write_atomic(path, found.text())
+    for line in found.notices:
+        note(line)
+    if arguments.json:
+        print_json({"campaign": str(path), "slurm": found.slurm, "tasks": found.tasks, "model": found.model})
+        return 0
+    say(path)
+    note(f"next: megaflow-hpc check {path}; then megaflow-hpc run {path}")
+    return 0

@@ -1,0 +1,132 @@
+"""Site profiles: what campaigns of one site have in common, in a file that a group shares.
+
+A campaign that says ``site: NAME`` is completed by ``NAME.yaml``, found in ``~/.config/megaflow-hpc/sites``, else in
+the directories of ``MEGAFLOW_PROFILES``::
+
+    slurm: {account: ml-group, setup: [module load apptainer], pods: {partition: cpu}, servers: {partition: gpu}}
+    environment: {image_store: /group/ml/images, mirrors: {docker.io: registry.site.edu/hub}}
+    model: {python: /group/ml/vllm}
+
+Mappings are merged key by key, and the campaign's keys win; lists are taken whole. ``model`` completes every model that
+the campaign has, and makes none. Relative paths are relative to the campaign file, as everywhere: a profile names
+absolute ones. It may hold lines of shell for jobs (``slurm.setup``), so one that everybody can write to is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.sections import ModelConfig
+from megaflow_hpc.errors import ConfigError, Mistakes
+
+VARIABLE = "MEGAFLOW_PROFILES"
+SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "limits", "quotas")
+"""What a profile may state; the rest is a campaign's own."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile as it was read."""
+
+    name: str
+    file: str
+    fields: Mapping[str, Any]
+    node: yaml.MappingNode
+
+    def record(self) -> dict[str, Any]:
+        """What ``run.json`` says of it."""
+        return {"name": self.name, "file": self.file, "fields": dict(self.fields)}
+
+
+def directories() -> list[Path]:
+    """Returns where profiles are looked for: the user's own first, then the group's."""
+    own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
+    return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part)]
+
+
+def names() -> list[str]:
+    """Returns the names of the profiles that there are."""
+    return sorted({path.stem for directory in directories() for path in directory.glob("*.yaml")})
+
+
+def find(name: str, place: str) -> Profile:
+    """Returns the profile of this name.
+
+    Args:
+        place: where the campaign names it, for messages.
+
+    Raises:
+        Mistakes: There is none, it cannot be used, or it states what is no profile's; names file and line.
+    """
+    path = next((file for d in directories() if (file := d / f"{name}.yaml").is_file()), None)
+    if path is None or os.sep in name:
+        close = difflib.get_close_matches(name, names(), 1) or names()
+        there = f"there are: {', '.join(close)}" if close else f"write {directories()[0]}/{name}.yaml"
+        looked = " and ".join(map(str, directories()))
+        raise ConfigError(f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}); {there}")
+    if path.stat().st_mode & 0o002:
+        raise ConfigError(f"{path}: everybody may write to this site profile, which holds shell; chmod o-w {path}")
+    fields, node = read_yaml(path)
+    if not isinstance(fields, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path}: holds no sections; a site profile is YAML such as slurm: {{account: NAME}}")
+    wrong = [
+        f"{place_of(node, [key], str(path))}: {key!r} is no part of a site profile; it may have {', '.join(SECTIONS)}"
+        for key in fields
+        if key not in SECTIONS
+    ]
+    model = fields.get("model")
+    for key in sorted(set(model) - set(ModelConfig.model_fields)) if isinstance(model, dict) else ():
+        close = difflib.get_close_matches(str(key), ModelConfig.model_fields, 1)
+        remedy = f"; did you mean {close[0]!r}?" if close else ""
+        wrong.append(f"{place_of(node, ['model', key], str(path))}: unknown key 'model.{key}'{remedy}")
+    if wrong:
+        raise Mistakes(wrong)
+    return Profile(name, str(path), fields, node)
+
+
+def completed(
+    fields: Mapping[str, Any], node: yaml.Node | None, profile: Profile
+) -> tuple[dict[str, Any], yaml.Node | None]:
+    """Returns a campaign's values and nodes with what the profile adds."""
+    adds, nodes = dict(profile.fields), profile.node
+    model = adds.pop("model", None)
+    extra = {} if model is None else {"model": model} if isinstance(fields.get("model"), dict) else {}
+    merged = _merged(fields, adds | extra)
+    model_node = next((value for key, value in nodes.value if key.value == "model"), None)
+    kept = [pair for pair in nodes.value if pair[0].value in merged and (pair[0].value != "model" or extra)]
+    both = _merged_nodes(node, yaml.MappingNode(nodes.tag, kept, nodes.start_mark)) if node else None
+    models = merged.get("models")
+    if isinstance(model, dict) and isinstance(models, dict):
+        merged["models"] = {n: _merged(own, model) if isinstance(own, dict) else own for n, own in models.items()}
+        if both is not None and model_node is not None:
+            own = next(value for key, value in both.value if key.value == "models")
+            own.value = [(key, _merged_nodes(value, model_node)) for key, value in own.value]
+    return merged, both
+
+
+def _merged(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(own)
+    for key, value in other.items():
+        if key not in found:
+            found[key] = value
+        elif isinstance(found[key], dict) and isinstance(value, dict):
+            found[key] = _merged(found[key], value)
+    return found
+
+
+def _merged_nodes(own: yaml.Node, other: yaml.Node) -> yaml.Node:
+    if not isinstance(own, yaml.MappingNode) or not isinstance(other, yaml.MappingNode):
+        return own
+    ours = {key.value: (key, value) for key, value in own.value}
+    for key, value in other.value:
+        mine = ours.get(key.value)
+        ours[key.value] = (key, value) if mine is None else (mine[0], _merged_nodes(mine[1], value))
+    return yaml.MappingNode(own.tag, list(ours.values()), own.start_mark, own.end_mark)

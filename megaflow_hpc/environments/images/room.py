@@ -1,0 +1,99 @@
+"""How much a user may still write to a directory: what the file system has free, and what quotas leave.
+
+``quota`` (NFS, XFS, ext4) and ``lfs quota`` (Lustre) are asked where they are; each has :data:`ASK_S` seconds, and one
+that fails, or prints what nobody understands, limits nothing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ASK_S = 5.0
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Room:
+    """What may still be written below ``path``; infinity where nothing bounds it."""
+
+    path: str
+    free_bytes: float
+    free_inodes: float
+    bytes_by: str = "the file system"
+    """What bounds the bytes: ``the file system``, ``quota`` or ``lfs quota``."""
+    inodes_by: str = "the file system"
+
+
+def room(path: str | os.PathLike[str]) -> Room:
+    """Returns the room at a path; where it is not there yet, at the directory above it that is.
+
+    Raises:
+        OSError: the file system is away.
+    """
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    found = os.statvfs(place)
+    free_bytes, bytes_by = float(found.f_bavail * found.f_frsize), "the file system"
+    free_inodes, inodes_by = (float(found.f_favail) if found.f_files else math.inf), "the file system"
+    for by, left_bytes, left_inodes in quotas(place, *mount_of(place)):
+        if left_bytes < free_bytes:
+            free_bytes, bytes_by = left_bytes, by
+        if left_inodes < free_inodes:
+            free_inodes, inodes_by = left_inodes, by
+    return Room(str(place), free_bytes, free_inodes, bytes_by, inodes_by)
+
+
+def quotas(place: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
+    """Yields what each quota on a file system leaves: its name, bytes and inodes."""
+    if kind == "lustre" and shutil.which("lfs"):
+        lines = _asked("lfs", "quota", "-q", "-u", getpass.getuser(), str(place))
+        yield from _left("lfs quota", lines[-1:] if lines else [])  # a long name has a line of its own before it
+    elif shutil.which("quota"):
+        lines = _asked("quota", "-w", "-p", "-u", getpass.getuser())
+        yield from _left("quota", [line for line in lines if line.split()[:1] == [device]])
+
+
+def _asked(*command: str) -> list[str]:
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()]  # status 1: over quota
+
+
+def _left(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
+    """Reads ``[device] KiB soft hard grace files soft hard grace``; 0 is no limit, and a star says over quota."""
+    for line in lines:
+        numbers = re.findall(r"(?<=\s)(\d+)\*?(?=\s)|(?<=\s)(-)(?=\s)", f" {line} ")
+        values = [int(number) if number else 0 for number, _ in numbers]
+        if len(values) >= 7:
+            used, soft, hard, _, files, soft_files, hard_files = values[:7]
+            kib, inodes = hard or soft or math.inf, hard_files or soft_files or math.inf
+            yield by, max(0.0, (kib - used) * _KIB), max(0.0, inodes - files)
+
+
+def mount_of(place: Path) -> tuple[str, str]:
+    """Returns device and type of the file system of a directory, as the kernel lists them."""
+    best, found = "", ("", "")
+    try:
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return found
+    real = os.path.realpath(place)
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        if len(point) >= len(best) and (real == point or real.startswith(point.rstrip("/") + "/")):
+            kind, device = after.split()[:2]
+            best, found = point, (device, kind)
+    return found
