@@ -215,9 +215,10 @@ class Monitor:
             if refused := server.refused:
                 shown["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
             found.append(shown)
-        for gone in files.failed():
-            shown = {"server": gone.server, "policy": gone.policy, "job_id": gone.job_id, "cause": gone.cause}
-            found.append({**shown, "state": "failed"})
+        for state, servers in (("starting", [] if self._finished else files.starting()), ("failed", files.failed())):
+            for gone in servers:
+                shown = {"server": gone.server, "policy": gone.policy, "job_id": gone.job_id, "cause": gone.cause}
+                found.append({**shown, "log": gone.log, "state": state})
         return sorted(found, key=lambda shown: str(shown["server"]))
 
     def status(

@@ -4,6 +4,7 @@
 
     <policy>.<n>.json           :class:`Endpoint`: serves now; replaced with every heartbeat
     <policy>.<n>.loading        :class:`LoadingServer`: away for a moment to load weights; other servers wait for it
+    <policy>.<n>.starting       :class:`FailedServer`: its latest start failed, and another follows
     <policy>.<n>.failed.json    :class:`FailedServer`: gave up
     .<policy>.<n>.admin         :class:`AdminKey`: opens the paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that is this policy's model
@@ -24,7 +25,7 @@ from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.layout import RunDir
 
 T = TypeVar("T")
-FAILED, LOADING, LISTING = ".failed.json", ".loading", ".listing"
+FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
 
 
 class RefusedWeights(msgspec.Struct):
@@ -68,7 +69,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
 
 class FailedServer(msgspec.Struct, kw_only=True):
-    """An engine server that gave up."""
+    """An engine server that gave up, or whose latest start failed."""
 
     server: str
     policy: str
@@ -77,6 +78,7 @@ class FailedServer(msgspec.Struct, kw_only=True):
     """Whether another start would fail in the same way."""
     job_id: str = ""
     log: str = ""
+    """Its engine's output; empty if there is none."""
     at: float = 0.0
     """Seconds UTC."""
 
@@ -134,6 +136,11 @@ class EndpointFiles:
         paths = sorted(self._folder.glob(f"*{FAILED}"))
         return [server for path in paths if (server := read(path, FailedServer)) is not None]
 
+    def starting(self) -> list[FailedServer]:
+        """Returns the servers whose latest start failed, and that go on trying."""
+        paths = sorted(self._folder.glob(f"*{STARTING}"))
+        return [server for path in paths if (server := read(path, FailedServer)) is not None]
+
     def loading(self, policy: str) -> list[LoadingServer]:
         """Returns a policy's servers that are away to load weights."""
         found = []
@@ -154,13 +161,24 @@ class EndpointFiles:
         return [msgspec.json.decode(path.read_bytes(), type=PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
-        """Publishes a heartbeat of a server, which thereby is not loading any more."""
+        """Publishes a heartbeat of a server, which thereby is neither loading nor starting any more."""
         self._write(self._file(endpoint.server), endpoint)
         self._loading_file(endpoint.server).unlink(missing_ok=True)
+        if endpoint.heartbeat <= 1:
+            self.withdraw_starting(endpoint.server)
 
     def publish_failed(self, server: FailedServer) -> None:
         """Publishes that a server gave up."""
         self._write(self._folder / f"{server.server}{FAILED}", server)
+        self.withdraw_starting(server.server)
+
+    def publish_starting(self, server: FailedServer) -> None:
+        """Publishes why a server's latest start failed."""
+        self._write(self._folder / f"{server.server}{STARTING}", server)
+
+    def withdraw_starting(self, server: str) -> None:
+        """Withdraws why a start failed: it serves, or gave up, or leaves."""
+        (self._folder / f"{server}{STARTING}").unlink(missing_ok=True)
 
     def publish_loading(self, server: LoadingServer) -> None:
         """Publishes that a server is away to load weights."""
@@ -202,6 +220,8 @@ class EndpointFiles:
         """Withdraws every endpoint: of servers that were killed and could not."""
         for endpoint in self.serving():
             self._file(endpoint.server).unlink(missing_ok=True)
+        for server in self.starting():
+            self.withdraw_starting(server.server)
 
     def _file(self, server: str) -> Path:
         return self._folder / f"{server}.json"

@@ -11,6 +11,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
 
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
@@ -59,6 +60,22 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
         )
     if ADAPTER in names:
         _check_adapter(source, model)
+    if model.get("engine") != "scripted" and any(name.endswith(".safetensors") for name in names):
+        _check_tensors(source, model, whole=ADAPTER not in names)
+
+
+def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
+    """Reads headers only. What an engine would find out costs its policy minutes of service."""
+    found = read_directory(source)
+    base = Path(str(model.get("path") or ""))
+    if not whole or not base.is_dir():
+        return
+    try:
+        served = read_directory(base)
+    except ConfigError:
+        return  # the engine has loaded it
+    if why := why_not_of(found, served):
+        raise ConfigError(f"{source}: {why} ({base}); publish weights of the policy's own model")
 
 
 def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:

@@ -96,10 +96,10 @@ def test_a_directory_that_could_not_be_published_goes_back_where_it_was(run: Run
     (base / "tokenizer.json").touch(mode=0o000)
     write_run(run, RunRecord(policies={"a": PolicyRecord(model={"engine": "vllm", "path": str(base)})}))
     source = trained(tmp_path)
-    (source / "model.safetensors").touch()
+    (source / "model.bin").touch()
     with pytest.raises(PermissionError):
         weights.publish(run, source, "a", move=True)
-    assert {"model.safetensors", "script.yaml"} <= {path.name for path in source.iterdir()}
+    assert {"model.bin", "script.yaml"} <= {path.name for path in source.iterdir()}
     assert not list(run.weights.iterdir())
 
 

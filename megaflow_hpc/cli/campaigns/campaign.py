@@ -236,7 +236,8 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
             say("\n".join(failure_lines(result)))
         for server in result["servers"]:
             if server["state"] == "failed":
-                say(f"server {server['server']}: {server.get('cause', 'failed')}")
+                log = f"\n  log: {server['log']}" if server.get("log") else ""
+                say(f"server {server['server']}: {server.get('cause', 'failed')}{log}")
         for line in [*training_lines(result), *unstarted_lines(result)]:
             say(line)
         if missing:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import re
 
 CAUSES: tuple[tuple[str, str], ...] = (
-    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks", "out of GPU memory"),
+    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|Free memory on device",
+     "out of GPU memory"),
     (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node"),
     (r"No space left on device", "no space left on a disk"),
     (r"[Aa]ddress already in use", "its port was taken"),
     (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
     (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option"),
+    (r"local_files_only|LocalEntryNotFoundError|couldn't connect to 'https://huggingface\.co'|OfflineModeIsEnabled",
+     "the model is not in the node's cache, and an engine fetches nothing"),
     (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
      r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)",
      "the model cannot be found"),
+    (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
+     "its weights cannot be read"),
     (r"^error: wrong script: ", "its script cannot be used"),
     (r"^FATAL:", "its image cannot be started"),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
 )  # fmt: skip
+"""Pattern of a log's line → what it means; the first in this order that is found in the log."""
 
 KEY, REFUSED = "refuses the key", "refuses the request"
 """Causes at an external endpoint."""
@@ -26,11 +32,25 @@ LASTING = (
     REFUSED,
     "its virtual environment lacks a module",
     "it does not know an option",
+    "the model is not in the node's cache, and an engine fetches nothing",
     "the model cannot be found",
+    "its weights cannot be read",
     "its script cannot be used",
+    "the context length does not fit",
 )
 """Causes that another start would meet again."""
+REJECTED = (
+    r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
+    r"|ValidationError|SyntaxError)\b: "
+)
+"""The last error of an engine that refuses what it was given, by the kind of the exception; no node is at fault."""
 
+LONGEST = 600
+"""Characters of a line that are shown."""
+
+ERROR = r"\b\w*(Error|Exception)\b: |^error: "
+NEXT = r"^(Traceback|During handling|The above exception|For further information|File )"
+"""Lines after an error that do not belong to it."""
 FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|root cause)"
 """Errors that only point to another error."""
 
@@ -47,19 +67,37 @@ def cause(log_tail: str, exit_code: int | None) -> str:
     """
     lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(ASIDE, x)]
     for pattern, meaning in CAUSES:
-        for line in reversed(lines):
-            if re.search(pattern, line):
-                return f"{meaning}: {_plain(line)}"
-    errors = [x for x in lines if re.search(r"\b\w*(Error|Exception)\b: |^error: ", x) and not re.search(FOLLOWS, x)]
-    last = _plain((errors or lines or ["it printed nothing"])[-1])
+        for number in reversed(range(len(lines))):
+            if re.search(pattern, lines[number]):
+                return f"{meaning}: {_whole(lines, number)}"
+    errors = [n for n, x in enumerate(lines) if re.search(ERROR, x) and not re.search(FOLLOWS, x)]
+    last = _whole(lines, errors[-1] if errors else len(lines) - 1) if lines else "it printed nothing"
     return f"exit code {exit_code}: {last}" if exit_code is not None else last
 
 
+def _whole(lines: list[str], number: int) -> str:
+    """Returns an error line, and those after it that it only announces: pydantic's, and what ends with a colon."""
+    text = _plain(lines[number])
+    if not re.search(r":$|\d validation errors? for \w+$", text):
+        return text
+    for line in lines[number + 1 : number + 4]:
+        more = _plain(line).strip()
+        if re.search(rf"{ERROR}|{NEXT}", more):
+            break
+        text = f"{text} {more}"
+    return _short(text)
+
+
 def lasting(cause: str) -> bool:
-    """Returns whether another start would meet the same cause."""
-    return any(meaning in cause for meaning in LASTING)
+    """Returns whether another start of an engine that has not served would meet the same cause."""
+    return any(meaning in cause for meaning in LASTING) or re.match(REJECTED, cause) is not None
 
 
 def _plain(line: str) -> str:
-    """Returns a log line without its prefix, 300 characters at most."""
-    return re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line)[:300]
+    """Returns a log line without its prefix."""
+    return _short(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
+
+
+def _short(text: str) -> str:
+    """Returns a text as it is, or of a long one the beginning and the end, where the cause may stand."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"

@@ -136,7 +136,8 @@ class Router:
         for record in records:
             if not record.get("url"):
                 if record.get("cause"):
-                    causes[str(record.get("policy", ""))] = f"{record.get('server')}: {record['cause']}"
+                    log = f" (log: {record['log']})" if record.get("log") else ""
+                    causes[str(record.get("policy", ""))] = f"{record.get('server')}: {record['cause']}{log}"
                 continue
             server = Server.from_record(record)
             known = self._servers.get(server.name)

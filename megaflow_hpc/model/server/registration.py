@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import address
-from megaflow_hpc.model.engines.failure import lasting
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
@@ -114,19 +113,30 @@ class Registration:
         """Withdraws everything of this start."""
         self.unregister()
         self._files.withdraw_loading(self.what.name, self.start)
+        self._files.withdraw_starting(self.what.name)
 
-    def failed(self, cause: str) -> None:
-        """Publishes that this server gave up. ``cause``: one line."""
-        self._files.publish_failed(
-            FailedServer(
-                server=self.what.name,
-                policy=self.what.policy,
-                cause=cause,
-                lasting=lasting(cause),
-                job_id=job_id(),
-                log=str(self.log_file),
-                at=time.time(),
-            )
+    def failed(self, cause: str, lasting: bool) -> None:
+        """Publishes that this server gave up.
+
+        Args:
+            cause: one line.
+            lasting: whether another start would fail in the same way.
+        """
+        self._files.publish_failed(self._failure(cause, lasting))
+
+    def starts_again(self, cause: str) -> None:
+        """Publishes why the engine's latest start failed, while the server goes on trying."""
+        self._files.publish_starting(self._failure(cause, False))
+
+    def _failure(self, cause: str, lasting: bool) -> FailedServer:
+        return FailedServer(
+            server=self.what.name,
+            policy=self.what.policy,
+            cause=cause,
+            lasting=lasting,
+            job_id=job_id(),
+            log=str(self.log_file) if self.log_file.exists() else "",
+            at=time.time(),
         )
 
 

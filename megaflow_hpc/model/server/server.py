@@ -141,7 +141,7 @@ class EngineServer:
                 self.files.leave()
                 await self._proxy.stop()
         except ConfigError as error:
-            self._give_up(str(error))
+            self._give_up(str(error), lasting=True)
             return error.exit_status
         finally:
             remove_tree(private, ignore_errors=True)
@@ -165,18 +165,20 @@ class EngineServer:
                 failures = 0
                 continue
             except ModelServiceError as error:
-                failures = 1 if time.monotonic() - started > STEADY_S and self.files.beats else failures + 1
+                served = self.files.beats > 0
+                failures = 1 if time.monotonic() - started > STEADY_S and served else failures + 1
                 self.files.unregister()
                 self._say(f"start {failures} of {STARTS}: {error}")
-                lasting = failure.lasting(str(error))
+                lasting = not served and failure.lasting(str(error))
                 failures = STARTS if lasting else failures
                 if failures >= STARTS and not version.path:
-                    self._give_up(str(error))
+                    self._give_up(str(error), lasting)
                     return ConfigError.exit_status if lasting else 1
                 if failures >= STARTS:  # the published version does not run; the one before may
                     self.weights.refused[version.version] = str(error)
                     failures = 0
                     continue
+                self.files.starts_again(f"start {failures} of {STARTS}: {error}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leave.wait(), self.backoff_s * (1 if failures == 1 else 5))
                 return 0
@@ -302,9 +304,9 @@ class EngineServer:
         await asyncio.to_thread(Files(self.run_dir).carry_out, self._consumers.look())
         return not self._consumers.awaited
 
-    def _give_up(self, cause: str) -> None:
+    def _give_up(self, cause: str, lasting: bool) -> None:
         self._say(f"giving up: {cause}")
-        self.files.failed(cause)
+        self.files.failed(cause, lasting)
 
     def _say(self, text: str) -> None:
         stamp = time.strftime("%H:%M:%S", time.gmtime())

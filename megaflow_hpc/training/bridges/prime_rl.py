@@ -29,7 +29,6 @@ import os
 import secrets
 import shutil
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +42,7 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.atomic import make_directory, write_atomic, write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training import microbatch
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.step import Step
@@ -205,21 +205,11 @@ def _marked_last(state: _State) -> bool:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether every tensor file is as long as its header says, and those of the index are there."""
-    files = sorted(folder.glob("*.safetensors"))
-    for path in files:
-        with open(path, "rb") as file:
-            try:
-                (header,) = struct.unpack("<Q", file.read(8))
-                entries = json.loads(file.read(header))
-            except (struct.error, ValueError, OverflowError, MemoryError):
-                return False
-            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-            if path.stat().st_size != 8 + header + max(ends, default=0):
-                return False
-    index = folder / "model.safetensors.index.json"
-    named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else set()
-    return bool(files) and named <= {path.name for path in files}
+    """Whether every tensor file is as its header says, and those of the index are there."""
+    try:
+        return bool(read_directory(folder))
+    except ConfigError:
+        return False
 
 
 class Bridge:

@@ -20,6 +20,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
 from tests.support.places import TINY_MODEL
 from tests.support.serving import Servers, conversation
+from tests.support.tensors import safetensors
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -114,7 +115,7 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
     asyncio.run(scenario())
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+    (broken / "adapter_model.safetensors").write_bytes(safetensors(b"no tensors of an adapter"))
     (broken / "adapter_config.json").write_text(json.dumps({"r": 4}))
     bad = weights.publish(servers.run, broken).version
     until(lambda: (servers.record(0).get("refused") or {}).get("version") == bad, "the bad one is refused", 300)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,10 +19,12 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
+from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.record import ServerRecord
 from tests.support.serving import Servers, conversation, descendants, listeners
+from tests.support.waiting import until
 
 ANSWER = {"default": ["fine"]}
 SLOW = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.5}]}]}
@@ -214,12 +217,72 @@ def test_engine_options_become_flags() -> None:
         ("WARNING 01-01 10:00:00 [x.py:1] No module named 'vllm._C'\nRuntimeError: boom", "RuntimeError: boom"),
         ("Error: No such option: --frce-model", "it does not know an option"),
         ("ERROR 01-01 10:00:00 [c.py:1] ValueError: No available memory for the cache blocks.", "out of GPU memory"),
+        (
+            "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find a cached snapshot folder. To enable downloads "
+            "online, pass 'local_files_only=False' as input.",
+            "the model is not in the node's cache, and an engine fetches nothing: huggingface_hub",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, The "
+            "architecture X is not known. [type=value_error]\n    For further information visit https://errors",
+            "1 validation error for ModelConfig Value error, The architecture X is not known. [type=value_error]",
+        ),
+        ("ValueError: " + "x " * 500 + "and so it is too large", "and so it is too large"),
     ],
 )
 def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
     found = failure.cause(log, 1)
     assert expected in found
     assert "\n" not in found
+    assert len(found) < 700
+
+
+@pytest.mark.parametrize(
+    ("log", "lasting"),
+    [
+        ("safetensors_rust.SafetensorError: Error while deserializing header: header too large", True),
+        ("OSError: pass 'local_files_only=False'", True),
+        ("(EngineCore pid=7) ERROR 01-01 10:00:00 [x.py:1] ValueError: Model architectures ['X'] are not known", True),
+        ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", True),
+        ("ValueError: Free memory on device (2/80 GiB) on startup is less than desired", False),
+        ("RuntimeError: NCCL error", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+        ("", False),
+    ],
+)
+def test_a_cause_that_no_other_start_would_mend_is_known(log: str, lasting: bool) -> None:
+    assert failure.lasting(failure.cause(log, 1)) == lasting
+
+
+def engine_that_says(folder: Path, text: str) -> dict[str, Any]:
+    """A model section whose engine prints ``text`` and ends; each start adds a line to ``starts``."""
+    folder.mkdir()
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\necho >> {folder}/starts\necho '{text}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    return {"engine": "vllm", "path": "/nowhere", "gpus": 0, "python": str(program)}
+
+
+def test_an_engine_that_cannot_start_says_why_while_it_tries_and_ends_at_once_where_it_never_will(
+    servers: Servers, tmp_path: Path
+) -> None:
+    servers.start(engine_that_says(tmp_path / "never", "ValueError: no such architecture"), "never")
+    servers.start(engine_that_says(tmp_path / "later", "RuntimeError: NCCL error"), "later", "--backoff-s", "30")
+    assert servers.processes[0].wait(60) == 2
+    monitor = Monitor(servers.run)
+    until(lambda: len(monitor.servers()) == 2, "both are shown")
+    later, never = monitor.servers()
+    log = str(servers.run.logs / "never.0.engine.log")
+    cause = "exit code 1: ValueError: no such architecture"
+    assert (never["state"], never["cause"], never["log"]) == ("failed", cause, log)
+    assert (tmp_path / "never" / "starts").read_text() == "\n"
+    assert (later["state"], later["cause"]) == ("starting", "start 1 of 3: exit code 1: RuntimeError: NCCL error")
+    servers.signal(1, signal.SIGTERM)
+    assert servers.processes[1].wait(60) == 0
+    assert [shown["server"] for shown in monitor.servers()] == ["never.0"]
+    router = Router()
+    router.update(servers.records())
+    assert f"{cause} (log: {log})" in router.describe("never")
 
 
 def test_a_model_section_that_does_not_fit_is_an_error(tmp_path: Path) -> None:

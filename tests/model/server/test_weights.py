@@ -29,6 +29,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_
 from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
 from tests.support.serving import Servers, conversation, in_loop
+from tests.support.tensors import safetensors
 from tests.support.waiting import until
 
 
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> RunDir:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("tokens")
-    (model / "model.safetensors").write_bytes(b"old")
+    (model / "pytorch_model.bin").write_bytes(b"old")  # which nothing is compared with
     run = RunDir(tmp_path / "run")
     run.create()
     models = {"a": {"engine": "vllm", "path": str(model)}, "b": {"engine": "external"}}
@@ -49,7 +50,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def trained(folder: Path, content: bytes = b"new") -> Path:
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(content)
+    (folder / "model.safetensors").write_bytes(safetensors(content))
     return folder
 
 
@@ -57,7 +58,7 @@ def test_a_version_is_a_whole_model_directory(run: RunDir, tmp_path: Path) -> No
     assert weights.current(run, "a") == weights.Version(policy="a")
     first = weights.publish(run, trained(tmp_path / "step1"), "a")
     assert (first.version, weights.current(run, "a").version) == (1, 1)
-    assert (Path(first.path) / "model.safetensors").read_bytes() == b"new"
+    assert (Path(first.path) / "model.safetensors").read_bytes() == safetensors(b"new")
     assert (Path(first.path) / "tokenizer.json").read_text() == "tokens"  # what the trainer did not write
     assert (tmp_path / "step1").exists()
     second = weights.publish(run, trained(tmp_path / "step2"), "a", move=True)
@@ -91,9 +92,49 @@ def test_a_directory_without_weights_is_refused_and_nothing_stays(run: RunDir, t
     assert not list(run.weights.iterdir())
 
 
+def test_weights_that_no_engine_could_load_are_refused_by_their_headers(run: RunDir, tmp_path: Path) -> None:
+    def header(entries: object, data: bytes = b"") -> bytes:
+        text = json.dumps(entries).encode()
+        return struct.pack("<Q", len(text)) + text + data
+
+    base = tmp_path / "model" / "model.safetensors"
+    base.write_bytes(safetensors(b"old", "model.layers.0.q_proj.weight"))
+    good = safetensors(b"new", "model.layers.0.q_proj.weight")
+    entry = {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}
+    wrong = {
+        "is no safetensors file .100 bytes": b"x" * 100,
+        "is no safetensors file .0 bytes": b"",
+        "has a header that cannot be read": struct.pack("<Q", 3) + b"{x}",
+        r"has a header that cannot be read .KeyError": header({"w": {"shape": [3], "data_offsets": [0, 3]}}, b"new"),
+        f"has {len(good) - 1} bytes, and its header speaks of {len(good)}": good[:-1],
+        r"has tensor 'w' of U8 \[4\] at bytes 0 to 3": header({"w": {**entry, "shape": [4]}}, b"new"),
+        r"has tensor 'w' of U8 \[3\] at bytes 1 to 4": header({"w": {**entry, "data_offsets": [1, 4]}}, b"news"),
+        r"'model.layers.0.q_proj.weight' has shape \[4\], in the served model \[3\]": safetensors(
+            b"news", "model.layers.0.q_proj.weight"
+        ),
+        "it has 'h.0.attn' and no tensor of the served model, which has 'model.layers.0.q_proj.weight'": safetensors(
+            b"new", "h.0.attn"
+        ),
+    }
+    for number, (said, content) in enumerate(wrong.items()):
+        folder = tmp_path / f"wrong{number}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=said):
+            weights.publish(run, folder, "a")
+    for folder, index in ((tmp_path / "index", "model-2.safetensors"), (tmp_path / "whole", "model.safetensors")):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(safetensors(b"new", "model.language_model.layers.0.q_proj.weight"))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": index}}))
+    with pytest.raises(ConfigError, match=r"model-2.safetensors: is not there, and model.safetensors.index.json names"):
+        weights.publish(run, tmp_path / "index", "a")
+    assert not list(run.weights.iterdir())
+    assert weights.publish(run, tmp_path / "whole", "a").version == 1
+
+
 def adapter(folder: Path, about: str = '{"r": 8}') -> Path:
     folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"new")
+    (folder / "adapter_model.safetensors").write_bytes(safetensors(b"new"))
     (folder / "adapter_config.json").write_text(about)
     return folder
 
@@ -166,7 +207,7 @@ def test_a_pointer_that_was_left_behind_leads_to_the_newest_version(run: RunDir,
 
 def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp_path: Path) -> None:
     def version(number: int) -> bytes:
-        return struct.pack("<Q", 8) + b"{}      " + bytes(5000) + bytes([number]) * 8
+        return bytes(5000) + bytes([number]) * 8
 
     updater = WeightUpdater(run, Assignment(0, "a", {}), Proxy())
     updater.scratch = tmp_path / "scratch"
@@ -180,11 +221,11 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
         assert found[0] >= 10 * found[1]
         published = weights.publish(run, folder, "a", keep=1)
         whole = Path(updater.whole(published).path)
-        assert (whole / "model.safetensors").read_bytes() == version(step)
+        assert (whole / "model.safetensors").read_bytes() == safetensors(version(step))
         assert (whole / "tokenizer.json").read_text() == "tokens"
     assert [path.name for path in updater.scratch.iterdir()] == ["weights-4"]
     assert [v.version for v in weights.versions(run, "a")] == [1, 4]
-    (Path(base.path) / "model.safetensors").write_bytes(version(9))
+    (Path(base.path) / "model.safetensors").write_bytes(safetensors(version(9)))
     damaged = weights.publish(run, folder, "a")
     with pytest.raises(ModelServiceError, match="SHA-256 differs"):
         updater.whole(damaged)
@@ -252,6 +293,7 @@ def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Pat
     """At any instant: the pointer names a whole version, or the one before."""
     weights.publish(run, trained(tmp_path / "good", b"x" * 1000), "a")
     large = trained(tmp_path / "large", b"y" * 50_000_000)
+    sizes = [len(safetensors(bytes(size))) for size in (1000, 50_000_000)]
     for delay in (0.15, 0.2, 0.25, 0.3, 0.35):
         process = subprocess.Popen(
             [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), str(large), "--policy", "a"],
@@ -262,9 +304,9 @@ def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Pat
         process.kill()
         process.wait()
         now = Path(weights.current(run, "a").path, "model.safetensors")
-        assert now.stat().st_size in (1000, 50_000_000)
+        assert now.stat().st_size in sizes
         for version in weights.versions(run):
-            assert Path(version.path, "model.safetensors").stat().st_size in (1000, 50_000_000)
+            assert Path(version.path, "model.safetensors").stat().st_size in sizes
 
 
 def test_old_versions_are_removed_and_the_current_one_never(run: RunDir, tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from megaflow_hpc.training.bridges import prime_rl
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Commit, Plan, TrainingFiles
 from tests.support.bridges import TRAINING, first_step, meanwhile, pods
+from tests.support.tensors import safetensors
 from tests.support.training import training_run
 
 COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
@@ -54,12 +53,6 @@ OPTIONAL = [
 """The fields behind them, ``None`` by default."""
 Theirs = msgspec.defstruct("Theirs", [*PINNED, *((name, Any, None) for name in OPTIONAL)], array_like=True, gc=False)
 FORK = multiprocessing.get_context("fork")
-
-
-def safetensors(content: bytes) -> bytes:
-    """A file of one tensor."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}).encode()
-    return struct.pack("<Q", len(header)) + header + content
 
 
 class Trainer:

@@ -1,0 +1,126 @@
+"""What the headers of safetensors files say of their tensors: read without a tensor, and checked as an engine would.
+
+::
+
+    8 bytes      length N of the header, little-endian
+    N bytes      JSON: {NAME: {"dtype": "BF16", "shape": [2, 3], "data_offsets": [BEGIN, END]}, "__metadata__": {…}}
+    the rest     the tensors, end to end
+
+(https://github.com/huggingface/safetensors, "Format".)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from megaflow_hpc.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100_000_000
+"""Longest header in bytes, the library's own bound."""
+BITS: Mapping[str, int] = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+
+
+class Tensor(NamedTuple):
+    """One tensor as its file's header has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of one file by name.
+
+    Raises:
+        ConfigError: It is no such file, or cut off; says what is wrong.
+    """
+
+    def broken(why: str) -> ConfigError:
+        return ConfigError(f"{path}: {why}, so no engine can load it; save the weights again")
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise broken(f"is no safetensors file ({size} bytes, its header would have {length})")
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        places = sorted((*map(int, entry["data_offsets"]), name) for name, entry in entries.items())
+        found = {name: Tensor(str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries.items()}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(f"has a header that cannot be read ({error!r:.100})") from None
+    end = 0
+    for begin, behind, name in places:
+        tensor = found[name]
+        bits = math.prod(tensor.shape) * BITS.get(tensor.dtype, 0)
+        if begin != end or behind < begin or (tensor.dtype in BITS and bits != 8 * (behind - begin)):
+            raise broken(f"has tensor {name!r} of {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {behind}")
+        end = behind
+    if 8 + length + end != size:
+        raise broken(f"has {size} bytes, and its header speaks of {8 + length + end}")
+    return found
+
+
+def read_directory(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of all safetensors files in a directory, those that its index names among them.
+
+    Raises:
+        ConfigError: One cannot be loaded, or is not there.
+    """
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= read_header(path)
+    index = folder / INDEX
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except FileNotFoundError:
+        return found
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{index}: cannot be read ({error!r:.100}); save the weights again") from None
+    for name in sorted(map(str, named)):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name}: is not there, and {INDEX} names it; save the weights again")
+    return found
+
+
+def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:
+    """Returns why tensors are another model's than those that are served; empty where nothing says so.
+
+    Savers rename tensors in front (``model.`` or ``model.language_model.``) and leave tied ones out: only shapes under
+    equal names are compared, and whether the ends of names have anything in common.
+    """
+    for name in new.keys() & served.keys():
+        if new[name].shape != served[name].shape:
+            return f"tensor {name!r} has shape {list(new[name].shape)}, in the served model {list(served[name].shape)}"
+    ends = [{".".join(name.split(".")[-2:]) for name in tensors} for tensors in (new, served)]
+    if new and served and not ends[0] & ends[1]:
+        return f"it has {min(new)!r} and no tensor of the served model, which has {min(served)!r}"
+    return ""
