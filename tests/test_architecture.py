@@ -91,7 +91,8 @@ DOORS: dict[str, str] = {
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",
-    "cli/runs": "cli cli/view campaign monitor report report/charts rundir trajectories trajectories/reading",
+    "cli/runs": "cli cli/view campaign config environments monitor pod/rollout report report/charts rundir tasks "
+    "trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
     "cli/making": "cli campaign config tasks tasks/harbor tasks/releases tasks/swebench agents "

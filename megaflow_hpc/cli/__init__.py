@@ -33,6 +33,7 @@ GROUPS = (
     "doctor",
     "runs.logs",
     "runs.report",
+    "runs.shell",
     "runs.show",
     "runs.diff",
     "files.export",

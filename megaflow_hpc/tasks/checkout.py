@@ -176,6 +176,21 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
     return patch or Patch(b"", f"{start.top}: the commit {start.commit[:12]} that it stood at is nowhere any more")
 
 
+async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
+    """Applies what :func:`difference` returned to a checkout that stands where it was; returns why not, or nothing.
+
+    Raises:
+        SandboxError: the sandbox was lost.
+    """
+    note = read_note(sandbox)
+    start = json.loads(note) if note else None
+    if start is None:
+        return "there is no checkout in the sandbox"
+    words = ["git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn", "-"]
+    done = await sandbox.exec(words, cwd=start["top"], user_input=patch, timeout_s=READ_S)
+    return "" if done.exit_code == 0 else done.stderr.strip()[-300:] or f"git apply ended with {done.exit_code}"
+
+
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
     """A patch as artifacts: ``patch`` where anything was changed, ``patch.error`` where one is stated."""
     if patch is None:

@@ -32,6 +32,20 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
         await checkout.remember(sandbox, workdir)
 
 
+async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
+    """Makes a sandbox ready for one step, under the step's user.
+
+    Raises:
+        SandboxError: it cannot be done; the rollout fails.
+    """
+    found = format_of(step)
+    if step.user != sandbox.spec.user:
+        await sandbox.restart(replace(sandbox.spec, user=step.user))
+    await found.begin_step(step, sandbox)
+    if found.step_name(step):
+        await checkout.remember_new(sandbox, step.workdir)
+
+
 async def run_steps(
     task: Task,
     sandbox: ApptainerSandbox,
@@ -58,12 +72,10 @@ async def run_steps(
     steps = found.steps(task)
     for number in range(len(verdicts), len(steps)):
         step = steps[number]
-        if step.user != sandbox.spec.user:
-            await sandbox.restart(replace(sandbox.spec, user=step.user))
         if not under_way:
-            await found.begin_step(step, sandbox)
-            if found.step_name(step):
-                await checkout.remember_new(sandbox, step.workdir)
+            await begin(step, sandbox)
+        elif step.user != sandbox.spec.user:
+            await sandbox.restart(replace(sandbox.spec, user=step.user))
         under_way = False
         await run_agent(number, step)
         await sandbox.end_processes()

@@ -121,6 +121,23 @@ def test_a_patch_makes_of_a_clean_checkout_what_the_agent_left(
     assert (tmp_path / "clean" / "c/d.txt").stat().st_mode & 0o111
 
 
+def test_a_patch_makes_the_agents_sandbox_again_of_a_fresh_one(image: str, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await checkout.remember(sandbox, "/repo")
+        await sandbox.exec(EDIT, timeout_s=120)
+        patch = await checkout.difference(sandbox, "/repo")
+        assert patch is not None
+        await sandbox.reset()
+        await checkout.remember(sandbox, "/repo/c")
+        assert await checkout.apply(sandbox, patch.data) == ""
+        assert await checkout.difference(sandbox, "/repo") == patch
+        assert "error: " in await checkout.apply(sandbox, patch.data), "there is no applying it twice"
+        await checkout.remember(sandbox, "/tmp")
+        assert await checkout.apply(sandbox, patch.data) == "there is no checkout in the sandbox"
+
+    work(image, scratch, use)
+
+
 def test_what_cannot_be_said_is_an_error_and_half_a_patch_is_none(
     image: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
 from megaflow_hpc.environments.sandbox import helper_python, probe
+from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_terminal
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
@@ -181,6 +182,10 @@ class ApptainerProvider:
 
     def _kit(self) -> Path:
         return helper_python.kit(self.scratch)
+
+    async def terminal(self, sandbox: ApptainerSandbox, env: Mapping[str, str]) -> Terminal:
+        """Starts a shell on a terminal of its own in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
+        return await open_terminal(sandbox.exec, await sandbox.control(), await asyncio.to_thread(self._kit), env)
 
     def workplace(self) -> Path:
         """See :func:`workplace`."""

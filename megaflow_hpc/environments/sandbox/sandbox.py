@@ -430,6 +430,10 @@ class ApptainerSandbox:
         allowed = transfer.DOWNLOAD_LIMIT if self.spec.disk_mb is None else self.spec.disk_mb * MB
         return Budget(min(allowed, transfer.DOWNLOAD_LIMIT), transfer.DOWNLOAD_FILES)
 
+    async def control(self) -> str:
+        """Returns the control directory of its container, on the host."""
+        return (await self._alive()).control
+
     def session(self, *, output_limit: int | None = None) -> ShellSession:
         """Returns a shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
 

@@ -27,10 +27,11 @@ from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
+from megaflow_hpc.pod.rollout.sandboxes import rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict
-from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
+from megaflow_hpc.tasks.sandboxes import verification_context
 from megaflow_hpc.tasks.steps import prepare, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.types import (
@@ -232,12 +233,8 @@ async def _sandbox(
     services: Services, task: Task, policy: Policy, partial: str
 ) -> tuple[ApptainerSandbox, Partial | None]:
     """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
-    if task.unbuilt:  # no node's fault, and no further attempt has one
-        raise ConfigError(f"its image was not built: {task.unbuilt}")
     try:
-        binds = getattr(create(policy.agent), "binds", ())
-        spec = sandbox_spec(task, services.images, services.config.environment)
-        spec = replace(spec, binds=tuple(binds))
+        spec = rollout_spec(task, policy, services.images, services.config.environment)
         resumed = await services.suspension.read(partial)
         if resumed is not None:
             try:

@@ -1,0 +1,162 @@
+"""``shell``: the sandbox of a rollout, made anew, and a shell in it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.runs.show import find
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.types import Task, without_round
+
+if TYPE_CHECKING:
+    from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
+
+PATCH = "patch"
+"""Name of the artifact that says what a rollout changed in its checkout."""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Adds ``shell``."""
+    parser = add_verb(
+        subparsers,
+        "shell",
+        _shell,
+        "open a shell in a rollout's sandbox, made anew",
+        examples=[
+            "shell RUN fix-humanize/default/0",
+            "shell RUN fix-humanize/default/0 --fresh --network host",
+            "shell latest 0 --command 'git status; python -m pytest -q'",
+        ],
+        description="Makes the sandbox of a rollout anew, here: its task's image, work directory, variables, user, "
+        "mounts and limits of memory, processes and disk, as the agent got it. Where the rollout left a patch, it is "
+        "applied. The sandbox has no network unless --network host is given. It ends with the shell, and nothing of it "
+        "stays. With --command the exit status is the command's. What runs in there writes to your terminal as it "
+        "likes.",
+    )
+    add_run(parser)
+    parser.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
+    parser.add_argument("-c", "--command", metavar="CMD", help="run this by /bin/sh -c instead, and end")
+    parser.add_argument("--fresh", action="store_true", help="apply no patch: the sandbox as the agent got it")
+    parser.add_argument("--network", choices=("none", "host"), default="none", help="none (the default) or host's")
+
+
+def _shell(arguments: argparse.Namespace) -> int:
+    run = RunDir(arguments.run_dir)
+    record = read_run(run)
+    if arguments.command is None and arguments.json:
+        raise ConfigError("--json: only with --command; a shell is for a person")
+    if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("shell: standard input and output are no terminal; give --command CMD")
+    rollout, patch = _found(run, record, arguments.id)
+    return asyncio.run(_until_signalled(_look_in(arguments, record, rollout, b"" if arguments.fresh else patch)))
+
+
+def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
+    """The id of a rollout that was planned, and the patch that it left, if it is stored and left one."""
+    from megaflow_hpc.trajectories import open_trajectories
+
+    with open_trajectories(run.path) as store:
+        if wanted.isdigit() or wanted in store:
+            row = find(store, wanted)
+            return row.id, next((artifact.data for artifact in row.artifacts if artifact.name == PATCH), b"")
+    task, policy = _parts(wanted)
+    if task not in record.tasks or policy not in record.policies:
+        example = f"{next(iter(record.tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
+        raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, as {example}")
+    return wanted, b""
+
+
+def _parts(rollout: str) -> tuple[str, str]:
+    name, policy, _ = f"//{rollout}".rsplit("/", 2)
+    return without_round(name.lstrip("/"))[0], policy
+
+
+async def _until_signalled(work: Any) -> int:
+    """Carries out ``work``; SIGHUP and SIGTERM end it in order, with what it has opened, and give 128+n."""
+    task = asyncio.ensure_future(work)
+    came: list[int] = []
+
+    def end(number: int) -> None:
+        if not came:
+            came.append(number)
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    try:
+        return int(await task)
+    except asyncio.CancelledError:
+        if came:
+            return 128 + came[0]
+        raise
+
+
+async def _look_in(arguments: argparse.Namespace, record: RunRecord, rollout: str, patch: bytes) -> int:
+    import msgspec
+
+    from megaflow_hpc.config import Policy, resolved
+    from megaflow_hpc.environments import ApptainerProvider
+    from megaflow_hpc.pod.rollout.sandboxes import recreated
+
+    task_id, policy_name = _parts(rollout)
+    task = Task.from_dict(record.tasks[task_id])
+    policy = resolved(Policy, msgspec.to_builtins(record.policies[policy_name]))
+    if not arguments.json:
+        note(f"{rollout}: starting its sandbox of {record.images.get(task.image, task.image)}")
+    async with ApptainerProvider() as provider:
+        environment = record.config.environment
+        async with recreated(provider, task, policy, record.images, environment, arguments.network) as sandbox:
+            await _patch(sandbox, patch)
+            if arguments.command is None:
+                return await _interact(provider, sandbox)
+            return await _command(sandbox, arguments.command, rollout, arguments.json)
+
+
+async def _patch(sandbox: ApptainerSandbox, patch: bytes) -> None:
+    from megaflow_hpc.tasks import checkout
+
+    if patch:
+        failed = await checkout.apply(sandbox, patch)
+        note(f"its patch could not be applied: {failed}" if failed else "its patch was applied (--fresh: leave it out)")
+
+
+async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> int:
+    terminal = await provider.terminal(sandbox, {"TERM": os.environ.get("TERM", "dumb")})
+    try:
+        return await terminal.relay(sys.stdin.fileno(), sys.stdout.fileno())
+    finally:
+        await terminal.close()
+
+
+async def _command(sandbox: ApptainerSandbox, command: str, rollout: str, as_json: bool) -> int:
+    """Streams a command's output as it comes into a pipe or file; onto a terminal, as text."""
+    if as_json:
+        done = await sandbox.exec(command)
+        print_json({"id": rollout, "exit_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr})
+        return done.exit_code
+
+    def show(data: bytes) -> bool:
+        if sys.stdout.isatty():
+            say(data.decode("utf-8", "backslashreplace"), end="")
+        else:
+            sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+        return True
+
+    done = await sandbox.exec(command, on_output=show)
+    if done.stderr and sys.stderr.isatty():
+        note(done.stderr.removesuffix("\n"))
+    else:
+        sys.stderr.buffer.write(done.stderr_bytes)
+        sys.stderr.flush()
+    return done.exit_code
