@@ -1,4 +1,4 @@
-"""What was edited since a run was planned, and has no effect on it: said to whoever looks, instead of ignored."""
+"""What was edited since a run was planned: the copy of its campaign file, to no effect, and files of its tasks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.types import Task
 
 
 def digest(text: str | bytes) -> str:
@@ -20,6 +21,12 @@ class Edits:
         self._run, self._planned = run, planned
         self._seen: tuple[int, int] | None = None
         self._edited = False
+
+    def tasks(self) -> list[str]:
+        """Returns the ids of tasks whose files were edited; looks at every file, for whoever goes on with the run."""
+        from megaflow_hpc.tasks.digests import changed
+
+        return changed([Task.from_dict(task) for task in self._planned.tasks.values()])
 
     def warnings(self) -> list[str]:
         """Returns a sentence on each edit that has no effect."""

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from megaflow_hpc.resources import resource
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
+from megaflow_hpc.tasks.digests import fixed
 from megaflow_hpc.types import Rollout, Task
 from megaflow_hpc.version import __version__
 
@@ -147,6 +148,8 @@ def write(
     """
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
+    (watch or Silent()).step(f"taking digests of the files of {len(plan.tasks)} tasks")
+    plan = replace(plan, tasks=fixed(plan.tasks))
     missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
     (watch or Silent()).step(f"writing {run} with {len(plan.rollouts)} rollouts")
     try:

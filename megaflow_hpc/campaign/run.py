@@ -80,7 +80,8 @@ class Run:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
         self.record = read_run(self.dir)
         self.config = overridden(self.dir, self.record.config)
-        self._edits = Edits(self.dir, self.record)
+        self.edits = Edits(self.dir, self.record)
+        """What was edited since it was planned."""
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
         self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
@@ -126,7 +127,7 @@ class Run:
         status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
-        status["warnings"] = [*self._edits.warnings(), *self.monitor.idle_warning(status["pods"])]
+        status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
         return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:

@@ -76,6 +76,9 @@ class TaskFormat(Protocol):
     def images(self, task: Task, /) -> list[ImageRequest]:
         """The images that a task wants: the agent's first, then those of separate verifiers."""
 
+    def files(self, task: Task, /) -> list[str]:
+        """Files and directories that rollouts of a task read where they lie, and that must not change meanwhile."""
+
     def steps(self, task: Task, /) -> list[Task]:
         """The steps of a task in their order, each a task of its own; a task without steps is its only one."""
 
@@ -134,6 +137,9 @@ class OneStep:
 
     def images(self, task: Task) -> list[ImageRequest]:
         return [ImageRequest(task.image, path=task.path)]
+
+    def files(self, task: Task) -> list[str]:
+        return []
 
     def steps(self, task: Task) -> list[Task]:
         return [task]

@@ -82,6 +82,8 @@ class ClassSource(msgspec.Struct, frozen=True):
     """Directory that is looked in for the module first."""
     arguments: dict[str, Any]
     """Keywords that the class is called with."""
+    file: str = ""
+    """The class's source file; empty where it has none, and in runs of earlier versions."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -143,7 +145,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
-        metadata={"python": msgspec.to_builtins(ClassSource(source, base, keywords))},
+        metadata={"python": msgspec.to_builtins(ClassSource(source, base, keywords, _file(cls)))},
     )
     SandboxSpec(made.image, made.env, made.workdir, network=made.network or "none").check()
     return made
@@ -169,6 +171,14 @@ def _load(source: str, base: str) -> Any:
 
 def _name(cls: Any) -> str:
     return str(getattr(cls, "id", None) or cls.__name__)
+
+
+def _file(cls: Any) -> str:
+    try:
+        found = inspect.getsourcefile(cls)
+    except TypeError:
+        return ""
+    return os.path.abspath(found) if found else ""
 
 
 def _place(cls: Any) -> str:
@@ -334,6 +344,10 @@ class PythonClassFormat(OneStep):
 
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
         return read_python_tasks(source, base)
+
+    def files(self, task: Task) -> list[str]:
+        source = msgspec.convert(task.metadata["python"], ClassSource)
+        return [source.file] if source.file else []
 
     prepare = staticmethod(prepare)
     solve = staticmethod(solve)

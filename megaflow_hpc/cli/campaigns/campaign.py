@@ -286,6 +286,12 @@ def _resume(arguments: argparse.Namespace) -> int:
     status = run.status()
     for line in [*unstarted_lines(status), *status["warnings"]]:
         note(line)
+    if edited := run.edits.tasks():
+        shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
+        note(
+            f"{len(edited)} tasks were changed after the run was planned, and their rollouts fail: {shown}; put their "
+            "files back as they were, or plan a new run"
+        )
     requests: dict[str, dict[str, Any]] = {}
     for role, key, value in arguments.requests:
         requests.setdefault(role, {})[key] = value

@@ -30,6 +30,7 @@ from megaflow_hpc.pod.rollout.partial import CutShort, Partial
 from megaflow_hpc.pod.rollout.sandboxes import rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.digests import check_unchanged
 from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.tasks.sandboxes import verification_context
 from megaflow_hpc.tasks.steps import prepare, run_steps
@@ -148,6 +149,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     policy = services.policies[rollout.policy]
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
+    await asyncio.to_thread(check_unchanged, task)
     with _timed(trajectory, "setup_s"):
         sandbox, resumed = await _sandbox(services, task, policy, partial)
     try:
@@ -165,6 +167,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             under_way=resumed is not None,
             verifying=lambda: _timed(trajectory, "verify_s"),
         )
+        await asyncio.to_thread(check_unchanged, task)  # nor while it ran
         trajectory.artifacts += verdict.artifacts
         trajectory.artifacts.append(
             Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
