@@ -84,7 +84,7 @@ DOORS: dict[str, str] = {
     "slurm": "config rundir",
     "monitor": "config ledger rundir",
     "campaign/planning": "slurm config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
-    "environments/sandbox model/engines trajectories/reading",
+    "environments/sandbox model/engines pod/scheduling trajectories/reading",
     "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks environments/builds "
     "environments/images model/engines model/server trajectories trajectories/journal trajectories/reading",
     "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",

@@ -100,6 +100,31 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
             )
 
 
+def foretell(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
+    """Returns what the site's limits will do to these jobs of :func:`preview`.
+
+    Raises:
+        SiteError: The controller does not answer.
+    """
+    allowed, pods, found = limits.allowance(pod_options(config)), config.slurm.pods, list[str]()
+    arrays = [job for job in jobs if job.role == "pods" and not job.cluster and job.elements]
+    if len(arrays) > 1 + sum(not pool.cluster for pool in pods.pools):
+        found.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
+    for job in arrays:
+        if job.throttle is not None and job.throttle != pods.throttle and job.throttle < (job.elements or 1):
+            running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
+            why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
+            found.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
+    wanted = sum(job.elements or 1 for job in jobs if not job.cluster)
+    others = wanted - sum(job.elements or 1 for job in arrays)
+    if allowed.room is not None and wanted > allowed.room:
+        fitting = allowed.room - others
+        now = f"{fitting} of {wanted - others} pods are queued at first, the others as some end"
+        none = "submit would be refused: not one pod fits"
+        found.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
+    return found
+
+
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
     cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
     return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus)

@@ -11,6 +11,7 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
+from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.foresight import foresee
 from megaflow_hpc.campaign.run import Launcher, Run, resolve_launcher
 from megaflow_hpc.config.campaign import Loaded
@@ -140,12 +141,38 @@ class Campaign:
 
     def dry_run(self, run_dir: str | Path | None = None, only: Sequence[str] = ()) -> list[script.Job]:
         """The jobs that :meth:`submit` would queue; touches nothing."""
-        resolve_launcher("slurm")
-        made = plan_module.make(
-            self.config, self.base, self.where, self._text, only, build=False, site=self._check_site
-        )
-        run = self._run_dir(run_dir)
-        return demand.preview(self.config, run, made.server_groups)
+        return self.estimate("slurm", run_dir, only)[0]
+
+    def estimate(
+        self,
+        launcher: Launcher = "slurm",
+        run_dir: str | Path | None = None,
+        only: Sequence[str] = (),
+        ranks: int = 1,
+        rollout_seconds: float | None = None,
+        like: str | Path | None = None,
+        watch: Watch | None = None,
+    ) -> tuple[list[script.Job], Estimate]:
+        """The jobs that :meth:`submit` would queue, none on this machine, and what they would take; touches nothing.
+
+        Args:
+            rollout_seconds: how long each rollout is held to take.
+            like: an earlier run, in which rollouts took as long.
+        """
+        slurm = resolve_launcher(launcher) == "slurm"
+        watch, earlier = watch or Silent(), None if like is None else Path(like)
+        draft = read(self.config, self.base, self.where, only, watch)
+        draft.check()
+        durations = durations_of(draft, rollout_seconds, earlier)
+        run, jobs, site_lines = self._run_dir(run_dir), list[script.Job](), list[str]()
+        if slurm:
+            watch.step("asking Slurm")
+            self._check_site(draft)
+            jobs = demand.preview(draft.config, run, group_servers(draft.servers))
+            site_lines = demand.foretell(draft.config, jobs)
+        plan_module.complete(draft, build=False, watch=watch)
+        watch.step(f"simulating {len(draft.rollouts)} rollouts")
+        return jobs, estimate(draft, run.path, jobs, durations, site_lines, 0 if slurm else ranks, earlier)
 
 
 @dataclass

@@ -89,7 +89,9 @@ def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: boo
         file: whether a ``trajectories.h5`` is taken too.
     """
     what = "run directory, a trajectories.h5" if file else "run directory"
-    parser.add_argument("run_dir", metavar="RUN", nargs=nargs, type=_run, help=f"{what}, or latest: the newest here")
+    parser.add_argument(
+        "run_dir", metavar="RUN", nargs=nargs, type=run_path, help=f"{what}, or latest: the newest here"
+    )
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, required: bool = False, metavar: str = "PATH") -> None:
@@ -97,7 +99,8 @@ def add_output(parser: argparse.ArgumentParser, what: str, required: bool = Fals
     parser.add_argument("-o", "--output", metavar=metavar, required=required, help=what)
 
 
-def _run(text: str) -> str:
+def run_path(text: str) -> str:
+    """The value of an argument that is a run directory: ``latest`` stands for the newest one here."""
     from megaflow_hpc.rundir import runs
 
     try:

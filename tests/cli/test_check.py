@@ -319,3 +319,60 @@ def test_init_writes_a_campaign_for_this_site_and_asks_nothing(
     assert (found.site, found.agent[0].name, found.tasks[0].path) == ("hpc", "mini-swe-agent", "tasks/*")
     assert found.model is not None
     assert (found.model.path, found.slurm.account) == ("some/model", "ml")
+
+
+def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
+    campaign: Path, slurm: Path, megaflow: Megaflow, tmp_path: Path
+) -> None:
+    write_program(
+        slurm / "sacctmgr", "case $* in *assoc*) echo 'lab|ml|me||||2|4|||normal';; *) echo '|||||||||';; esac"
+    )
+    write_program(
+        slurm / "scontrol",
+        f"printf %s {shlex.quote(CONFIGURATION.replace('= none', '= limits').replace('501', '3'))}",
+    )
+    right = campaign.read_text().replace("[oracle, nop]", "oracle")
+    campaign.write_text(
+        f"{right}samples: 20\nslurm:\n  account: ml\n"
+        "  pods: {count: 5, time: 60, ranks_per_node: 3, cpus_per_rank: 2, mem_gb: 2}\n"
+        "limits: {core_hours: 2}\n"
+    )
+    before = files(campaign)
+    done = megaflow("submit", campaign, "--dry-run", "--rollout-seconds", "900", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [name.split("-")[0] for name in said["scripts"]] == ["pods", "pods", "gather"]
+    found = said["estimate"]
+    assert (found["rollouts"], found["tasks"], found["rollout_s"]) == (40, 2, 900)
+    pods = [job for job in found["jobs"] if job["role"] == "pods"]
+    assert sum(job["elements"] for job in pods) == 5
+    assert {(job["nodes"], job["cores"], job["walltime_s"]) for job in pods} == {(1, 6, 3600)}
+    # Two of five pods run at once, each with two worker ranks of two slots: 40 rollouts of 900 s on 8 slots.
+    assert (found["slots"], found["nodes"], found["time_s"]) == (8, 2, 5 * 900)
+    assert found["core_hours"]["expected"] == pytest.approx(2 * 6 * 4500 / 3600)
+    assert found["core_hours"]["by_walltime"] == pytest.approx(5 * 6 + 6)  # five pods, and the gather job
+    text = "\n".join(found["site"])
+    for words in (
+        "MaxArraySize: pods are 2 arrays of at most 3 elements",
+        "pods run at once beside the engines (2 jobs run at once",
+        "3 of 5 pods are queued at first, the others as some end",
+        "limits.core_hours: 2 ends it before the 15.0 that are expected",
+        "slurm.pods.time: takes 2 walltimes one after the other",
+    ):
+        assert words in text, text
+    place = found["storage"][0]
+    assert (place["what"], place["bytes"], place["by"]) == ("run directory", 40e6, "the file system")
+    assert place["free_bytes"] > 0
+    assert files(campaign) == before
+
+    text = megaflow("submit", campaign, "--dry-run").stderr
+    assert "time-outs of agent and tests allow, the most it can; --like RUN or --rollout-seconds N tell better" in text
+    assert "warning" not in text
+    assert "core-hours: " in text
+    done = megaflow(
+        "run", campaign, "--launcher", "local", "--ranks", "3", "--dry-run", "--rollout-seconds", "10", "--json"
+    )
+    found = json.loads(done.stdout)["estimate"]
+    assert (found["slots"], found["time_s"], found["jobs"][0]["role"]) == (4, 100, "local")
+    assert "--like" in megaflow("submit", campaign, "--dry-run", "--like", tmp_path / "none").stderr
+    assert files(campaign) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megaflow_hpc.cli.campaigns.dry_run import add_dry_run, dry_run
 from megaflow_hpc.cli.output import (
     FINAL,
     failure_lines,
@@ -45,6 +46,7 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_campaign(run)
     _add_launcher(run)
+    add_dry_run(run)
 
     submit = add_verb(
         subparsers,
@@ -56,7 +58,7 @@ def register(subparsers: Subparsers) -> None:
         "if you like: follow with megaflow-hpc watch RUN.",
     )
     _add_campaign(submit)
-    submit.add_argument("--dry-run", action="store_true", help="print every script and touch nothing")
+    add_dry_run(submit)
 
     resume = add_verb(
         subparsers,
@@ -190,6 +192,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
 
     campaign = Campaign.from_yaml(arguments.campaign)
+    if arguments.dry_run:
+        return dry_run(campaign, arguments)
     with PlanProgress() as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
     _say(campaign)
@@ -255,17 +259,10 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
 
 def _submit(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
-    from megaflow_hpc.slurm import script
 
     campaign = Campaign.from_yaml(arguments.campaign)
     if arguments.dry_run:
-        jobs = campaign.dry_run(arguments.run_dir, arguments.only)
-        texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
-        if arguments.json:
-            print_json({"scripts": texts})
-        else:
-            say("\n".join(texts.values()), end="")
-        return 0
+        return dry_run(campaign, arguments)
     with PlanProgress() as watch:
         run = campaign.submit("slurm", arguments.run_dir, arguments.only, watch=watch)
     _say(campaign, run.slurm_jobs)

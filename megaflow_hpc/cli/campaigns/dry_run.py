@@ -1,0 +1,85 @@
+"""``--dry-run`` of ``run`` and ``submit``: every script on stdout, and on stderr what the campaign would take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megaflow_hpc.cli.output import note, print_json, say, seconds
+from megaflow_hpc.cli.progress import PlanProgress
+from megaflow_hpc.cli.values import above_zero
+from megaflow_hpc.cli.verb import run_path
+
+if TYPE_CHECKING:
+    from megaflow_hpc.campaign.facade import Campaign
+    from megaflow_hpc.campaign.planning.estimate import Estimate
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--dry-run``, and what tells it how long rollouts take."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print every script, and what the campaign would take: time, hours, nodes, room on disk; touch nothing",
+    )
+    parser.add_argument(
+        "--like", metavar="RUN", type=run_path, help="with --dry-run: rollouts take as long as in this run"
+    )
+    parser.add_argument(
+        "--rollout-seconds", metavar="N", type=above_zero, help="with --dry-run: every rollout takes so long"
+    )
+
+
+def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
+    """Prints scripts and estimate; returns the exit status."""
+    from megaflow_hpc.slurm import script
+
+    with PlanProgress() as watch:
+        jobs, found = campaign.estimate(
+            getattr(arguments, "launcher", "slurm"),  # submit has none: it queues
+            arguments.run_dir,
+            arguments.only,
+            getattr(arguments, "ranks", 1),
+            arguments.rollout_seconds,
+            arguments.like,
+            watch,
+        )
+    texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
+    if arguments.json:
+        print_json({"scripts": texts, "estimate": found.as_json(), "warnings": campaign.notices})
+        return 0
+    say("\n".join(texts.values()), end="")
+    for line in [*_lines(found), *campaign.notices]:
+        note(line)
+    return 0
+
+
+def _lines(found: Estimate) -> list[str]:
+    """The estimate as a person reads it."""
+    said = [
+        f"{found.rollouts} rollouts of {found.tasks} tasks, {found.slots} at once on {found.nodes} "
+        f"node{'s' * (found.nodes != 1)}",
+        f"time: {seconds(found.time_s)} and the wait in the queue; {seconds(found.ideal_s)} at least ({found.basis})",
+    ]
+    for name, hours in (("core-hours", found.core_hours), ("GPU-hours", found.gpu_hours)):
+        if hours.expected or hours.by_walltime:
+            most = "no walltime bounds it"
+            if hours.by_walltime is not None:
+                most = f"at most {hours.by_walltime:,.1f} by walltime, and that once more for each requeue"
+            said.append(f"{name}: {hours.expected:,.1f} expected, {most}")
+    for job in found.jobs:
+        end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)
+        throttled = f", {job.at_once} at once" if job.at_once < job.elements else ""
+        gpus = f", {job.gpus} GPUs" if job.gpus else ""
+        held = ", started on demand" if job.held else ""
+        said.append(f"{job.role}: {job.elements}{throttled} of {job.nodes} nodes, {job.cores} cores{gpus}, {end}{held}")
+    if found.images.get("images"):
+        said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} to be made")
+    for place in found.storage:
+        wants = f"about {place.bytes / 1e9:.2g} GB and {place.inodes} files, " if place.bytes else ""
+        files = "" if place.free_inodes is None else f" and {place.free_inodes:,.0f} files"
+        lacks = "" if place.fits else "NOT ENOUGH: "
+        said.append(
+            f"{place.what}: {lacks}{wants}{place.free_bytes / 1e9:,.0f} GB{files} free ({place.by}) at {place.path}"
+        )
+    return [*said, *found.site]
