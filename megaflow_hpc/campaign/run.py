@@ -243,9 +243,16 @@ class Run:
         return (status or self.status())["state"] in ("finished", "cancelled") or self.pods_live() is False
 
     def wait(
-        self, timeout_s: float | None = None, progress: Callable[[dict[str, Any]], None] | None = None
+        self,
+        timeout_s: float | None = None,
+        progress: Callable[[dict[str, Any]], None] | None = None,
+        interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Follows until the campaign ends (or no pod is left), gathers, and returns :meth:`summary`.
+
+        Args:
+            progress: gets the status at each look.
+            interrupted: called on Ctrl-C, before a pod of this process drains: that may take a minute.
 
         Raises:
             TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
@@ -267,7 +274,9 @@ class Run:
                     time.sleep(1.0)
         except TimeoutError:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                interrupted()
             if self.local is not None:
                 self.local.stop()
             raise

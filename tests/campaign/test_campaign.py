@@ -117,9 +117,14 @@ def test_a_killed_pod_is_resumed_with_every_rollout_once(make_campaign: Make, vi
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) -> None:
     process, run = running(make_campaign(3, agent="oracle", solution="sleep 4; echo 42 > answer"))
     process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    first = next(line for line in process.stderr if "done" not in line and "jobs" not in line)
+    assert first == "interrupted: the pod here stops, within a minute; what is stored stays (once more: at once)\n"
+    assert living_pods(Run(run).ledger.leases().values()), "what takes time is said before it is waited for"
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert f"megaflow-hpc resume {run}" in said
+    assert said.endswith(f"continue with: megaflow-hpc resume {run}\n")
+    assert "interrupted" not in said
     assert Path(run, "trajectories.h5").exists()
     assert cli("resume", run, "--launcher", "local").returncode == 0
     assert len(rows(run)) == 3

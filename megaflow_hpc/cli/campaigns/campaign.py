@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from megaflow_hpc.cli.campaigns.dry_run import add_dry_run, dry_run
@@ -198,22 +199,39 @@ def _run(arguments: argparse.Namespace) -> int:
         run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
     _say(campaign)
     note(f"run directory: {run.path}")
-    return _start_and_follow(run, arguments, campaign)
+
+    def start() -> bool:
+        campaign.start(run, arguments.launcher, arguments.ranks)
+        note(f"jobs: {' '.join(run.job_ids()) or 'local'}")
+        _say(run.slurm_jobs)
+        return True
+
+    return _start_and_follow(run, arguments, start)
 
 
-def _start_and_follow(run: Any, arguments: argparse.Namespace, campaign: Any = None) -> int:
-    """Submits, follows and ends with the summary; Ctrl-C cancels, keeps what is done and says how to go on."""
+def _start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[], bool]) -> int:
+    """Starts, follows and ends with the summary; Ctrl-C cancels, keeps what is done and says how to go on.
+
+    Args:
+        start: returns whether there is something to follow.
+    """
     progress = Progress(run.config.name)
-    try:
-        if campaign is not None:
-            campaign.start(run, arguments.launcher, arguments.ranks)
-            note(f"jobs: {' '.join(run.job_ids()) or 'local'}")
-            _say(run.slurm_jobs)
-        result = run.wait(progress=progress)
-    except KeyboardInterrupt:
+    said: list[str] = []
+
+    def interrupted() -> None:
         progress.close()
-        note("interrupted: cancelling the jobs; what is stored stays (once more: at once)")
+        what = "cancelling the jobs" if run.local is None else "the pod here stops, within a minute"
+        said.append(f"interrupted: {what}; what is stored stays (once more: at once)")
+        note(said[-1])
+
+    try:
+        if not start():
+            return 0
+        result = run.wait(progress=progress, interrupted=interrupted)
+    except KeyboardInterrupt:
         try:
+            if not said:
+                interrupted()
             for step in (run.cancel, run.gather):
                 try:
                     step()
@@ -293,17 +311,19 @@ def _resume(arguments: argparse.Namespace) -> int:
     for role, key, value in arguments.requests:
         requests.setdefault(role, {})[key] = value
     limits = dict(arguments.limit)
-    if not run.resume(
-        arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=limits, requests=requests
-    ):
-        note(
-            "nothing to do: every rollout is stored"
-            + ("" if arguments.failed else "; failed ones run again with --failed")
-        )
-    elif arguments.no_wait:
-        print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
-        return 0
-    return _start_and_follow(run, arguments)
+
+    def start() -> bool:
+        if not run.resume(
+            arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=limits, requests=requests
+        ):
+            more = "" if arguments.failed else "; failed ones run again with --failed"
+            note(f"nothing to do: every rollout is stored{more}")
+        elif arguments.no_wait:
+            print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
+            return False
+        return True
+
+    return _start_and_follow(run, arguments, start)
 
 
 def _scale(arguments: argparse.Namespace) -> int:
