@@ -21,6 +21,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import progress_of
+from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import last_word
 from megaflow_hpc.rundir.marks import Marks
@@ -41,8 +42,8 @@ class Glance:
     name: str
     """The campaign's."""
     state: str
-    """``planned``, ``queued``, ``running``, ``stopped``, ``cancelled``, ``finished``; ``broken`` where files are
-    damaged, and ``unknown`` where Slurm, which has its jobs, does not answer."""
+    """``planned``, ``queued``, ``running`` (an engine pool: ``serving``), ``stopped``, ``cancelled``, ``finished``;
+    ``broken`` where files are damaged, and ``unknown`` where Slurm, which has its jobs, does not answer."""
     done: int | None
     """Rollouts that are stored, as the pods say; ``None`` where nobody can tell."""
     total: int | None
@@ -105,9 +106,10 @@ class _Look:
         self.settled = True
         self.jobs: list[str] = []
         self._pods: list[_Pod] = []
-        self._started = False
+        self._started = self._serves = False
         try:
             head = read_head(run)
+            self._serves = head.campaign.pool is not None and not head.total and bool(EndpointFiles(run).serving())
             self.glance.name, self.glance.total = head.campaign.name, head.total
             ledger = Ledger(run)
             self.glance.total += sum(ledger.rollouts_added(added) for added in ledger.added())
@@ -134,7 +136,7 @@ class _Look:
         if any(_lives(pod, running) for pod in self._pods):
             self.glance.state = "running"
         elif live:
-            self.glance.state = "queued"
+            self.glance.state = "serving" if self._serves else "queued"
         elif self.jobs and live is None:
             self.glance.state, self.glance.cause = "unknown", cause
         else:

@@ -28,6 +28,7 @@ from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, Marks
@@ -128,6 +129,8 @@ class Run:
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
         status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
+        if self.record.pools and status["state"] not in ("finished", "cancelled"):
+            status["warnings"] += self.monitor.pool_warnings()
         return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
@@ -240,7 +243,10 @@ class Run:
 
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
         """Whether nothing more comes by itself: the campaign has ended or no pod is left. ``status``: if just asked."""
-        return (status or self.status())["state"] in ("finished", "cancelled") or self.pods_live() is False
+        status = status or self.status()
+        if self.config.is_pool and self.local is None:  # it has no pods, and serves until it is cancelled
+            return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
+        return status["state"] in ("finished", "cancelled") or self.pods_live() is False
 
     def wait(
         self,
@@ -365,6 +371,8 @@ class Run:
         pods, local = living_pods(leases), bool(leases) and not known
         if before != "finished":
             self._marks.cancel()
+            if self.config.is_pool:
+                EnginePool(self.path).close()
         if self.local is not None:
             self.local.stop()
         for directory in pods.values():
@@ -412,6 +420,8 @@ class Run:
         for consumer in self._marks.closed:
             OpenLease(self.dir, consumer).put()
         self._marks.uncancel()
+        if self.config.is_pool:
+            EnginePool(self.path).reopen()
         self._marks.forget_unstarted()
         if failed or only:
             self._repeat(only)

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.monitor.running import RunningRollouts
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -85,6 +87,7 @@ class Monitor:
         """Rollouts that were added to the plan, by the record that says it."""
         self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
         self._marks = Marks(run)
+        self._is_pool = bool(planned.campaign.get("pool")) and not planned.tasks
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
         self._events = EventReader(run.events)
@@ -306,11 +309,28 @@ class Monitor:
         grown = time.monotonic() - pod.grown_at
         return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
 
+    def pool_warnings(self) -> list[str]:
+        """Returns a sentence on each engine pool that the campaign asks, and that does not answer now."""
+        warnings = []
+        with suppress(OSError):  # another user's run: its memberships are secret
+            for member in EndpointFiles(self.run).memberships():
+                pool = EnginePool(member.pool)
+                if closed := pool.closed:
+                    warnings.append(f"{member.policy}: {closed}; until then its rollouts fail")
+                elif not pool.serving(member.theirs):
+                    warnings.append(
+                        f"{member.policy}: no server of the engine pool {member.pool} answers now, and rollouts wait "
+                        f"for one; see: megaflow-hpc status {member.pool}"
+                    )
+        return warnings
+
     def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None, unstarted: bool, idle: bool) -> str:
         if self._finished:
             return "finished"
         if self._marks.cancelled:
             return "cancelled"
+        if self._is_pool and EndpointFiles(self.run).serving():
+            return "serving"
         if any(pod["state"] in ("started", "draining", "silent") for pod in pods):
             return "waiting" if idle else "running"
         if live_jobs:

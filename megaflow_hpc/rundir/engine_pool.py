@@ -4,6 +4,7 @@
 
     POOL/pool/about.json             policies and how many servers each has
     POOL/pool/servers/<server>.json  an endpoint file without a key
+    POOL/pool/cancelled              the pool was cancelled: nobody waits for its servers
     POOL/pool/members/<digest>       holds its own name: SHA-256 of a campaign's key; who owns the file is the user
 
 A campaign makes a key of its own, keeps it in a file that only its user can read, and enrols its digest: nobody sends
@@ -39,6 +40,7 @@ class EnginePool:
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.path = Path(run) / "pool"
         self.servers, self.members = self.path / "servers", self.path / "members"
+        self._cancelled = self.path / "cancelled"
 
     def create(self, policies: Mapping[str, int], share: str) -> None:
         """Makes the directories.
@@ -56,13 +58,31 @@ class EnginePool:
             folder.chmod(mode if group else 0o700)
         write_json(self.path / "about.json", {"policies": dict(policies), "share": share}, 0o640)
 
+    def close(self) -> None:
+        """Notes that the pool was cancelled."""
+        write_atomic(self._cancelled, "", 0o640)
+
+    def reopen(self) -> None:
+        """Notes that the pool goes on."""
+        self._cancelled.unlink(missing_ok=True)
+
+    @property
+    def closed(self) -> str:
+        """Why nobody should wait for the pool's servers; empty while it is open."""
+        run = self.path.parent
+        if not self._cancelled.exists():
+            return ""
+        return f"the engine pool {run} was cancelled; its owner goes on with it by: megaflow-hpc resume {run}"
+
     def policy(self, name: str) -> str:
         """Returns the pool's policy that a campaign's policy ``name`` uses: its namesake, else the only one.
 
         Raises:
-            ConfigError: The pool has several policies, and none of that name.
+            ConfigError: The pool was cancelled, or it has several policies, and none of that name.
         """
         known = self.about()
+        if closed := self.closed:
+            raise ConfigError(closed)
         if name not in known and len(known) != 1:
             raise ConfigError(f"{self.path.parent}: the pool has no policy {name!r}; there are: {', '.join(known)}")
         return name if name in known else next(iter(known))

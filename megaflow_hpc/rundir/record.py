@@ -32,6 +32,7 @@ class _Header(msgspec.Struct):
 
 class _Named(msgspec.Struct):
     name: str = ""
+    pool: dict[str, Any] | None = None
 
 
 class RunHead(msgspec.Struct):

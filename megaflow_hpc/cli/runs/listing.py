@@ -17,8 +17,8 @@ from megaflow_hpc.rundir import runs
 DESCRIPTION = f"""\
 Lists the runs here, or under each DIR, newest first: state, rollouts that are
 stored of all, age and size. Looks {runs.DEPTH} directories deep and follows links. States:
-planned, queued, running, stopped (no pod is left, and not finished: resume),
-cancelled, finished, broken, unknown (Slurm does not answer). Sizes are left out
+planned, queued, running (an engine pool: serving), stopped (no pod is left, and
+not finished: resume), cancelled, finished, broken, unknown (Slurm does not answer). Sizes are left out
 where there is much to measure; --bytes measures all."""
 
 

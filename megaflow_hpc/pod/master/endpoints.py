@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.rundir.endpoints import EndpointFiles, Listing
+from megaflow_hpc.rundir.endpoints import EndpointFiles, FailedServer, Listing
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -60,6 +60,11 @@ class Endpoints:
         for gone in self._files.failed():
             found[f"{gone.server}.failed.json"] = msgspec.to_builtins(gone)
         for membership, pool in self._pools:
+            if closed := pool.closed:
+                name = f"{membership.policy}@pool"
+                gone = FailedServer(server=name, policy=membership.policy, cause=closed, lasting=True)
+                found[f"{name}.failed"] = {**msgspec.to_builtins(gone), "all_failed": True}
+                continue
             for server in pool.serving(membership.theirs):
                 server.server, server.policy = f"{membership.policy}@{server.server}", membership.policy
                 server.key = membership.key

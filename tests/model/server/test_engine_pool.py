@@ -14,15 +14,17 @@ import pytest
 import yaml
 
 from megaflow_hpc.campaign import plan
+from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config import parse
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Tenants
+from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
 from tests.support.second_user import as_second_user
 from tests.support.serving import Servers, conversation
 
@@ -97,6 +99,33 @@ def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers
     assert tenants.user(record["key"])
     (EnginePool(pool.path).members / digest_of(record["key"])).unlink()
     assert Tenants(EnginePool(pool.path), {}).user(record["key"]) is None
+
+
+def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
+    pool: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # a host without Slurm
+    member = campaign(tmp_path / "member", pool)
+    write_run(member, RunRecord(campaign={"name": "member"}, total=1, pools={"mine": 1}))
+    endpoints, looks = Endpoints(member, {"mine": 1}), Monitor(member)
+    endpoints.refresh()
+    assert not endpoints.unanswered
+    assert looks.pool_warnings() == []
+    assert Run(pool).status()["state"] == "serving"
+    Run(pool).cancel()
+    assert endpoints.refresh()
+    (gone,) = endpoints.all
+    assert gone["all_failed"]
+    assert gone["lasting"]
+    assert f"{pool} was cancelled; its owner goes on with it by: megaflow-hpc resume {pool}" in gone["cause"]
+    assert "until then its rollouts fail" in looks.pool_warnings()[0]
+    with pytest.raises(ConfigError, match="was cancelled"):
+        EnginePool(pool.path).policy("mine")
+    EnginePool(pool.path).reopen()
+    EnginePool(pool.path).withdraw("default.0")
+    assert endpoints.refresh()
+    assert endpoints.unanswered == {"mine"}
+    assert f"no server of the engine pool {pool} answers now" in looks.pool_warnings()[0]
 
 
 def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
