@@ -51,10 +51,12 @@ def image_of(arguments: argparse.Namespace, sif: bool = False) -> str:
     Raises:
         ConfigError: there is no such image.
     """
-    found = os.path.isfile if sif else os.path.exists
-    if not arguments.image or not found(arguments.image):
-        raise ConfigError(
-            f"--image {arguments.image or ''}: no such image; name a SIF with python3, such as one that "
-            "megaflow-hpc images pull docker://python:3.12 makes"
-        )
-    return os.path.abspath(arguments.image)
+    image = arguments.image
+    remedy = "name a SIF with python3, such as one that megaflow-hpc images pull docker://python:3.12 makes"
+    if not image:
+        raise ConfigError(f"--image: missing, and MEGAFLOW_TEST_BASE_SIF is not set; {remedy}")
+    if os.path.isdir(image) and not sif and not os.path.lexists(os.path.join(image, "bin", "sh")):
+        raise ConfigError(f"--image {image}: a directory without bin/sh, no unpacked image; {remedy}")
+    if not os.path.exists(image) or (sif and not os.path.isfile(image)):
+        raise ConfigError(f"--image {image}: no such image; {remedy}")
+    return os.path.abspath(image)

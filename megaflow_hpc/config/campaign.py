@@ -190,9 +190,9 @@ def read(path: str | os.PathLike[str]) -> Loaded:
     if value is None:
         raise ConfigError(f"{path}: is empty; megaflow-hpc init writes a campaign file to begin with")
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{path}: holds {type(value).__name__}, expected a mapping; {docs('tutorials/first-campaign.md')} shows one"
-        )
+        held = "a list" if isinstance(value, list) else repr(str(value)[:40])
+        remedy = f"expected keys such as tasks: and agent:; {docs('tutorials/first-campaign.md')} shows a campaign file"
+        raise ConfigError(f"{path}: holds {held}; {remedy}")
     return parsed(value, str(path), node)
 
 

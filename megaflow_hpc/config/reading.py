@@ -57,11 +57,13 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); correct the path") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error.reason} at byte {error.start})") from None
+        problem = f"cannot be read as UTF-8 text ({error.reason} at byte {error.start})"
+        raise ConfigError(f"{path}: {problem}; expected YAML in UTF-8") from None
     try:
         loader = _Loader(text)
-    except yaml.YAMLError as error:  # a character that YAML has not
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{line}: holds the character 0x{error.character:02x}; expected YAML") from None
     loader.name = str(path)  # every node's mark names its file: a campaign may be made of two
     try:
         node = loader.get_single_node()
@@ -76,6 +78,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem += "; indent with spaces" if "'\\t'" in problem else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from None
     finally:
         loader.dispose()

@@ -7,10 +7,11 @@ import inspect
 import re
 import textwrap
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megaflow_hpc.types import Network, SandboxMode, Task
 
@@ -37,6 +38,22 @@ class Section(BaseModel):
     """A part of the campaign file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True, json_schema_extra=_describe)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name:  # pydantic takes true for 1
+            kinds = _kinds(cls.model_fields[info.field_name].annotation)
+            if kinds & {int, float} and not kinds & {bool, Any}:
+                raise ValueError("a number is expected, and YAML reads yes, no, on and off as true and false")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of, those within others left out."""
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*(_kinds(part) for part in get_args(annotation)))
+    return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
 
 
 class TaskSource(Section):

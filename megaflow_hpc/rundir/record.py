@@ -171,6 +171,8 @@ def _read(run: RunDir, kind: type[T]) -> T:
         raise ConfigError(
             f"{run}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
         ) from None
+    except NotADirectoryError:
+        raise ConfigError(f"{run}: a file, expected a run directory; see those here with: megaflow-hpc list") from None
     except PermissionError:
         raise ConfigError(
             f"{run}: closed to this user; its owner lets a group look with share: group in the campaign file"

@@ -80,7 +80,7 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         (MINIMAL + "slurm: {gather: {core: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.core'"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
         (MINIMAL + "x: [\n", "campaign.yaml:5: not valid YAML"),
-        ("- a\n", "campaign.yaml: holds list, expected a mapping"),
+        ("- a\n", "campaign.yaml: holds a list; expected keys such as tasks: and agent:"),
     ],
 )
 def test_an_error_names_file_line_value_and_remedy(tmp_path: Path, text: str, expected: str) -> None:

@@ -98,7 +98,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.exports import export, module_of
 
     formats = [name.strip() for name in arguments.format.split(",") if name.strip()]
-    for name in formats:
+    for name in formats or [arguments.format]:
         module_of(name)
     path = Path(arguments.run_dir)
     directory = Path(arguments.output) if arguments.output else (path if path.is_dir() else path.parent) / "export"

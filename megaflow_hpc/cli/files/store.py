@@ -184,6 +184,8 @@ def _du(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.disk_usage import of_file, of_run
 
     path = Path(arguments.run_dir)
+    if path.is_dir() and not any((path / part).exists() for part in ("run.json", "journal", "trajectories.h5")):
+        raise ConfigError(f"{path}: not a run directory (no run.json); see those here with: megaflow-hpc list")
     shares = of_run(path) if path.is_dir() else of_file(path)
     if arguments.json:
         print_json({"path": str(path), "shares": [asdict(share) for share in shares]})

@@ -236,7 +236,8 @@ def pull(arguments: argparse.Namespace) -> int:
         elif os.path.isfile(source):
             files[source] = images.store.add(Path(source), os.path.abspath(source)).path
         else:
-            raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file")
+            hint = "" if source.startswith(("/", ".")) else f"; did you mean docker://{source}?"
+            raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file{hint}")
     return _show_files(arguments, files)
 
 

@@ -141,9 +141,7 @@ def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], st
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{path}: holds {type(value).__name__}, expected a mapping with `bugs:`; see {docs('how-to/real-bugs.md')}"
-        )
+        raise ConfigError(f"{path}: expected a mapping with bugs: in it; see {docs('how-to/real-bugs.md')}")
     try:
         content = BugFile.model_validate(value)
     except ValidationError as error:

@@ -25,7 +25,7 @@ class SwebenchFormat(OneStep):
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
         pattern = os.path.join(base, os.path.expanduser(os.path.expandvars(source)))
         paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
-        if not paths:
+        if not paths or not os.path.exists(paths[0]):
             raise ConfigError(f"tasks: {pattern}: no such file; correct the path")
         return [task for path in paths for task in read_tasks(path)]
 

@@ -34,7 +34,8 @@ def import_jsonl(
         The number of trajectories.
 
     Raises:
-        ConfigError: a line is not a trajectory, repeats an id or is too long, and is named; ``target`` stays as it was.
+        ConfigError: there is no line, or one is not a trajectory, repeats an id or is too long, and is named;
+            ``target`` stays as it was.
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
@@ -48,11 +49,18 @@ def import_jsonl(
                 try:
                     trajectory = checked(parse(parse_object(line)))
                 except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-                    raise ConfigError(f"{source}:{number}: no trajectory of ours ({error!r:.300})") from None
+                    raise ConfigError(f"{source}:{number}: no trajectory of ours ({_fault(error)})") from None
                 if trajectory.id in seen:
                     raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
                 seen.add(trajectory.id)
                 writer.append(trajectory)
                 if progress is not None:
                     progress(len(seen))
+        if not seen:
+            raise ConfigError(f"{source}: holds no trajectory; expected JSON lines of megaflow-hpc export")
     return len(seen)
+
+
+def _fault(error: Exception) -> str:
+    lacking = str(error).partition("missing ")[2].partition(": ")[2] if isinstance(error, TypeError) else ""
+    return f"it lacks {lacking}" if lacking else f"{error!r:.300}"

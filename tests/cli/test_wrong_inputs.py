@@ -1,0 +1,186 @@
+"""What people really mistype, and what is said to it: the place, the value and what to do, in one line."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.cli import main
+from tests.support.harbor_tasks import write_solved_task
+
+GOOD = "name: small\ntasks: tasks/*\nagent: [oracle, nop]\nenvironment: {network: none, images: {base: image}}\n"
+EMPTY = "c.yaml: is empty; megaflow-hpc init writes a campaign file to begin with"
+KEYS = "expected keys such as tasks: and agent:"
+NO_TASKS = "no Harbor task directory (one with task.toml) there; correct the path"
+
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "an empty file": ("", EMPTY),
+    "comments alone": ("# to be written\n", EMPTY),
+    "a list": ("- a\n- b\n", f"c.yaml: holds a list; {KEYS}"),
+    "a text": ("hello\n", f"c.yaml: holds 'hello'; {KEYS}"),
+    "a program": (b"\x7fELF" + bytes(300), "c.yaml:1: holds the character 0x7f; expected YAML"),
+    "a zero byte": ("name: a\nseed: 1\0\n", "c.yaml:2: holds the character 0x00; expected YAML"),
+    "an archive": (
+        bytes(range(1, 256)),
+        "c.yaml: cannot be read as UTF-8 text (invalid start byte at byte 127); expected YAML in UTF-8",
+    ),
+    "a tab": (
+        "name: a\nenvironment:\n\tnetwork: none\n",
+        "c.yaml:3: not valid YAML: found character '\\t'",
+    ),
+    "an open brace": ("name: a\nagent: {name: nop\n", "c.yaml:3: not valid YAML: expected ',' or '}'"),
+    "a key twice": (f"{GOOD}name: other\n", "c.yaml:5: not valid YAML: key 'name' is given twice"),
+    "a mistyped key": (f"{GOOD}sampels: 3\n", "c.yaml:5: unknown key 'sampels'; did you mean 'samples'?"),
+    "a mistyped key in a section": (
+        GOOD.replace("network: none", "netwrok: none"),
+        "c.yaml:4: unknown key 'environment.netwrok'; did you mean 'network'?",
+    ),
+    "a key of another tool": (
+        f"{GOOD}replicas: 3\n",
+        "c.yaml:5: unknown key 'replicas'; known here: agent,",
+    ),
+    "words for a number": (f"{GOOD}samples: many\n", "c.yaml:5: samples 'many': input should be a valid integer"),
+    "a negative number": (f"{GOOD}samples: -1\n", "c.yaml:5: samples -1: input should be greater than or equal to 1"),
+    "a fraction": (
+        f"{GOOD}samples: 1.5\n",
+        "c.yaml:5: samples 1.5: input should be a valid integer",
+    ),
+    "yes for a number": (
+        f"{GOOD}samples: yes\n",
+        "c.yaml:5: samples True: a number is expected, and YAML reads yes",
+    ),
+    "negative pods": (
+        f"{GOOD}slurm: {{pods: {{count: -2}}}}\n",
+        "c.yaml:5: slurm.pods.count -2: input should be",
+    ),
+    "a time in words": (
+        f"{GOOD}slurm: {{pods: {{time: tomorrow}}}}\n",
+        "c.yaml:5: slurm.pods.time 'tomorrow': 'tomorrow' is not a time; write minutes (30), HH:MM:SS or D-HH:MM:SS",
+    ),
+    "no tasks": ("name: a\nagent: nop\n", "c.yaml:1: 'tasks' is missing; add it"),
+    "tasks that are not there": (GOOD.replace("tasks/*", "nowhere/*"), f"/nowhere/*: {NO_TASKS}"),
+    "a file for tasks": (GOOD.replace("tasks/*", "c.yaml"), f"/c.yaml: {NO_TASKS}"),
+    "instances that are not there": (GOOD.replace("tasks/*", "x.jsonl"), "/x.jsonl: no such file; correct the path"),
+    "a mistyped agent": (
+        GOOD.replace("[oracle, nop]", "orcale"),
+        "agent 'orcale' is unknown (did you mean oracle?)",
+    ),
+    "an agent without its model": (
+        GOOD.replace("[oracle, nop]", "mini-swe-agent"),
+        "needs a model; add a model:",
+    ),
+    "a mistyped choice": (
+        GOOD.replace("network: none", "network: nonee"),
+        "c.yaml:4: environment.network 'nonee': input should be 'none', 'gateway' or 'host'",
+    ),
+    "an image that is not there": (
+        GOOD.replace("base: image", "base: image.sif"),
+        "image.sif: no such file; expected a SIF, a .def file, a directory or docker://…",
+    ),
+}
+"""What is wrong → the campaign file, and what is said about it."""
+
+NO_RUN = "not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+A_FILE = "file: a file, expected a run directory; see those here with: megaflow-hpc list"
+NO_STORE = "expected a trajectories.h5"
+
+WORDS = {
+    "plan nowhere.yaml": "nowhere.yaml: cannot be read (No such file or directory); correct the path",
+    "plan dir": "dir: cannot be read (Is a directory); correct the path",
+    "plan good.yaml --only nosuch": "good.yaml:2: no rollout is left by --only nosuch; ids look like",
+    "plan good.yaml --run-dir file": "file: File exists; correct the path",
+    "status nowhere": f"nowhere: {NO_RUN}",
+    "status file": A_FILE,
+    "status dir": f"dir: {NO_RUN}",
+    "resume file": A_FILE,
+    "resume {run} --limit gpu_hours=abc": "gpu_hours=abc: expected hours above 0, as gpu_hours=100, or",
+    "resume {run} --limit gpus=3": "--limit: gpus=3: expected core_hours, gpu_hours or wall, as wall=24",
+    "scale {run}": "scale: no number: give --pods N or --servers N",
+    "scale {run} --pods -3": "--pods: -3: give a whole number of at least 0",
+    "watch {run} --every 0": "--every: 0: give a number above 0",
+    "show {run} nosuch/default/0": "no trajectory 'nosuch/default/0' among 0",
+    "show file 0": f"file: not an HDF5 file; {NO_STORE} (see: megaflow-hpc gather RUN)",
+    "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}",
+    "du dir": "dir: not a run directory (no run.json); see those here with: megaflow-hpc list",
+    "export {run} --format jsnl": "format 'jsnl': there are jsonl, parquet, verl, areal, atif, preds",
+    "export {run} --format ,": "format ',': there are jsonl, parquet, verl, areal, atif, preds",
+    "export {run} --format jsonl --where 'rewrd > 1'": "column 1: no column 'rewrd'; there are: reward",
+    "import empty.jsonl -o new.h5": "empty.jsonl: holds no trajectory; expected JSON lines of megaflow-hpc export",
+    "import other.jsonl -o new.h5": "other.jsonl:1: no trajectory of ours (it lacks 'id', 'task_id', ",
+    "import dir -o new.h5": "dir: cannot be read; expected JSON lines of megaflow-hpc export",
+    "weights publish {run} dir": "no policy has a model; there are: none",
+    "tasks validate dir": "dir: no Harbor task directory (one with task.toml) there; make some with:",
+    "tasks import file": "file: expected a .jsonl file",
+    "images pull ubuntu": "ubuntu: neither an address (docker://…) nor a SIF file; did you mean docker://ubuntu?",
+    "images build docker://x --map foo": "--map foo: expected NAME=VALUE",
+    "bench sandbox --image .": "--image .: a directory without bin/sh, no unpacked image; name a SIF with python3",
+    "bench exec --image ''": "--image: missing, and MEGAFLOW_TEST_BASE_SIF is not set; name a SIF with python3",
+}
+"""Words → what is said to them."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run, a good campaign file, a file and directory of no use, and two files of lines."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for number in range(2):
+        write_solved_task(folder / "tasks", f"task{number}")
+    for name in ("image/bin", "dir", "programs"):
+        (folder / name).mkdir(parents=True)
+    (folder / "good.yaml").write_text(GOOD)
+    (folder / "file").write_text("x")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(folder / "programs"))
+        patch.setenv("MEGAFLOW_SITE_CHECK", "0")
+        run = Campaign.from_yaml(folder / "good.yaml").plan(folder / "run", launcher="local")
+    run.gather()
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That directory, as the one in which a verb is called; what is wrong changes nothing in it."""
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    [line] = said.err.splitlines()
+    assert line.startswith("megaflow-hpc")
+    return line
+
+
+@pytest.mark.parametrize("wrong", FILES)
+def test_a_wrong_campaign_file(wrong: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, said = FILES[wrong]
+    (here / "c.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert said in refused(["plan", "c.yaml"], capsys)
+    assert not (here / "runs").exists()  # nothing is left behind
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_wrong_words(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert WORDS[words] in refused(shlex.split(words.format(run=here / "run")), capsys)
+    assert not (here / "new.h5").exists()
+
+
+def test_a_mistake_of_the_file_is_said_before_one_of_the_site(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sbatch", "sinfo", "scontrol", "srun"):
+        program = tmp_path / "bin" / name
+        program.write_text("#!/bin/sh\necho no controller answers >&2\nexit 1\n")
+        program.chmod(0o755)
+    (here / "c.yaml").write_text(GOOD.replace("tasks/*", "nowhere/*"))
+    assert main(["plan", "c.yaml"]) == 2
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert f"/nowhere/*: {NO_TASKS}" in first
