@@ -57,6 +57,8 @@ WRONG = {
     "images list": ("--stagd", "--stagd", "no such option"),
     "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
+    "report": ("/no/run -o /no/page.html", "/no/run", ""),
+    "shell": ("/no/run 0", "/no/run", ""),
     "usage": ("/no/run", "/no/run", NO_RUN),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),

@@ -117,7 +117,7 @@ def test_every_float32_survives_the_way_through_text(tmp_path):
     [
         ("{", r"in\.jsonl:2: no trajectory of ours"),
         ("[]", r"in\.jsonl:2: no trajectory"),
-        ('{"id": "x"}', r"in\.jsonl:2: no trajectory .*missing"),
+        ('{"id": "x"}', r"in\.jsonl:2: no trajectory .*it lacks .task_id"),
         ("AGAIN", r"in\.jsonl:2: task/default/2 was there before"),
         ("LONGER", r"in\.jsonl:2: no trajectory .*columns of"),
     ],
