@@ -62,8 +62,8 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{path}:{line}: holds the character 0x{error.character:02x}; expected YAML") from None
+        number = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{number}: holds the character 0x{error.character:02x}; expected YAML") from None
     loader.name = str(path)  # every node's mark names its file: a campaign may be made of two
     try:
         node = loader.get_single_node()
