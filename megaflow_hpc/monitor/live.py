@@ -7,7 +7,7 @@ run, and what is said in the one that is looked into, pods tell who asks (:mod:`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class RolloutRow:
 
     id: str
     state: str
-    """``running``, or the status with which it is stored."""
+    """``running``, ``silent`` where its pod is, or the status with which it is stored."""
     place: Place | None
     """Where its last attempt runs, or ran; ``None`` where no event tells."""
     seconds: float
@@ -58,6 +58,7 @@ class Rollouts(Sequence[RolloutRow]):
         running: what runs, the longest at the top.
         stored: what is stored, the last one first.
         last: rollout → its last attempt.
+        silent: pods that have given no sign of life for long.
         now: seconds UTC.
     """
 
@@ -67,10 +68,11 @@ class Rollouts(Sequence[RolloutRow]):
         stored: Sequence[RolloutEvent],
         last: Mapping[str, Place],
         activities: Mapping[str, RolloutActivity],
+        silent: Collection[str],
         now: float,
     ) -> None:
         self._running, self._stored, self._last = running, stored, last
-        self._activities, self._now = activities, now
+        self._activities, self._silent, self._now = activities, silent, now
         self.ids = [place.id for place in running] + [event.id for event in stored]
         """By row."""
 
@@ -83,7 +85,8 @@ class Rollouts(Sequence[RolloutRow]):
         if row < len(self._running):
             place = self._running[row]
             elapsed_s = max(0.0, self._now - place.began_at)
-            return RolloutRow(place.id, "running", place, elapsed_s, self._activities.get(place.id))
+            state = "silent" if place.pod in self._silent else "running"
+            return RolloutRow(place.id, state, place, elapsed_s, self._activities.get(place.id))
         event = self._stored[row - len(self._running)]
         return RolloutRow(event.id, event.status, self._last.get(event.id), event.seconds, stored=event)
 
@@ -108,7 +111,7 @@ class Rollouts(Sequence[RolloutRow]):
             if (not failed or event.status in ("failed", "cancelled"))
             and fits(event.id, event.status, event.kind, event.error)
         ]
-        return Rollouts(running, stored, self._last, self._activities, self._now)
+        return Rollouts(running, stored, self._last, self._activities, self._silent, self._now)
 
     @property
     def stuck(self) -> int:
@@ -162,7 +165,8 @@ class Live:
         activities = {rollout: activity for said in told for rollout, activity in said.rollouts.items()}
         transcripts = [said.transcripts[opened] for said in told if opened in said.transcripts]
         stored = list(reversed(self.monitor.rollouts.values()))
-        rollouts = Rollouts(running, stored, self.monitor.running.last, activities, time.time())
+        silent = {pod["pod"] for pod in status["pods"] if pod["state"] == "silent"}
+        rollouts = Rollouts(running, stored, self.monitor.running.last, activities, silent, time.time())
         return Snapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked)
 
     def leave(self) -> None:

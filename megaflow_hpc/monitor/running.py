@@ -27,13 +27,15 @@ class Place:
 
 
 class RunningRollouts:
-    """Hears every event of a run, each pod's in their order."""
+    """Hears every event of a run: each pod's in their order, and pods in any."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, int], str] = {}
         """(pod, rank) → its node."""
         self._running: dict[str, dict[tuple[str, int], Place]] = {}
         """Rollout → (pod, rank) → what runs there: one, or two of a straggler."""
+        self._stored_at: dict[str, float] = {}
+        """Rollout → when its last outcome was stored."""
         self.last: dict[str, Place] = {}
         """Rollout → its last attempt."""
         self.failures: Counter[tuple[str, str]] = Counter()
@@ -42,15 +44,13 @@ class RunningRollouts:
     def apply(self, pod: str, event: AnyEvent) -> None:
         """Takes in one event of ``pod`` (``<pod>.<start>``)."""
         match event:
-            case StartEvent(id=rollout, rank=rank):
-                place = Place(rollout, pod, rank, self._nodes.get((pod, rank), ""), event.attempt, event.t)
-                others = self._running.get(rollout, {})
-                # Another pod, or another start of this one, has it now: the one before is gone.
-                kept = {key: other for key, other in others.items() if key[0] == pod}
-                self._running[rollout] = {**kept, (pod, rank): place}
-                self.last[rollout] = place
+            case StartEvent():
+                self._start(pod, event)
             case RolloutEvent(id=rollout):
-                self._running.pop(rollout, None)
+                self._stored_at[rollout] = max(event.t, self._stored_at.get(rollout, 0.0))
+                later = {k: p for k, p in self._running.pop(rollout, {}).items() if p.began_at > event.t}
+                if later:  # what failed was begun anew
+                    self._running[rollout] = later
                 if event.status == "failed":
                     self._failed(rollout, event.kind)
             case AttemptEvent(id=rollout):
@@ -64,6 +64,18 @@ class RunningRollouts:
                 self._end(pod, event.rank)
             case PodEvent() if event.state in ENDED:
                 self._end(pod)
+
+    def _start(self, pod: str, event: StartEvent) -> None:
+        """Another pod, or another start of this one, may have had it before, and its file may be read later."""
+        node = self._nodes.get((pod, event.rank), "")
+        place = Place(event.id, pod, event.rank, node, event.attempt, event.t)
+        before = self.last.get(event.id)
+        if before is not None and before.pod != pod and before.began_at > event.t:
+            return
+        self.last[event.id] = place
+        if event.t >= self._stored_at.get(event.id, 0.0):
+            twins = {key: twin for key, twin in self._running.get(event.id, {}).items() if key[0] == pod}
+            self._running[event.id] = {**twins, (pod, event.rank): place}
 
     def _failed(self, rollout: str, cause: str, rank: int | None = None) -> None:
         place = self.last.get(rollout)

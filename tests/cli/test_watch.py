@@ -11,7 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from megaflow_hpc.campaign.run import Run
-from megaflow_hpc.cli.view.app import WatchApp
+from megaflow_hpc.cli.view.app import Looked, WatchApp
+from megaflow_hpc.cli.view.detail import DetailScreen
+from megaflow_hpc.cli.view.reader import Look
 from megaflow_hpc.cli.view.rows import Rows
 from megaflow_hpc.cli.view.tables import RolloutTable
 from megaflow_hpc.rundir.events import (
@@ -89,6 +91,9 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             app.reader.wake()
             await shows(pilot, "later/1/0")
             assert rows.key == chosen  # what was stored meanwhile has not moved the choice to another
+            app.push_screen(DetailScreen(chosen, app.reader))
+            app.on_looked(Looked(Look(app.snapshot)))  # while that screen is being made
+            await shows(pilot, f"{chosen}  completed")
 
     asyncio.run(scenario())
 

@@ -62,11 +62,11 @@ class Terminal:
         """What is on the screen."""
         return "\n".join(line.rstrip() for line in self._screen.display)
 
-    def until(self, *texts: str, timeout_s: float = 60.0) -> None:
-        """Waits until one of these is on the screen, the last one if there are several."""
+    def until(self, text: str, timeout_s: float = 60.0) -> None:
+        """Waits until a text is on the screen."""
         end = time.monotonic() + timeout_s
-        while texts[-1] not in self.text:
-            assert time.monotonic() < end, f"{texts[-1]!r} is not on the screen:\n{self.text}"
+        while text not in self.text:
+            assert time.monotonic() < end, f"{text!r} is not on the screen:\n{self.text}"
             self._read(0.1)
 
     def wait(self, timeout_s: float = 60.0) -> int:

@@ -56,7 +56,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         if stream is not None:
             stream.reconfigure(errors="replace")
     app = WatchApp(run, arguments.every)
-    app.run()
+    app.run(mouse=False)  # so that a terminal lets one mark and copy an id, and its wheel scrolls as arrows do
     if app.snapshot is not None:
         say(line(run.config.name, app.snapshot.status))
     if not app.over:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
@@ -89,6 +91,8 @@ class WatchApp(App[None]):
         self._problem, self._looked_at = "", time.monotonic()
         self._failed = self._parts = False
         self._text = ""
+        self._lines = 1
+        """Lines above the list."""
 
     def compose(self) -> ComposeResult:
         """Lays out status, list and keys."""
@@ -117,10 +121,11 @@ class WatchApp(App[None]):
         self._looked_at, self._problem = time.monotonic(), look.problem
         if look.snapshot is not None:
             self.snapshot, self.over = look.snapshot, look.over
+        with suppress(NoMatches, ScreenStackError):  # a screen that is being made or taken away: the next look is near
             self._show_rows()
-        self._show_head()
-        if isinstance(self.screen, DetailScreen):
-            self.screen.show(look)
+            self._show_head()
+            if isinstance(self.screen, DetailScreen):
+                self.screen.show(look)
 
     def _look_at_clock(self) -> None:
         silent_s = time.monotonic() - self._looked_at
@@ -131,10 +136,11 @@ class WatchApp(App[None]):
     def _show_head(self) -> None:
         where = self.screen_stack[0]
         if self.snapshot is None:
-            text = Text(in_one_line(self._problem) or "reading …", "bold red" if self._problem else "dim")
+            lines = [Text(in_one_line(self._problem) or "reading …", "bold red" if self._problem else "dim")]
         else:
-            text = Text("\n").join(head(self._campaign, self.snapshot, self.size, self._problem))
-        where.query_one("#head", Static).update(text)
+            lines = head(self._campaign, self.snapshot, self.size, self._problem)
+        grown, self._lines = len(lines) != self._lines, len(lines)
+        where.query_one("#head", Static).update(Text("\n").join(lines), layout=grown)
 
     def _show_rows(self) -> None:
         if self.snapshot is None:
@@ -161,7 +167,7 @@ class WatchApp(App[None]):
 
     def on_resize(self) -> None:
         """Lays out the lines above the list anew."""
-        self._show_head()
+        self.call_after_refresh(self._show_head)
 
     # --- keys ---
 

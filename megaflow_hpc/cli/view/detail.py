@@ -51,6 +51,8 @@ class DetailScreen(Screen[None]):
         self._log = "/" not in key
         self._detail: Detail | None = None
         self._shown: list[Text] = []
+        self._known = 0
+        """Lines of what is known."""
 
     def compose(self) -> ComposeResult:
         """Lays out what is known, the text, and the keys."""
@@ -82,7 +84,8 @@ class DetailScreen(Screen[None]):
             lines = known(row) if row else _part(self.key, look.snapshot)
             if look.problem:
                 lines.append(Text(in_one_line(look.problem), "bold red"))
-            self.query_one("#known", Static).update(_joined(lines, self.size.width))
+            grown, self._known = len(lines) != self._known, len(lines)
+            self.query_one("#known", Static).update(_joined(lines, self.size.width), layout=grown)
         if look.detail is not None and look.detail.key == self.key:
             self._detail = look.detail
             self._fill()
@@ -155,7 +158,7 @@ def known(row: RolloutRow) -> list[Text]:
     where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""
     lines.append(Text(in_one_line(f"{where}  {seconds(row.seconds)}".strip())))
     if activity is not None:
-        lines.append(Text(f"{activity.calls} model calls, {activity.tokens:,} tokens  {last_word(row)}"))
+        lines.append(Text(f"model calls {activity.calls}  tokens {activity.tokens:,}  {last_word(row)}"))
     if stored is not None:
         reward = "not verified" if stored.reward is None else f"reward {stored.reward:g}"
         lines.append(Text(f"{reward}  {stored.turns} turns"))

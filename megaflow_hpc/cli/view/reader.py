@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.monitor.live import Live, Snapshot
-from megaflow_hpc.rundir.logs import RolloutLog, find_log, tail
+from megaflow_hpc.rundir.logs import RolloutLog, find_log, pod_log, tail
 from megaflow_hpc.texts import end_of
 
 LOG_LINES = 2000
 """Lines of a log that are shown."""
+IDLE = 4.0
+"""So much longer than a look took, the next one waits: a large run or a slow file system is not asked all the time."""
 LEAVE_S = 2.0
 """What a file system may take when the view is left."""
 
@@ -58,7 +61,7 @@ class Reader(threading.Thread):
         self.wants_log = False
         """Whether the log of what is opened is shown."""
         self._stored: Detail | None = None
-        self._log: tuple[str, RolloutLog | None, list[str]] = ("", None, [])
+        self._log: _Log | None = None
         self._wake, self._stopped = threading.Event(), False
 
     def open(self, key: str) -> None:
@@ -81,8 +84,9 @@ class Reader(threading.Thread):
         try:
             with self._run.tended() as tend:
                 while not self._stopped:
+                    began = time.monotonic()
                     self._deliver(self._look(tend))
-                    self._wake.wait(self._every_s)
+                    self._wake.wait(max(self._every_s, IDLE * (time.monotonic() - began)))
                     self._wake.clear()
         except OSError as error:
             self._deliver(Look(problem=str(error)))
@@ -136,12 +140,27 @@ class Reader(threading.Thread):
     def _log_of(self, key: str) -> Sequence[str]:
         if "/" not in key:
             try:
-                return tail(find_log(self._run.dir, key).path, LOG_LINES).lines
+                path = pod_log(self._run.dir, key) or find_log(self._run.dir, key).path
+                return tail(path, LOG_LINES).lines
             except ConfigError as error:
                 return [str(error)]
-        known, log, lines = self._log
-        if known != key or log is None:
-            log, lines = RolloutLog(self._run.dir, key), []
-        lines = [*lines, *log.read()][-LOG_LINES:]
-        self._log = (key, log, lines)
-        return lines
+        if self._log is None or self._log.key != key:
+            self._log = _Log(key, RolloutLog(self._run.dir, key))
+        return self._log.read()
+
+
+@dataclass
+class _Log:
+    """What is written of one rollout; where there are many pods' logs, they are looked through less often."""
+
+    key: str
+    source: RolloutLog
+    lines: list[str] = field(default_factory=list)
+    next_at: float = 0.0
+
+    def read(self) -> Sequence[str]:
+        began = time.monotonic()
+        if began >= self.next_at:
+            self.lines = [*self.lines, *self.source.read()][-LOG_LINES:]
+            self.next_at = time.monotonic() + 5 * IDLE * (time.monotonic() - began)
+        return self.lines

@@ -8,7 +8,6 @@ from typing import ClassVar
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
@@ -85,7 +84,7 @@ class Rows(ScrollView, can_focus=True):
         if table is None:
             return Strip.blank(width)
         if y == 0:
-            return self._strip([column.head for column in table.columns], "  ", Style(bold=True, underline=True))
+            return self._strip([column.head for column in table.columns], "  ", Style(bold=True))
         row = self.scroll_offset.y + y - 1
         if row >= len(table.keys):
             said = table.nothing if row == 0 else ""
@@ -120,14 +119,6 @@ class Rows(ScrollView, can_focus=True):
         """Opens the chosen row."""
         if self.key:
             self.post_message(self.Opened(self.key))
-
-    def on_click(self, event: events.Click) -> None:
-        """Chooses the row under the pointer; opens it if it was chosen."""
-        row = self.scroll_offset.y + event.y - 1
-        if event.y and row == self.chosen:
-            self.action_open()
-        elif event.y:
-            self._choose(row)
 
     def on_resize(self) -> None:
         """Keeps the chosen row on the screen."""

@@ -46,7 +46,7 @@ class RolloutTable:
         Column("node", 10),
         Column("time", 8, True),
         Column("turns", 5, True),
-        Column("last", 14),
+        Column("now, or outcome", 15),
     )
 
     def __init__(self, rollouts: Rollouts, nothing: str) -> None:
