@@ -47,16 +47,14 @@ def run_list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([vars(agent) for agent in agents])
         return 0
-    rows = [
-        (
-            a.name,
-            "yes" if a.needs_model else "no",
-            a.about,
-            a.lacks or (f"needs {a.needs_args}" if a.needs_args else "ready"),
-        )
-        for a in agents
-    ]
-    say(table(("agent", "model", "what it is", "here"), rows))
+    rows = []
+    for agent in agents:
+        needs = agent.needs_args or ("what is said below" if agent.lacks else "")
+        rows.append((agent.name, "yes" if agent.needs_model else "no", agent.about, needs))
+    say(table(("agent", "model", "what it is", "needs"), rows))
+    for agent in agents:
+        if agent.lacks:
+            say(agent.lacks)
     say("Your own: package.module:Class; begin one with: megaflow-hpc agents new my_agent")
     return 0
 

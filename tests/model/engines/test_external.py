@@ -20,7 +20,10 @@ from megaflow_hpc.campaign.planning.model_paths import absolute
 from megaflow_hpc.config import load, parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
+from megaflow_hpc.model.gateway.recorder import digest
+from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.types import Trajectory
 from tests.support.serving import Servers, call, conversation, in_loop
 
 KEY = "sk-rented"
@@ -115,7 +118,10 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
     (turn,) = recording.turns  # a call was made, of which no tokens are known
     assert (turn.sequence, turn.token_end, turn.finish_reason, turn.server) == (-1, 0, "stop", "default.0")
     assert recording.sequences == []
-    assert recording.calls[0]["text"] == "fine"
+    parts = {"turns": recording.turns, "artifacts": [calls_artifact(recording)]}
+    kept = Trajectory("t/default/0", "t", "t/default", "default", "mine", "completed", **parts)  # type: ignore[arg-type]
+    (again,) = calls_of(kept)  # by which it can be replayed
+    assert (again.sample.text, again.sample.tokens, again.asked) == ("fine", [], digest(conversation("hello")))
 
 
 @in_loop
