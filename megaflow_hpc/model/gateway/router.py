@@ -59,6 +59,8 @@ class Server:
     failures: int = 0
     failed_at: float = 0.0
     rests_until: float = 0.0
+    asked_until: float = 0.0
+    """Until when it asked to be left alone, whatever it answers to calls that were under way."""
     answered_at: float = 0.0
     """When it last answered a call (``time.monotonic``)."""
 
@@ -85,7 +87,7 @@ class Server:
 
     def available(self, now: float) -> bool:
         """Returns whether a call may be sent there: after a rest, one at a time until one succeeds."""
-        return self.rests_until <= now and not (self.failures and self.outstanding)
+        return max(self.rests_until, self.asked_until) <= now and not (self.failures and self.outstanding)
 
     def failed(self, began: float, now: float, wait_s: float = 0.0) -> None:
         """Notes that a call which began at ``began`` failed by the server's fault at ``now`` (``time.monotonic``).
@@ -93,12 +95,12 @@ class Server:
         Args:
             wait_s: Seconds for which the server asked to be left alone; at most :data:`ASKED_MAX_S` are.
         """
-        self.rests_until = max(self.rests_until, now + min(wait_s, ASKED_MAX_S))
+        self.asked_until = max(self.asked_until, now + min(wait_s, ASKED_MAX_S)) if wait_s else self.asked_until
         if began < self.failed_at:
             return  # one outage, seen by all that were under way
         self.failures += 1
         self.failed_at = now
-        self.rests_until = max(self.rests_until, now + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S))
+        self.rests_until = now + min(REST_S * 2 ** (self.failures - 1), REST_MAX_S)
 
     def succeeded(self) -> None:
         """Notes that a call was answered: the server rests no more."""
@@ -189,7 +191,7 @@ class Router:
                 deadline = min(deadline, began + self._all_failed[policy])
             if now >= deadline:
                 raise ModelServiceError(self.describe(policy))
-            wakes = [s.rests_until - now for s in self.servers(policy)]
+            wakes = [max(s.rests_until, s.asked_until) - now for s in self.servers(policy)]
             changed = self._changed
             try:
                 await asyncio.wait_for(changed.wait(), timeout=max(0.01, min([deadline - now, *wakes])))

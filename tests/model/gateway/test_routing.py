@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import Any
 
 import pytest
 
 from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.gateway.protocols import retry_after_s
 from megaflow_hpc.model.gateway.router import AFFINITY, ALL_FAILED_S, Router, Server
 from tests.support.serving import in_loop
 
@@ -48,6 +50,21 @@ def test_a_server_that_leaves_moves_only_its_own_groups() -> None:
     for n in range(300):
         home = pick(before, group=f"g{n}").name
         assert home == "p.2" or pick(after, group=f"g{n}").name == home
+
+
+def test_a_server_that_asks_to_be_left_alone_is_within_bounds() -> None:
+    found = routed(1)
+    (server,) = found.all()
+    server.failed(began=0.0, now=10.0, wait_s=3600.0)
+    server.failed(began=9.0, now=11.0, wait_s=2.0)  # another call that was under way, told something else
+    server.succeeded()  # one more, which was answered after all
+    assert not server.available(69.9)
+    assert server.available(70.0)
+    assert [retry_after_s(value) for value in ("7", "-1", "soon", "", "٣", "Wed, 21 Oct 2015 07:28:00 GMT")] == [
+        7
+    ] + 5 * [0]
+    in_a_minute = formatdate(time.time() + 60, usegmt=True)
+    assert 50 < retry_after_s(in_a_minute) <= 60
 
 
 def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_asked() -> None:
