@@ -18,7 +18,7 @@ from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_pod_directory
 from megaflow_hpc.host.mpi import find_mpiexec
-from megaflow_hpc.host.process import Identity
+from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
 from megaflow_hpc.rundir.training import FOR_GOOD
@@ -33,11 +33,10 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
     Args:
         leases: what the ledger knows of pods.
     """
-    found, here = {}, os.uname().nodename
+    found = {}
     for lease in leases:
-        if lease.get("job_id") or lease.get("host") != here:
+        if (process := process_here(lease)) is None:
             continue
-        process = Identity(lease["pid"], lease["pid_start"])
         try:
             words = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it has ended, or is another user's

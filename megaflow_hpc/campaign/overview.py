@@ -6,7 +6,6 @@ that a list of a thousand runs takes seconds. Its bytes cost a walk, which has a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -14,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.report import progress_of
+from megaflow_hpc.ledger.report import process_here, progress_of
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import last_word
@@ -86,17 +82,6 @@ def measure(found: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
         glance.bytes = size
 
 
-class _Pod(msgspec.Struct):
-    """What a lease says that is of use here."""
-
-    job_id: str = ""
-    host: str = ""
-    pid: int = 0
-    pid_start: int = 0
-    t: float = 0.0
-    ended: str = ""
-
-
 class _Look:
     """One run, as its files show it."""
 
@@ -105,7 +90,8 @@ class _Look:
         self.glance = Glance(path, "", "broken", None, None, _time_of(run))
         self.settled = True
         self.jobs: list[str] = []
-        self._pods: list[_Pod] = []
+        self._pods: list[dict[str, Any]] = []
+        """Leases of those that nobody said are gone."""
         self._started = self._serves = False
         try:
             head = read_head(run)
@@ -121,11 +107,9 @@ class _Look:
             if marks.cancelled:
                 self.glance.state = "cancelled"
                 return
-            for name, lease in leases.items():
-                with contextlib.suppress(msgspec.ValidationError):
-                    self._pods += [] if name in gone else [msgspec.convert(lease, _Pod)]
+            self._pods = [lease for name, lease in leases.items() if name not in gone]
             recorded = {path.stem for path in run.jobs.glob("[0-9]*.json")}
-            self.jobs = sorted(recorded | {array_of(pod.job_id) for pod in self._pods if pod.job_id})
+            self.jobs = sorted(recorded | {array_of(str(pod["job_id"])) for pod in self._pods if pod.get("job_id")})
             self._started, self.settled = bool(leases or self.jobs), False
         except (ConfigError, OSError, ValueError, TypeError, LookupError) as error:
             self.glance.state, self.glance.cause = "broken", str(error)
@@ -149,15 +133,16 @@ def _stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
     return max(progress.stored if progress else 0, (word and word.stored) or 0)
 
 
-def _lives(pod: _Pod, running: set[str] | None) -> bool:
+def _lives(lease: dict[str, Any], running: set[str] | None) -> bool:
     """Whether a pod lives: Slurm, or this node's process table, or else the age of its lease tells."""
-    if pod.ended:
+    if lease.get("ended"):
         return False
-    if pod.job_id and running is not None:
-        return pod.job_id in running
-    if not pod.job_id and pod.host == os.uname().nodename:
-        return Identity(pod.pid, pod.pid_start).alive()
-    return time.time() - pod.t < TIMES.lease_s
+    if lease.get("job_id") and running is not None:
+        return lease["job_id"] in running
+    if (process := process_here(lease)) is not None:
+        return process.alive()
+    progress = progress_of(lease)
+    return progress is not None and time.time() - progress.t < TIMES.lease_s
 
 
 def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:

@@ -22,9 +22,9 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, OpenLease, read_blocks, write_blocks
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
+from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -469,15 +469,11 @@ class Run:
         leases, gone = self.ledger.leases(), self.ledger.gone()
         jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
         live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
-        here = os.uname().nodename
         for name, lease in leases.items():
             if name in gone:
                 continue
-            if lease["job_id"]:
-                dead = lease["job_id"] not in live
-            else:
-                dead = lease["host"] == here and not Identity(lease["pid"], lease["pid_start"]).alive()
-            if dead:
+            process = process_here(lease)
+            if lease["job_id"] not in live if lease["job_id"] else process is not None and not process.alive():
                 self.ledger.mark_gone(name)
 
     def _repeat(self, only: Sequence[str]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger.leader_lease import LeaderLease
 from megaflow_hpc.ledger.rules import Survey
 from megaflow_hpc.rundir.live import Asked
@@ -57,4 +60,14 @@ def progress_of(lease: dict[str, object]) -> Progress | None:
         said = {**Progress._field_defaults, **lease}  # of a version that did not say all of it
         return msgspec.convert([said[name] for name in Progress._fields], Progress)
     except (KeyError, msgspec.ValidationError):
+        return None
+
+
+def process_here(lease: Mapping[str, Any]) -> Identity | None:
+    """Returns the process of a pod outside of Slurm, dead or alive; ``None`` of a job's, and of another host's."""
+    if lease.get("job_id") or lease.get("host") != os.uname().nodename:
+        return None
+    try:
+        return Identity(int(lease["pid"]), int(lease["pid_start"]))
+    except (KeyError, TypeError, ValueError):
         return None

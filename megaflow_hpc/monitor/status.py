@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
-from megaflow_hpc.ledger.report import FEW, Progress, progress_of, reported
+from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
 from megaflow_hpc.monitor.causes import causes
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.monitor.running import RunningRollouts
@@ -93,6 +94,8 @@ class Monitor:
         self._events = EventReader(run.events)
         self._rollouts: dict[str, RolloutEvent] = {}
         self._pods: dict[str, PodView] = {}
+        self._processes: dict[str, Identity] = {}
+        """Of pods that run on this host outside of Slurm, or did."""
         self._recent: list[float] = []
         """When rollouts were stored, of the last minutes."""
         self._coordinator = LeaderLease(run, COORDINATOR)
@@ -129,6 +132,8 @@ class Monitor:
             yield from reported(self._coordinator).progress.items()
             return
         for name, lease in self._ledger.leases().items():
+            if (process := process_here(lease)) is not None:
+                self._processes[name] = process
             if (progress := progress_of(lease)) is not None:
                 yield name, progress
 
@@ -273,10 +278,16 @@ class Monitor:
             "eta_s": round(left / rate) if goes_on and left else (0 if not left else None),
         }
 
+    def _gone(self, pod: PodView, live_jobs: set[str] | None, asked_at: float) -> bool:
+        """Whether Slurm has it no more, or this host's process table."""
+        if (process := self._processes.get(pod.name)) is not None:
+            return not process.alive()
+        wrote = pod.grown_at > max(self._began, asked_at)
+        return live_jobs is not None and bool(pod.job_id) and pod.job_id not in live_jobs and not wrote
+
     def _pod(self, pod: PodView, live_jobs: set[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)
-        wrote = pod.grown_at > max(self._began, asked_at)
-        if pod.active and live_jobs is not None and pod.job_id and pod.job_id not in live_jobs and not wrote:
+        if pod.active and self._gone(pod, live_jobs, asked_at):
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"

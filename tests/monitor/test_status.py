@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.monitor.status import Monitor
@@ -38,6 +40,21 @@ def test_the_rate_is_that_of_all_pods_at_the_first_look_too(run: RunDir) -> None
     ended(run, "7_11", 21, 3000)  # long ago, and read last
     status = Monitor(run).status()
     assert status["rate_per_s"] == pytest.approx(240 / 200, rel=0.02)
+
+
+def test_a_pod_here_that_was_killed_is_gone_at_once(run: RunDir) -> None:
+    ours = Identity.of(os.getpid())
+    assert ours is not None
+    for pod, start in (("local-1", ours.start), ("local-2", ours.start - 1)):
+        identity = PodIdentity(pod, "0", host=os.uname().nodename, pid=ours.pid, pid_start=start)
+        Ledger(run, identity).register()
+        with open(run.event_file(pod, "0"), "a") as file:
+            file.write(json.dumps({"t": time.time(), "event": "pod", "state": "started"}) + "\n")
+    status = Monitor(run).status()
+    assert {pod["pod"]: pod["state"] for pod in status["pods"]} == {"local-1.0": "started", "local-2.0": "gone"}
+    (run.ledger / "leases" / "local-1.0").unlink()
+    (run.events / "local-1.0.jsonl").unlink()
+    assert Monitor(run).status()["state"] == "stopped"
 
 
 def test_a_pod_without_work_is_said_while_another_has_more_than_it_can_run(run: RunDir) -> None:

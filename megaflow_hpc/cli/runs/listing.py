@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import add_verb
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import runs
+
+STATES = ("planned", "queued", "running", "stopped", "cancelled", "finished", "broken", "unknown")
 
 DESCRIPTION = f"""\
 Lists the runs here, or under each DIR, newest first: state, rollouts that are
@@ -33,9 +35,11 @@ def register(subparsers: Any) -> None:
         description=DESCRIPTION,
     )
     parser.add_argument("directories", metavar="DIR", nargs="*", default=["."], help="where to look; default: here")
-    parser.add_argument("-n", "--newest", metavar="N", type=int, help="only the N newest")
-    parser.add_argument("--state", metavar="STATE", help="only those in this state")
-    parser.add_argument("--depth", metavar="N", type=int, default=runs.DEPTH, help=f"how deep to look ({runs.DEPTH})")
+    parser.add_argument("-n", "--newest", metavar="N", type=whole(1), help="only the N newest")
+    parser.add_argument("--state", metavar="STATE", choices=STATES, help="only those in this state")
+    parser.add_argument(
+        "--depth", metavar="N", type=whole(), default=runs.DEPTH, help=f"how deep to look ({runs.DEPTH})"
+    )
     parser.add_argument("--bytes", action="store_true", help="measure every run, however long it takes")
 
 
@@ -48,8 +52,6 @@ def _list(arguments: argparse.Namespace) -> int:
         found = runs.find(directory, arguments.depth)
         paths |= dict.fromkeys(found.runs)
         cut, unreadable = cut + found.cut, unreadable + len(found.unreadable)
-    if arguments.newest is not None and arguments.newest < 1:
-        raise ConfigError(f"--newest {arguments.newest}: must be at least 1")
     glances = sorted(overview.glances(paths), key=lambda glance: -glance.planned_at)
     shown = [glance for glance in glances if arguments.state in (None, glance.state)][: arguments.newest]
     overview.measure(shown, None if arguments.bytes else overview.SIZED_ENTRIES)

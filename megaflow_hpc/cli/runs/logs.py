@@ -11,6 +11,7 @@ from typing import Any
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.runs.artifacts import VERIFIER_LOG
 from megaflow_hpc.cli.runs.show import find
+from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import logs
@@ -45,15 +46,13 @@ def register(subparsers: Any) -> None:
     add_run(parser)
     parser.add_argument("name", metavar="NAME", nargs="?", help="a log, job, pod, server, or a rollout's id")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written from now on")
-    parser.add_argument("--tail", metavar="N", type=int, default=LINES, help=f"print the last N lines ({LINES})")
+    parser.add_argument("--tail", metavar="N", type=whole(), default=LINES, help=f"print the last N lines ({LINES})")
     parser.add_argument("--all", action="store_true", help="print all lines")
 
 
 def _logs(arguments: argparse.Namespace) -> int:
     run = RunDir(arguments.run_dir)
     planned = read_run(run)
-    if arguments.tail < 0:
-        raise ConfigError(f"--tail {arguments.tail}: must be at least 0")
     if arguments.name is None:
         if arguments.follow:
             raise ConfigError("--follow: name the log to follow")
