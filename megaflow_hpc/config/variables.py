@@ -55,7 +55,8 @@ _SITE = (
     ),
     Variable(
         "SITE_CHECK",
-        "0: plan without trying whether a container starts here, on login nodes that can do less than compute nodes",
+        "0: plan without trying whether a container starts here and looking for engines and models, on login nodes "
+        "that have less than compute nodes",
         "1",
         "planning",
     ),

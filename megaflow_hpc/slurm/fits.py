@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.slurm import resources, site
+from megaflow_hpc.slurm import limits, resources, site
 from megaflow_hpc.slurm.site import Partition
 
 
@@ -80,6 +80,10 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     if wanted is not None and wanted > longest and not _may_exceed(options):
         limit = max(partitions, key=lambda p: seconds(p.time) or math.inf).time
         found.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
+    if wanted is not None and (most_time := limits.longest_walltime(options)) is not None:
+        text, of = most_time
+        if wanted > (seconds(text) or math.inf):
+            found.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
     nodes, memory = job["node"], job.get("mem", 0) // max(1, job["node"])
     cpus = -(-job["cpu"] // max(1, nodes))
     if nodes > (most := max(p.nodes for p in partitions)):

@@ -81,6 +81,16 @@ def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
         return ()
 
 
+def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the longest walltime of a job with these sbatch options, in Slurm's form, and who sets it; ``None`` where
+    nobody does or Slurm cannot tell."""
+    try:
+        rows = _rows(getpass.getuser(), options)
+    except SiteError:
+        return None
+    return next(((row["maxwall"], of) for of, row in rows if row.get("maxwall")), None)
+
+
 def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
     several = "," in str(options.get("partition") or "")  # what one of them forbids another may allow
     return tuple(resources.caps(rows[-2:] if several else rows))
@@ -112,7 +122,7 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
 
 def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The user's association: its default QOS, and the limits on it by sacctmgr's names."""
-    fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres")
+    fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
     output = site.ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
     rows = [dict(zip((*fields, "qos"), line.split("|"), strict=True)) for line in output.splitlines()]
@@ -132,7 +142,7 @@ _JOBS = ("maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
 
 def _qos(name: str) -> dict[str, str]:
     """A QOS' limits by sacctmgr's names; none where there is no such QOS."""
-    fields = (*_QOS_JOBS, *resources.LIMITS)
+    fields = (*_QOS_JOBS, *resources.LIMITS, "maxwall")
     output = site.ask("sacctmgr", "-nP", "show", "qos", name, f"format={','.join(fields)}")
     return dict(zip(fields, output.splitlines()[0].split("|"), strict=True)) if output.strip() else {}
 

@@ -72,7 +72,9 @@ def has_slurm() -> bool:
 def partitions(cluster: str = "") -> dict[str, Partition]:
     """Returns the partitions that this user sees, by name, of this or the named cluster."""
     found: dict[str, Partition] = {}
-    for line in ask("sinfo", *(("-M", cluster) if cluster else ()), "-h", "-o", "%R|%P|%a|%D|%c|%m|%G|%l").splitlines():
+    # Exact: else nodes of different sizes are one line, with the least of each.
+    words = (*(("-M", cluster) if cluster else ()), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
+    for line in ask("sinfo", *words).splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
         before = found.get(name)
         count = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)??:(\d+)", gres))

@@ -23,8 +23,13 @@ def test_the_model_that_training_starts_from_is_found_beside_the_campaign_file(
     tmp_path: Path, make_campaign: Make
 ) -> None:
     (tmp_path / "answers.yaml").write_text("answers: []\n")
-    (tmp_path / "models" / "base").mkdir(parents=True)
+    base = tmp_path / "models" / "base"
+    base.mkdir(parents=True)
     campaign = make_campaign(1, TRAINED.replace("BASE", "models/base"), agent="nop")
+    with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: training.policies.default.base: .*: no config.json"):
+        Campaign.from_yaml(campaign).plan(launcher="local")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (base / name).write_text("{}")
     run = Campaign.from_yaml(campaign).plan(launcher="local")
     training = read_run(RunDir(run.dir.path)).config.training
     assert training

@@ -8,12 +8,15 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.cli.progress import PlanProgress
+from megaflow_hpc.environments.images.making import Making
 from megaflow_hpc.slurm import site
 
 Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -109,6 +112,7 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
         f"{right}slurm:\n  pods:\n    time: 2-0\n    mem_gb: 400\n    nodes: 9\n    ranks_per_node: 40\n"
         "  gather:\n    partition: gpu\n    time: 180\n"
     )
+    write_program(slurm / "sacctmgr", "exit 1")
     before = files(campaign)
     for words in (["check"], ["plan"], ["submit"]):
         done = megaflow(*words, campaign)
@@ -122,10 +126,19 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
             "13: slurm.gather.time: 180 is longer than partition gpu allows (2:00:00); ask for less",
         ):
             assert f"{campaign}:{line}" in done.stderr, done.stderr
+    write_program(slurm / "scontrol", f"printf %s {shlex.quote(CONFIGURATION.replace('= none', '= limits'))}")
+    assoc = "case $* in *assoc*) echo 'lab|ml|me||||||||2:00:00|normal';; *) echo '||||||||||0:50:00';; esac"
+    write_program(slurm / "sacctmgr", assoc)
+    site.configuration.cache_clear()
+    campaign.write_text(f"{right}slurm: {{pods: {{time: 60}}, gather: {{time: 30}}}}\n")
+    assert megaflow("check", campaign).stderr == (
+        f"{campaign}:5: slurm.pods.time: 60 is longer than QOS normal allows (MaxWall 0:50:00); ask for less\n"
+    )
+    write_program(slurm / "sacctmgr", "exit 1")
     campaign.write_text(right)
     done = megaflow("submit", campaign)
     assert (done.returncode, done.stdout) == (3, "")
-    assert "sbatch refused the pods job: sbatch: error: Invalid account" in done.stderr
+    assert "sbatch refused the pods job (slurm.pods of the campaign): sbatch: error: Invalid account" in done.stderr
     assert files(campaign) == before
 
 
@@ -190,7 +203,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     assert "hf download some/model" in path
     assert engine == (
         f"model: {sys.executable} has no vllm; name a virtual environment that has vllm: model.python or "
-        "MEGAFLOW_ENGINE_VENV"
+        "MEGAFLOW_ENGINE_VENV; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes have it"
     )
     assert said(f"path: some/model, python: {campaign.parent}/venv")[1].startswith(
         f"model: the engine's interpreter {campaign.parent}/venv does not exist or cannot be run"
@@ -325,7 +338,7 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     campaign: Path, slurm: Path, megaflow: Megaflow, tmp_path: Path
 ) -> None:
     write_program(
-        slurm / "sacctmgr", "case $* in *assoc*) echo 'lab|ml|me||||2|4|||normal';; *) echo '|||||||||';; esac"
+        slurm / "sacctmgr", "case $* in *assoc*) echo 'lab|ml|me||||2|4||||normal';; *) echo '||||||||||';; esac"
     )
     write_program(
         slurm / "scontrol",
@@ -376,3 +389,21 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     assert (found["slots"], found["time_s"], found["jobs"][0]["role"]) == (4, 100, "local")
     assert "--like" in megaflow("submit", campaign, "--dry-run", "--like", tmp_path / "none").stderr
     assert files(campaign) == before
+
+
+def test_planning_says_what_it_is_at_when_that_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlanProgress, "EVERY_S", 0.05)
+    with PlanProgress() as watch:
+        watch.step("reading tasks")
+        said = ""
+        while said.count("reading tasks: 0:0") < 2:  # says so again and again, until the test's own time is up
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        watch.show(Making(1, 1, 0, 1, 1, 0, 0))
+        watch.step("listing rollouts")
+        while "listing rollouts: 0:0" not in said:  # the end of images is not the end of planning
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert "images: 1/1 made" in said

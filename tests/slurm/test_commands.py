@@ -28,7 +28,7 @@ MaxArraySize            = 501
 
 Slurmctld(primary) at head is UP
 """
-QOS_FIELDS = "maxjobspu,maxsubmitpu,maxjobspa,maxsubmitpa,grpjobs,grpsubmit,maxtres,maxtrespu,maxtrespa,grptres"
+QOS_FIELDS = "maxjobspu,maxsubmitpu,maxjobspa,maxsubmitpa,grpjobs,grpsubmit,maxtres,maxtrespu,maxtrespa,grptres,maxwall"
 Print = Callable[..., Path]
 
 
@@ -196,7 +196,7 @@ def test_engines_ask_for_their_part_of_a_nodes_cpus_unless_the_site_gives_them_s
 
 
 def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: Print, tmp_path: Path) -> None:
-    site_with_limits(prints, assoc="lab|proj|ada||10|50||||cpu=64|normal\n", qos="|||||||||\n")
+    site_with_limits(prints, assoc="lab|proj|ada||10|50||||cpu=64||normal\n", qos="||||||||||\n")
     for name in ("sbatch", "srun"):
         prints(name)
     group, run = ServerGroup(0, 1, 2), RunDir(tmp_path)
@@ -216,7 +216,7 @@ def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: 
 
 
 def test_servers_ask_for_no_cpus_that_a_limit_would_refuse(prints: Print, tmp_path: Path) -> None:
-    site_with_limits(prints, assoc="lab|proj|ada||10|50|||cpu=8||normal\n", qos="|||||||||\n")
+    site_with_limits(prints, assoc="lab|proj|ada||10|50|||cpu=8|||normal\n", qos="||||||||||\n")
     for name in ("sbatch", "srun"):
         prints(name)
     wanted = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"servers": {"partition": "gpu"}}})
@@ -282,11 +282,11 @@ def site_with_limits(prints: Print, assoc: str, qos: str, queued: str = "") -> N
 
 
 def test_the_narrowest_limit_on_submission_leaves_the_room(prints: Print) -> None:
-    qos = "|20||||||gres/gpu=4||\n"
+    qos = "|20||||||gres/gpu=4|||\n"
     assert len(QOS_FIELDS.split(",")) == len(qos.split("|"))
     site_with_limits(
         prints,
-        assoc="other|proj|ada||1|1||||cpu=1|normal\nlab|proj|ada||10|50|||cpu=32|cpu=64|normal\n",
+        assoc="other|proj|ada||1|1||||cpu=1||normal\nlab|proj|ada||10|50|||cpu=32|cpu=64||normal\n",
         qos=qos,
         queued="QOS normal|account proj\n" * 15,
     )

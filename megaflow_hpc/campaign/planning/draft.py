@@ -110,12 +110,12 @@ def read(
     for name, policy in config.policies().items():
         with draft.noting():
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
-    draft.mistakes += check_models(draft.policies, config.slurm.setup, where, bool(config.models))
+    if config.training:
+        _read_training(draft, config, base, where)
+    draft.mistakes += check_models(draft.policies, draft.config, where)
     if config.is_pool:
         draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
         return draft
-    if config.training:
-        _read_training(draft, config, base, where)
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
     for check in (check_supported, check_together):

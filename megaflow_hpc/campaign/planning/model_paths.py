@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.config import ModelConfig, Policy
+from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.private import open_to_others
@@ -16,6 +16,9 @@ from megaflow_hpc.rundir.engine_pool import EnginePool
 
 Where = Callable[[str], str]
 """Dotted key → ``file:line`` for messages."""
+
+
+ELSEWHERE = "; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes have it"
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
@@ -52,26 +55,30 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
     return policy.model_copy(update={"model": resolved})
 
 
-def check_models(policies: Mapping[str, Policy], setup: Sequence[str], where: Where, named: bool) -> list[str]:
-    """Returns what will keep engines from loading their models on a node, each with its place in the campaign file.
+def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
+    """Returns what will keep engines and trainers from loading their models on a node, each with its place.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that have less than the nodes the jobs run on.
+    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that have less than the nodes the jobs run on. An engine that is
+    not here may be brought along by the campaign's lines of shell.
 
     Args:
-        setup: the campaign's lines of shell, which may bring an engine along that is not here.
-        named: whether models stand under their policies' names in ``models``.
+        policies: with absolute paths, as those of ``config.training``.
     """
-    found: dict[str, str] = {}
     if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
         return []
+    found: dict[str, str] = {}
     for name, policy in policies.items():
-        section = f"models.{name}" if named else "model"
+        section = f"models.{name}" if config.models else "model"
         for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
             fields = kind.model_dump()
             if why := why_not_loaded(fields):
-                found.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}")
-            if not setup and (why := why_no_engine(fields)):
-                found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}")
+                found.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
+            if not config.slurm.setup and (why := why_no_engine(fields)):
+                found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
+    for name, trained in config.training.policies.items() if config.training else ():
+        if why := why_not_loaded({"engine": "transformers", "path": trained.base}):
+            key = f"training.policies.{name}.base"
+            found.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
     return list(found.values())
 
 
