@@ -77,11 +77,11 @@ class Campaign:
         Args:
             watch: is told what is done, which images are made, and how far that is.
         """
-        slurm = resolve_launcher(launcher) == "slurm"
+        slurm, run = resolve_launcher(launcher) == "slurm", self._run_dir(run_dir)
+        plan_module.check_new(run)
         check = self._check_site if slurm else None
         made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
         mpi = site.mpi_plugin() if slurm else "pmi2"
-        run = self._run_dir(run_dir)
         self._made = plan_module.write(made, run, mpi, watch, self._profile)
         return Run(run)
 

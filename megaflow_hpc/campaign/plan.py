@@ -162,6 +162,12 @@ def write(
     return missing
 
 
+def check_new(run: RunDir) -> None:
+    """Raises :class:`ConfigError` for a run directory that was planned before."""
+    if run.run_json.exists():
+        raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
+
+
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
     """Removes a run directory of which nothing was started, and those of ``made`` above it that are empty."""
     remove_tree(run.path, ignore_errors=True)

@@ -18,6 +18,8 @@ from megaflow_hpc import config
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.environments.images.making import Making
 from megaflow_hpc.slurm import site
+from megaflow_hpc.trajectories import gather
+from tests.support.samples import commit, run_dir, trajectory
 
 Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -387,6 +389,14 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     )
     found = json.loads(done.stdout)["estimate"]
     assert (found["slots"], found["time_s"], found["jobs"][0]["role"]) == (4, 100, "local")
+    earlier = run_dir(tmp_path / "earlier")
+    commit(earlier, "pod", *((number, 0, trajectory(number)) for number in range(4)))  # of 0.25 s each
+    gather(earlier)
+    before = files(campaign)
+    found = json.loads(megaflow("submit", campaign, "--dry-run", "--like", earlier.path, "--json").stdout)["estimate"]
+    assert (found["rollout_s"], found["basis"]) == (0.25, f"as rollouts took in {earlier.path}")
+    size = sum(path.stat().st_size for path in earlier.path.rglob("*") if path.suffix in (".h5", ".journal"))
+    assert found["storage"][0]["bytes"] == pytest.approx(size / 4 * 40)
     assert "--like" in megaflow("submit", campaign, "--dry-run", "--like", tmp_path / "none").stderr
     assert files(campaign) == before
 

@@ -201,9 +201,10 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             with draft.noting():
                 check_fresh(task)
     watch.step(f"looking at the images of {len(draft.tasks)} tasks")
-    draft.requests = image_requests(draft.tasks)
-    if draft.images and draft.mapping:
-        draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
+    with draft.noting():
+        draft.requests = image_requests(draft.tasks)
+        if draft.images and draft.mapping:
+            draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
 
 
 def try_sandboxes(draft: Draft, watch: Watch) -> None:

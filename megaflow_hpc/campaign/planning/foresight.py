@@ -54,7 +54,7 @@ def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]
         lines.append(
             f"{where(f'{key}.time')}: rollouts of {len(long)} of {len(_own(draft))} tasks may take up to "
             f"{worst:.0f} s (time-outs of agent and tests), and a pod runs them for {max(0, left_s):.0f} s, its "
-            f"walltime less {WARN_S} s: those that are cut off begin again and may never end; raise {key}.time, or "
+            f"walltime less {WARN_S} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
             "lower agent.timeout_s"
         )
     return lines

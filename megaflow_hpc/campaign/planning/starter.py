@@ -113,7 +113,7 @@ class Starter:
 
     def _slurm(self) -> list[str]:
         if not self.slurm:
-            return ["# No Slurm was found here: megaflow-hpc run takes this machine."]
+            return ["# No Slurm answered here: megaflow-hpc run takes this machine."]
         account = [f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}"] if self.accounts else []
         cpu = [p for p in self.partitions if not p.gpus] or self.partitions
         gpu = [p for p in self.partitions if p.gpus]

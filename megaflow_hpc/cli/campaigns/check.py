@@ -9,6 +9,8 @@ from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import ConfigError, SiteError
 
+MOST_LINES = 100
+
 
 def register(subparsers: Subparsers) -> None:
     """Adds ``check``."""
@@ -43,8 +45,11 @@ def _check(arguments: argparse.Namespace) -> int:
             }
         )
     else:
-        for line in [*found.file, *found.site]:
+        wrong = [*found.file, *found.site]
+        for line in wrong[:MOST_LINES]:
             note(line)
+        if len(wrong) > MOST_LINES:
+            note(f"… and {len(wrong) - MOST_LINES} more; --json prints them all")
         for line in found.warnings:
             note(f"warning: {line}")
         if not found.file and not found.site:

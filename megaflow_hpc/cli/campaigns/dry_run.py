@@ -56,10 +56,11 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
 
 def _lines(found: Estimate) -> list[str]:
     """The estimate as a person reads it."""
+    wait = "" if found.jobs and found.jobs[0].role == "local" else " and the wait in the queue"
     said = [
-        f"{found.rollouts} rollouts of {found.tasks} tasks, {found.slots} at once on {found.nodes} "
-        f"node{'s' * (found.nodes != 1)}",
-        f"time: {seconds(found.time_s)} and the wait in the queue; {seconds(found.ideal_s)} at least ({found.basis})",
+        f"{_count(found.rollouts, 'rollout')} of {_count(found.tasks, 'task')}, {found.slots} at once on "
+        f"{_count(found.nodes, 'node')}",
+        f"time: {seconds(found.time_s)}{wait}; {seconds(found.ideal_s)} at least ({found.basis})",
     ]
     for name, hours in (("core-hours", found.core_hours), ("GPU-hours", found.gpu_hours)):
         if hours.expected or hours.by_walltime:
@@ -70,9 +71,10 @@ def _lines(found: Estimate) -> list[str]:
     for job in found.jobs:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)
         throttled = f", {job.at_once} at once" if job.at_once < job.elements else ""
-        gpus = f", {job.gpus} GPUs" if job.gpus else ""
+        gpus = f", {_count(job.gpus, 'GPU')}" if job.gpus else ""
         held = ", started on demand" if job.held else ""
-        said.append(f"{job.role}: {job.elements}{throttled} of {job.nodes} nodes, {job.cores} cores{gpus}, {end}{held}")
+        each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{held}"
+        said.append(f"{job.role}: {job.elements}{throttled}, each {each}")
     if found.images.get("images"):
         said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} to be made")
     for place in found.storage:
@@ -83,3 +85,7 @@ def _lines(found: Estimate) -> list[str]:
             f"{place.what}: {lacks}{wants}{place.free_bytes / 1e9:,.0f} GB{files} free ({place.by}) at {place.path}"
         )
     return [*said, *found.site]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

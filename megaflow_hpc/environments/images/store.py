@@ -41,6 +41,9 @@ ROOMY_BYTES, ROOMY_INODES = 20e9, 50_000
 """Free at a place for a store to be begun there."""
 LEAST_BYTES, LEAST_INODES = 1e9, 1000
 """Below this no image is made: it would fail half-way, or leave nothing for other files."""
+LOOK_S = 60.0
+"""How long a store that had room is not looked at again: quotas cost a program each."""
+_roomy_until: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def check_room(store: Path) -> None:
     Raises:
         SiteError: names what is left, by what, and what to do.
     """
+    if time.monotonic() < _roomy_until.get(store, 0.0):
+        return
     found = room(store)
     if found.free_bytes < LEAST_BYTES or found.free_inodes < LEAST_INODES:
         left = f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files "
@@ -104,6 +109,7 @@ def check_room(store: Path) -> None:
             f"{LEAST_INODES} files; name a larger place that nodes see: {VARIABLE}=DIRECTORY, or "
             "environment.image_store in the campaign or its site profile; megaflow-hpc images prune makes room"
         )
+    _roomy_until[store] = time.monotonic() + LOOK_S
 
 
 def digest_of(path: str | os.PathLike[str]) -> str:
