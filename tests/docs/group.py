@@ -22,6 +22,9 @@ agent: mini-swe-agent
 samples: 4
 model: {engine: scripted, script: answers.yaml}
 environment: {network: gateway, images: {base: images/base.sif}}
+slurm:
+  pods: {partition: cpu, count: 1, mem_gb: 3, time: 30}
+  servers: {partition: gpu, time: 30}
 """
 
 

@@ -7,7 +7,9 @@ import pytest
 from tests.docs.blocks import ROOT, blocks, pages
 from tests.docs.session import Session, matches, sessions
 
-RUN = [page for page in pages() if any(block.fate == "run" for block in blocks(page))]
+FATES = {page: {block.fate for block in blocks(page)} for page in pages()}
+RUN = [page for page, fates in FATES.items() if "run" in fates and "lab" not in fates]
+"""Pages without commands for Slurm; tests/lab/test_docs.py runs the others."""
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in RUN])
