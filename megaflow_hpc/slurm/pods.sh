@@ -24,6 +24,7 @@ export MEGAFLOW_END
 # USR2: the walltime is near, or scale lets this pod go. TERM: preempted or cancelled, and Slurm itself decides about a
 # requeue. A job that runs this script among other things is its user's, who decides as well.
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) ours=yes ;; *) ours=no ;; esac
+# shellcheck disable=SC2329 # traps call it
 drain() { echo "$1" >"$MEGAFLOW_POD_DIR/.drain" && mv "$MEGAFLOW_POD_DIR/.drain" "$MEGAFLOW_POD_DIR/drain"; }
 trap 'near=yes; if [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ]; then drain leaving; else drain walltime; fi' USR2
 trap 'ours=no; if [ -e "$RUN/ledger/cancelled" ]; then drain cancelled; else drain now; fi' TERM
