@@ -67,21 +67,20 @@ def test_a_failing_agent_is_verified_and_a_hanging_test_costs_one_rollout(
 
 @pytest.mark.slow
 def test_failed_rollouts_run_again_on_request_and_replace_the_failure(tmp_path: Path, make_campaign: Make) -> None:
-    campaign = make_campaign(2, agent="oracle")
-    script = tmp_path / "tasks" / "task0" / "tests" / "test.sh"
-    good = script.read_text()
-    script.write_text("#!/bin/bash\nexit 0\n")  # no reward is a verifier's failure
-    result, done = run_local(campaign)
+    lacks = tmp_path / "lacks"
+    agent = f'[oracle, {{name: "tests.support.odd_agent:Odd", args: {{what: read, place: {lacks}}}}}]'
+    result, done = run_local(make_campaign(1, agent=agent))
     assert done.returncode == 1
-    assert result["failures"] == {"verifier": 1}
+    assert result["failures"] == {"user": 1}
     [cause] = result["first_failures"]
-    assert (cause["kind"], cause["count"], cause["id"]) == ("verifier", 1, "task0/oracle/0")
-    assert cause["error"].startswith("no reward")
+    assert (cause["kind"], cause["count"]) == ("user", 1)
+    assert "FileNotFoundError" in cause["error"]
     assert cause["log"] == f"{result['run']}/logs/pod-local.log"
-    script.write_text(good)
+    assert rows(result["run"])[cause["id"]][0] == "failed"
+    lacks.touch()
     again = cli("resume", result["run"], "--launcher", "local", "--failed", "--json")
     assert again.returncode == 0, again.stderr
-    assert rows(result["run"]) == {f"task{n}/oracle/0": ("completed", 1) for n in range(2)}
+    assert rows(result["run"]) == {"task0/oracle/0": ("completed", 1), cause["id"]: ("completed", 0)}
 
 
 @pytest.mark.slow

@@ -84,9 +84,17 @@ def test_cancel_keeps_what_is_done(make_campaign: Make) -> None:
     campaign = make_campaign(12, pods(count=1), agent="oracle", solution="sleep 6; echo 42 > answer")
     run = Campaign.from_yaml(campaign).submit()
     until(lambda: stored(run) >= 1, "first rollout")
-    assert cli("cancel", run.path).returncode == 0
+
+    def listed() -> str:
+        return str(json.loads(cli("list", run.path, "--json").stdout)[0]["state"])
+
+    assert listed() == "running"
+    found = json.loads(cli("cancel", run.path, "--json").stdout)
+    assert (found["before"], found["cancelled"], found["pods"]) == ("running", run.job_ids(), [])
     until(lambda: not run.live_jobs(0), "all jobs are gone")
     assert run.status()["state"] == "cancelled"
+    assert listed() == "cancelled"
+    assert cli("cancel", run.path).stdout == "nothing was queued or running\n"
     cli("gather", run.path)
     assert 1 <= len(rows(run.path)) < 12
 

@@ -37,6 +37,8 @@ class Odd:
             time.sleep(600)
         if self.what == "raise":
             raise KeyError("no such thing")
+        if self.what == "read":
+            Path(self.place).read_bytes()
         if self.what == "lost":
             await sandbox.upload("/nothing/there", "/x")
         if self.what == "pipe":

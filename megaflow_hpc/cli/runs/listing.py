@@ -14,7 +14,7 @@ from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import add_verb
 from megaflow_hpc.rundir import runs
 
-STATES = ("planned", "queued", "running", "stopped", "cancelled", "finished", "broken", "unknown")
+STATES = ("planned", "queued", "running", "serving", "stopped", "cancelled", "finished", "broken", "unknown")
 
 DESCRIPTION = f"""\
 Lists the runs here, or under each DIR, newest first: state, rollouts that are
