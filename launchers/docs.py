@@ -2,9 +2,9 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md and variables.md of docs/reference, or with ``--check`` says which are
-stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by
-default, and fails at a broken link.
+``pages`` writes campaign-file.md, commands.md and variables.md of docs/reference and the man page in share/man, or with
+``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into
+DIRECTORY, build/site by default, and fails at a broken link.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def main() -> int:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yields each page that is made from code, and its text."""
+    from launchers import manpage
     from megaflow_hpc.config import reference, variables
 
     yield ROOT / "docs/reference/campaign-file.md", CAMPAIGN + reference.markdown()
     yield ROOT / "docs/reference/commands.md", COMMANDS + "\n".join(commands())
     yield ROOT / "docs/reference/variables.md", VARIABLES + variables.markdown()
+    yield ROOT / "share/man/man1/megaflow-hpc.1", manpage.page()
 
 
 def commands() -> Iterator[str]:

@@ -44,6 +44,7 @@ GROUPS = (
     "runs.weights",
     "janitor",
     "bench",
+    "completion",
     "help",
 )
 """Modules of this room, and of the rooms in it, that add verbs."""
@@ -54,7 +55,7 @@ SECTIONS = {
     "go on, or end it": ("resume", "scale", "weights", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),
-    "the site, and this program": ("doctor", "profile", "bench", "janitor", "completion", "manual", "help"),
+    "the site, and this program": ("doctor", "bench", "janitor", "completion", "help"),
 }
 """What people do, and its verbs, as ``--help`` shows them."""
 

@@ -85,7 +85,7 @@ def verbs(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[st
 
 
 PARSERS = dict(verbs(build_parser()))
-NO_JSON = {"help"}
+NO_JSON = {"completion", "help"}
 """Verbs whose output is a text by itself."""
 
 
