@@ -17,7 +17,7 @@ from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.edits import Edits
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.campaign.local import living_pods
-from megaflow_hpc.campaign.planning.draft import wanted
+from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.atomic import write_atomic
@@ -493,4 +493,5 @@ class Run:
             if rollout.id in again and wanted(rollout, only)
         }
         if rollouts:
-            write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total)
+            whole = whole_groups(self.config)
+            write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total, whole=whole)

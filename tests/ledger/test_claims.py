@@ -58,6 +58,16 @@ def test_the_samples_of_a_group_stay_in_one_block() -> None:
     assert all(len({r.sample_index for r in block}) == 4 for block in split(rollouts(50, samples=4), 4))
 
 
+def test_a_group_is_shared_out_where_there_are_fewer_groups_than_pods() -> None:
+    one = rollouts(1, samples=16)
+    assert [len(block) for block in split(one, 2)] == [16]
+    shared = split(one, 2, whole=False)
+    assert sorted(r.id for block in shared for r in block) == sorted(r.id for r in one)
+    assert len(shared[0]) <= 8  # each pod begins with some
+    assert len(shared) > 2  # and what is left goes to the one that is done first
+    assert split(rollouts(2, samples=4), 2, whole=False) == split(rollouts(2, samples=4), 2)
+
+
 @pytest.mark.parametrize("longest_first", [False, True])
 def test_blocks_become_small_towards_the_end_and_leave_nothing_out(longest_first: bool) -> None:
     dealt = deal([1.0] * 100_000, 4, longest_first)
