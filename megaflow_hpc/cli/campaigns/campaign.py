@@ -197,8 +197,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return dry_run(campaign, arguments)
     with PlanProgress() as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
-    _say(campaign)
     note(f"run directory: {run.path}")
+    _say(campaign)
 
     def start() -> bool:
         campaign.start(run, arguments.launcher, arguments.ranks)
