@@ -61,7 +61,7 @@ def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> Found:
 
 
 def latest(under: str | os.PathLike[str] = ".") -> Path:
-    """Returns the newest run directory, those aside whose planning did not end.
+    """Returns this user's newest run directory, or else anybody's; those aside whose planning did not end.
 
     Raises:
         ConfigError: there is none, or too much to look through: the newest might be elsewhere.
@@ -71,9 +71,10 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
         raise ConfigError(
             f"{LATEST}: too much in {place} to look through; name the run, or as DIR/{LATEST} the directory it is in"
         )
-    for path in found.runs:
-        if path.joinpath("run.json").exists():
-            return path
+    whole = [path for path in found.runs if path.joinpath("run.json").exists()]
+    ours = [path for path in whole if path.stat().st_uid == os.getuid()]
+    for path in ours or whole:
+        return path
     raise ConfigError(f"{LATEST}: no run directory in {place} or {DEPTH} levels below; name one")
 
 

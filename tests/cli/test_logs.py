@@ -129,3 +129,6 @@ def test_a_rollouts_log_and_any_other_are_followed_as_they_grow(
     monkeypatch.setattr(verb.time, "sleep", sleep)
     assert megaflow("logs", run, "7_0", "--follow").stdout == "task/default/5: anew\nit goes on\nno end\n"
     assert len(looks) == 2
+    everything = "task/default/5: anew\nit goes on\nno end\n"
+    assert megaflow("logs", run, "7_0", "--follow", "--all").stdout == everything
+    assert megaflow("logs", run, "7_0", "--all").stdout == everything

@@ -10,7 +10,7 @@ from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.runs.artifacts import VERIFIER_LOG
-from megaflow_hpc.cli.runs.show import find
+from megaflow_hpc.cli.runs.show import find, task_and_policy
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -59,8 +59,8 @@ def _logs(arguments: argparse.Namespace) -> int:
         return _list(run, arguments.json)
     if "/" not in arguments.name:
         return _one(run, arguments)
-    task, _, rest = arguments.name.partition("/")
-    return _rollout(run, arguments, task in planned.tasks and rest.partition("/")[0] in planned.policies)
+    task, policy = task_and_policy(arguments.name)
+    return _rollout(run, arguments, task in planned.tasks and policy in planned.policies)
 
 
 def _list(run: RunDir, as_json: bool) -> int:
@@ -91,16 +91,17 @@ def _one(run: RunDir, arguments: argparse.Namespace) -> int:
         return 0
     if not log.bytes:
         note(f"{log.path}: nothing is written there yet")
+    growing = logs.GrowingLog(log.path, 0 if arguments.all else end.offset)
     if arguments.all:
-        _print(logs.whole(log.path), arguments.json)
+        while lines := growing.read():
+            _print(lines, arguments.json)
     else:
         if end.before:
             note(f"{end.before} bytes before this are left out (--tail N, --all): {log.path}")
         _print(end.lines, arguments.json)
     if arguments.follow:
-        growing = logs.GrowingLog(log.path, log.path.stat().st_size if arguments.all else end.offset)
         _follow(run, growing.read, arguments.json)
-        _print(growing.rest(), arguments.json)
+    _print(growing.rest(), arguments.json)
     return 0
 
 

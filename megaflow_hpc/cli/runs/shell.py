@@ -10,12 +10,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import note, print_json, say
-from megaflow_hpc.cli.runs.show import find
+from megaflow_hpc.cli.runs.show import find, task_and_policy
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run
-from megaflow_hpc.types import Task, without_round
+from megaflow_hpc.types import Task
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
@@ -68,16 +68,11 @@ def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
         if wanted.isdigit() or wanted in store:
             row = find(store, wanted)
             return row.id, next((artifact.data for artifact in row.artifacts if artifact.name == PATCH), b"")
-    task, policy = _parts(wanted)
+    task, policy = task_and_policy(wanted)
     if task not in record.tasks or policy not in record.policies:
         example = f"{next(iter(record.tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
         raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, as {example}")
     return wanted, b""
-
-
-def _parts(rollout: str) -> tuple[str, str]:
-    name, policy, _ = f"//{rollout}".rsplit("/", 2)
-    return without_round(name.lstrip("/"))[0], policy
 
 
 async def _until_signalled(work: Any) -> int:
@@ -108,7 +103,7 @@ async def _look_in(arguments: argparse.Namespace, record: RunRecord, rollout: st
     from megaflow_hpc.environments import ApptainerProvider
     from megaflow_hpc.pod.rollout.sandboxes import recreated
 
-    task_id, policy_name = _parts(rollout)
+    task_id, policy_name = task_and_policy(rollout)
     task = Task.from_dict(record.tasks[task_id])
     policy = resolved(Policy, msgspec.to_builtins(record.policies[policy_name]))
     if not arguments.json:

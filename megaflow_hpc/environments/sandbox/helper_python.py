@@ -97,7 +97,7 @@ def kit(scratch: str | os.PathLike[str]) -> Path:
             if not home.is_dir():
                 raise
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{scratch}: the helper of network 'gateway' cannot be made there ({error})") from error
+        raise SandboxError(f"{scratch}: the Python of helpers in sandboxes cannot be made there ({error})") from error
     return home
 
 
