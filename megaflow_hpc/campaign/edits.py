@@ -1,9 +1,12 @@
-"""What was edited since a run was planned: the copy of its campaign file, to no effect, and files of its tasks."""
+"""What became of a run's files since it was planned: edits that have no effect, changed tasks, and what was purged."""
 
 from __future__ import annotations
 
 import hashlib
 
+from megaflow_hpc.campaign.overview import stored
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task
@@ -47,3 +50,42 @@ class Edits:
             "partition change with resume --time, --mem and --partition, limits with resume --limit; for the rest plan "
             "a new run"
         ]
+
+
+def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
+    """Makes those of a run's directories anew that a purge of scratch found empty.
+
+    Raises:
+        ConfigError: More was purged than can be made anew.
+    """
+    if not run.ledger.is_dir():
+        raise _purged(run, "ledger/, which tells what is done, is gone")
+    run.create(planned.config.share)
+    ledger.create()
+    total = planned.total + sum(ledger.rollouts_added(added) for added in ledger.added())
+    left = len({rollout.id for block in read_blocks(run) for rollout in block.rollouts})
+    if left < total:
+        raise _purged(run, f"{total - left} of {total} rollouts are in no block of tasks/ any more")
+
+
+def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
+    """Returns a sentence if journals are gone whose rollouts are not in a trajectories.h5 either."""
+    if run.trajectories.exists():
+        return []
+    files = [*run.journal.glob("*"), *run.shards.glob("*")]
+    there = {".".join(path.name.split(".")[:2]) for path in files}  # <pod>.<start>
+    lost = {name: stored(run, name, lease) for name, lease in ledger.leases().items() if name not in there}
+    lost = {name: count for name, count in lost.items() if count}
+    if not lost:
+        return []
+    return [
+        f"{run.journal}: journals of {len(lost)} pods with {sum(lost.values())} stored rollouts are gone, by a purge "
+        "of scratch perhaps, and there is no trajectories.h5: restore them, or those rollouts are lost"
+    ]
+
+
+def _purged(run: RunDir, what: str) -> ConfigError:
+    return ConfigError(
+        f"{run}: was removed in part, by a purge of scratch perhaps: {what}; restore it, or gather what is left and "
+        "plan a new run"
+    )

@@ -103,7 +103,7 @@ class _Look:
                 self.glance.state, self.glance.done = "finished", self.glance.total
                 return
             leases, gone = ledger.leases(), ledger.gone()
-            self.glance.done = min(sum(_stored(run, *lease) for lease in leases.items()), self.glance.total)
+            self.glance.done = min(sum(stored(run, *lease) for lease in leases.items()), self.glance.total)
             if marks.cancelled:
                 self.glance.state = "cancelled"
                 return
@@ -127,7 +127,7 @@ class _Look:
             self.glance.state = "stopped" if self._started else "planned"
 
 
-def _stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
+def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
     """Rollouts that a start of a pod stored: its last word says it, which its last renewal may not know yet."""
     progress, word = progress_of(lease), last_word(run, pod) if lease.get("ended") else None
     return max(progress.stored if progress else 0, (word and word.stored) or 0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign.autoscaler import Autoscaler
-from megaflow_hpc.campaign.edits import Edits
+from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
@@ -33,7 +33,7 @@ from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, Marks
 from megaflow_hpc.rundir.overrides import Changes, overridden, override
-from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.record import check_version, read_run
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
 
@@ -129,6 +129,8 @@ class Run:
         status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
         status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
         status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
+        if status["state"] in ("finished", "cancelled", "stopped"):
+            status["warnings"] += lost_journals(self.dir, self.ledger)
         if self.record.pools and status["state"] not in ("finished", "cancelled"):
             status["warnings"] += self.monitor.pool_warnings()
         return status
@@ -401,12 +403,16 @@ class Run:
                 ask Slurm for from now on, in the place of the campaign's own.
 
         Raises:
-            ConfigError: a limit of the campaign is passed already, or pods run that have asked for something else.
+            ConfigError: a limit of the campaign is passed already, pods run that have asked for something else, the run
+                is of another minor version, or it was removed in part.
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
         self.dir.check_ours()
+        check_version(self.record, self.dir)
         require_running(self.config.name)
         chosen = resolve_launcher(launcher)
+        if not self.ledger.finished:
+            restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
         if (passed := budget.exceeded(self.ledger.leases())) and not self.ledger.finished:

@@ -179,6 +179,8 @@ class SlurmConfig(Section):
 
     account: str | None = None
     """Account to charge. Default: the user's."""
+    mail: str | None = Field(None, pattern=r"^[^\s,;|<>'\"`$]+$")
+    """Address to which Slurm writes when the campaign has ended (its gather job ends, or fails). Default: nobody."""
     setup: tuple[str, ...] = ()
     """Shell lines run first in every job (module load, proxies)."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -15,6 +15,7 @@ import msgspec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig
@@ -143,6 +144,19 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
         from megaflow_hpc.config import CampaignConfig, resolved
 
         return resolved(CampaignConfig, self.campaign)
+
+
+def check_version(planned: RunRecord, run: RunDir) -> None:
+    """Refuses a run planned by another minor version, which must not write into it.
+
+    Raises:
+        ConfigError: names both versions.
+    """
+    if planned.version.split(".")[:2] != __version__.split(".")[:2]:
+        raise ConfigError(
+            f"{run.run_json}: made by megaflow-hpc {planned.version}, this is {__version__}; install {planned.version} "
+            "to go on with it, or plan again"
+        )
 
 
 def write_run(run: RunDir, record: RunRecord) -> None:

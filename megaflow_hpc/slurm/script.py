@@ -267,6 +267,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "mem": _megabytes(gather.mem_gb),
         "time": _walltime(gather.time),
         "dependency": dependency,
+        **({"mail-user": config.slurm.mail, "mail-type": "END,FAIL"} if config.slurm.mail else {}),
         **config.slurm.extra,
         **gather.extra,
     }

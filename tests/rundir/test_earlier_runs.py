@@ -11,9 +11,9 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.pod.master.assembly import check_version, expected_starts, room_per_rank
+from megaflow_hpc.pod.master.assembly import expected_starts, room_per_rank
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import RunRecord, ServerGroup, read_run, write_run
+from megaflow_hpc.rundir.record import RunRecord, ServerGroup, check_version, read_run, write_run
 from megaflow_hpc.trajectories import open_trajectories
 from tests.support.harbor_tasks import write_solved_task
 

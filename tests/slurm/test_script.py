@@ -109,6 +109,15 @@ def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_
     assert 'gather "$RUN" --wait --end-servers 5' in gather
 
 
+def test_who_waits_for_the_end_gets_one_mail() -> None:
+    parsed = config.parse({**CAMPAIGN, "slurm": {"mail": "ada@site.edu"}})
+    assert "mail-user" not in script.pod_job(parsed, RunDir("/r")).options
+    text = script.script(script.gather_job(parsed, RunDir("/r"), "afterany:7"))
+    assert "#SBATCH --mail-user=ada@site.edu\n#SBATCH --mail-type=END,FAIL\n" in text
+    with pytest.raises(ConfigError, match=r"slurm\.mail"):
+        config.parse({**CAMPAIGN, "slurm": {"mail": "ada; rm"}})
+
+
 def test_gather_has_a_section_of_its_own() -> None:
     slurm = {"pods": {"partition": "cpu", "ranks_per_node": 3, "cpus_per_rank": 2}, "extra": {"qos": "long"}}
 

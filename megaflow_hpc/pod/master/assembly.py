@@ -19,7 +19,6 @@ import msgspec
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
@@ -31,10 +30,9 @@ from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
 from megaflow_hpc.rundir.overrides import overridden
-from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
 from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
-from megaflow_hpc.version import __version__
 
 SWITCH_S = 5e-4
 """For how long rank 0's loop and its I/O thread may keep each other from running, in seconds."""
@@ -58,19 +56,6 @@ def identity() -> PodIdentity:
     start = os.environ.get("MEGAFLOW_START", "0")
     name = pod or f"local-{me.pid}-{secrets.token_hex(4)}"
     return PodIdentity(name, start, job_id, os.uname().nodename, me.pid, me.start)
-
-
-def check_version(planned: RunRecord, run: RunDir) -> None:
-    """Refuses a run planned by another minor version: its pods must not write into it.
-
-    Raises:
-        ConfigError: names both versions.
-    """
-    if planned.version.split(".")[:2] != __version__.split(".")[:2]:
-        raise ConfigError(
-            f"{run.run_json}: made by megaflow-hpc {planned.version}, this pod is {__version__}; install "
-            f"{planned.version} or plan again"
-        )
 
 
 def slots_per_rank(config: CampaignConfig) -> int:

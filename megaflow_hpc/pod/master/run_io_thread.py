@@ -24,6 +24,7 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.master import histories
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
@@ -60,6 +61,8 @@ LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
 LOOP_HANGS_S = 60.0
 """A loop that has not turned for so long hangs; its longest turns take seconds."""
+DELETED_S = 30.0
+"""A run directory that is not there for this long is gone for good."""
 RETRY_S = 1.0
 """Until a run directory that refused is tried again."""
 
@@ -99,6 +102,8 @@ class RunIoThread(threading.Thread):
         self._exceeded = ""
         self._state = RunState()
         self._stuck_since: float | None = None
+        self._present = run.run_json.exists()
+        self._looked_at = self._present_at = time.monotonic()
         self.loop_turned_at = time.monotonic()
         """The loop writes here that it lives."""
         # What was asked for and is not done yet.
@@ -182,6 +187,7 @@ class RunIoThread(threading.Thread):
             self._share()
             self._list_endpoints()
             self._look_for_viewers()
+            self._look_whether_deleted()
             self._stuck_since = None
         except OSError as error:
             # A full disk or quota: what was asked for waits in memory, and each turn tries again.
@@ -198,6 +204,17 @@ class RunIoThread(threading.Thread):
         said = {**self._progress._asdict(), "t": now, "began_at": self._began_at, "ended": ended}
         self._ledger.show(said, self._coordination.renew_s)
         self._ledger.renew(force=bool(ended))
+
+    def _look_whether_deleted(self) -> None:
+        """Ends the pod once its run directory is gone: what it has open there, it could write to for ever."""
+        now = time.monotonic()
+        if not self._present or now - self._looked_at < DELETED_S / 3:
+            return
+        self._looked_at = now
+        if self._run.run_json.exists():
+            self._present_at = now
+        elif now - self._present_at > DELETED_S:
+            raise LedgerError(f"{self._run}: was deleted or moved away while its pods run; what they ran is lost")
 
     @property
     def _loop_hangs(self) -> bool:

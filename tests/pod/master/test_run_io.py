@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Touch
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.pod.master import run_io_thread
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.histories import History
@@ -183,3 +186,14 @@ def test_at_its_end_the_thread_leaves_word_and_gives_the_block_back(pod: Pod, ru
     assert claim is not None
     assert (claim, claim.left) == (Claim(0, 1), ("t001/oracle/0",))
     assert [file.name for file in run.partial.iterdir()] == ["a.0.json"]
+
+
+def test_a_run_directory_that_is_deleted_ends_the_pod(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease is open, and could be renewed for ever."""
+    run.run_json.write_text("{}")
+    pod = Pod(run)
+    monkeypatch.setattr(run_io_thread, "DELETED_S", 0.0)
+    pod.turn()
+    shutil.rmtree(run.path)
+    with pytest.raises(LedgerError, match="was deleted or moved away while its pods run"):
+        pod.turn()
