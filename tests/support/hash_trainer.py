@@ -13,6 +13,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Plan
 from megaflow_hpc.training.step import Step
+from tests.support.tensors import safetensors
 
 START = "0" * 64
 
@@ -40,7 +41,7 @@ def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool =
             assert folder.is_dir()  # an earlier trainer that lives on was faster, with the same
     weights = flow.files.path / f".weights.{secrets.token_hex(4)}"
     weights.mkdir()
-    (weights / "model.safetensors").write_text(parameters)
+    (weights / "model.safetensors").write_bytes(safetensors(parameters.encode()))
     step.publish(weights, move=True)
     step.commit(folder if checkpoint else None, metrics={"seconds": pause_s})
     return parameters
