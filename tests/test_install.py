@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,9 @@ from tests.support.requirements import required
 from tests.support.samples import commit, run_dir, trajectory
 
 pytestmark = pytest.mark.slow  # packages are installed: some 15 s for each interpreter
+
+
+LOCALLY = ("--launcher", "local", "--ranks", "2", "--json")
 
 
 class Environment:
@@ -85,21 +89,38 @@ def python(version: str) -> str:
     ).stdout.strip()
 
 
-def first_campaign(environment: Environment, wheel: Path, campaign: Path) -> dict[str, tuple[str, float]]:
-    """Follows the README's first campaign: what is typed there, with this wheel and a campaign of our own."""
+def first_campaign(environment: Environment, wheel: Path, make_task: Make, image: Path) -> dict[str, tuple[str, float]]:
+    """Types what the README says of the first campaign, with this wheel and one task; returns the rows stored."""
     chapter = (ROOT / "README.md").read_text().partition("## Your first campaign")[2].partition("## ")[0]
-    lines = [shlex.split(line, comments=True) for line in chapter.splitlines()]
-    install = next(words for words in lines if words[:2] == ["pip", "install"])
-    start = next(words for words in lines if words[:2] == ["megaflow-hpc", "run"])
-    assert install[2:] == ["megaflow-hpc[mpi]"]
+    typed = chapter.partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert typed[0] == 'pip install "megaflow-hpc[mpi]"'
     environment.install(f"{wheel}[mpi]")
-    words = [str(campaign) if word == "campaign.yaml" else word for word in start]
-    result = json.loads(environment.say(*words, "--launcher", "local", "--ranks", "2", "--json"))
-    return rows(result["run"])
+    make_task(environment.place / "tasks", "task0")
+    campaign = environment.place / "campaign.yaml"
+    result: dict[str, Any] = {}
+    for program, verb, *words in (shlex.split(line, comments=True) for line in typed[1:]):
+        if verb == "doctor":
+            done = environment.run(
+                program, verb, *words, "--json"
+            )  # of this machine's Slurm it may think what it likes
+            found = {finding["check"]: finding["level"] for finding in json.loads(done.stdout)["findings"]}
+            assert {found[name] for name in ("mpi4py", "aiohttp", "mpiexec", "apptainer", "containers")} == {"ok"}
+        elif verb == "run":
+            result = json.loads(environment.say(program, verb, *words, *LOCALLY))
+        else:
+            environment.say(program, verb, *words)
+        if verb == "init":  # what a person would edit
+            text = (
+                campaign.read_text()
+                .replace("agent: oracle ", "agent: [oracle, nop] ")
+                .replace("docker://*", str(image))
+            )
+            campaign.write_text(text.replace("network: gateway", "network: none"))
+    return rows(environment.place / result["run"])
 
 
 def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
-    tmp_path: Path, wheel: Path, make_campaign: Make
+    tmp_path: Path, wheel: Path, make_campaign: Make, make_task: Make, base_sif: Path
 ) -> None:
     run = run_dir(tmp_path)
     commit(run, "pod", *((number, 0, trajectory(number)) for number in range(3)))
@@ -141,12 +162,14 @@ def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
     # It knows the versions, and finds them installed by the set-up.
     assert here.say("bash", agents, "claude-code").strip() == required("MEGAFLOW_AGENTS")
 
-    assert first_campaign(here, wheel, campaign) == small_rows(1)
+    assert first_campaign(here, wheel, make_task, base_sif) == small_rows(1)
 
 
-def test_the_first_campaign_runs_in_the_newest_python(tmp_path: Path, wheel: Path, make_campaign: Make) -> None:
+def test_the_first_campaign_runs_in_the_newest_python(
+    tmp_path: Path, wheel: Path, make_task: Make, base_sif: Path
+) -> None:
     here = Environment(python("3.13"), tmp_path / "new")
-    assert first_campaign(here, wheel, make_campaign(1)) == small_rows(1)
+    assert first_campaign(here, wheel, make_task, base_sif) == small_rows(1)
     assert here.say("python", "-c", "import sys; print(sys.version_info[:2])").strip() == "(3, 13)"
 
 

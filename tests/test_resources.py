@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -16,6 +17,12 @@ from megaflow_hpc.resources import PROJECT, docs, resource
 from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
+
+
+@functools.cache
+def sources() -> dict[Path, list[ast.AST]]:
+    """Every node of every module of the package."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.py")}
 
 
 def test_files_have_absolute_paths_and_pages_addresses() -> None:
@@ -32,8 +39,8 @@ def test_files_have_absolute_paths_and_pages_addresses() -> None:
 def test_every_page_and_file_that_the_package_names_is_there() -> None:
     """``docs("…")`` and ``resource("…")``, wherever they are called."""
     missing, found = [], 0
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in sources().items():
+        for node in nodes:
             match node:
                 case ast.Call(func=ast.Name(id="docs" | "resource" as kind), args=[ast.Constant(value=str() as name)]):
                     found += 1
@@ -56,10 +63,9 @@ def test_version_and_licence_are_the_same_wherever_they_are_stated() -> None:
 def test_no_message_points_into_a_checkout() -> None:
     """A wheel has no ``docs/``: strings that are printed name a page by :func:`docs`, a file by :func:`resource`."""
     wrong = []
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        unprinted = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-        for node in ast.walk(tree):
+    for path, nodes in sources().items():
+        unprinted = {node.value for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in unprinted:
                 wrong += [f"{path.name}: {name}" for name in re.findall(r"\bdocs/[\w/-]+\.md", node.value)]
     assert wrong == []
