@@ -206,7 +206,7 @@ class Run:
                 one.use.id,
                 role_of.get(array_of(one.use.id), "pods"),
                 one.state,
-                one.cpu_s if one.use.ended_at else None,
+                one.cpu_s if one.use.ended_at and one.cpu_s else None,  # none at all: Slurm gathers nothing
                 one.memory_asked_mb,
                 one.memory_peak_mb,
             )

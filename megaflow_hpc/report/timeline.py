@@ -14,6 +14,7 @@ from megaflow_hpc.report.series import BINS, lanes, mean_level, peak_level, sign
 
 BARS = 2500
 """Rollouts that a timeline shows."""
+LONGEST = 100
 PODS = 64
 """Pods that have rows of their own, those with the most rollouts."""
 
@@ -143,17 +144,21 @@ def pod_of(rows: Rollouts, events: Events, row: int) -> str:
 
 
 def bars_of(rows: Rollouts, events: Events, threshold: float) -> list[Bar]:
-    """Returns the bars of a timeline: at most :data:`BARS` rollouts, evenly apart in time, of at most :data:`PODS`."""
+    """Returns a timeline: at most :data:`BARS` rollouts, evenly apart in time, and the :data:`LONGEST` longest,
+    of at most :data:`PODS` pods.
+    """
     if not len(rows):
         return []
     order = np.argsort(rows.started_at, kind="stable")
     pods = [pod_of(rows, events, int(row)) for row in order]
     shown = {pod for pod, _ in Counter(pods).most_common(PODS)}
     chosen = [place for place, pod in enumerate(pods) if pod in shown]
+    seconds = rows.seconds
+    longest = sorted(chosen, key=lambda place: -seconds[order[place]])[:LONGEST] if len(chosen) > BARS else []
     began, found = float(rows.started_at.min()), []
     by_pod: dict[str, list[int]] = {}
-    for place in thinned(len(chosen), BARS).tolist():
-        by_pod.setdefault(pods[chosen[place]], []).append(int(order[chosen[place]]))
+    for place in sorted({*longest, *(chosen[at] for at in thinned(len(chosen), BARS).tolist())}):
+        by_pod.setdefault(pods[place], []).append(int(order[place]))
     for pod, own in sorted(by_pod.items()):
         spans = [(float(rows.started_at[row]), float(rows.finished_at[row])) for row in own]
         for row, lane, (start, end) in zip(own, lanes(spans), spans, strict=True):

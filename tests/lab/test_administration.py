@@ -45,6 +45,17 @@ def test_jobs_say_who_they_are_and_depend_on_nothing_odd(make_campaign: Make) ->
     usage = json.loads(cli("status", run.path, "--usage", "--json").stdout)["usage"]
     assert usage["core_seconds"] > usage["idle_core_seconds"] > 0
     assert usage["gpu_seconds"] == 0
+    told = json.loads(cli("report", run.path, "--json", "--core-hour", "1", "--no-pictures").stdout)["runs"][0]["cost"]
+    assert told["source"] == "accounting"
+    assert {role["role"]: role["jobs"] for role in told["roles"]} == {"gather": 1, "pods": 2}
+    assert told["price"] == pytest.approx(told["core_hours"], rel=1e-4)
+    held = sum(role["core_hours"] for role in told["roles"] if role["role"] == "pods")
+    assert held * 3600 == pytest.approx(usage["core_seconds"], rel=1e-3)
+    for job in told["jobs"]:
+        assert (job["state"], job["cores"] > 0, job["memory_asked_mb"] > 0) == ("COMPLETED", True, True), job
+    used = [job for job in told["jobs"] if job["role"] == "pods"]
+    assert all(0 < job["cpu_efficiency"] < 1.5 for job in used), used
+    assert all(0 < job["memory_efficiency"] < 1 for job in used), used
 
 
 def test_doctor_proves_mpi_by_two_ranks_in_one_world() -> None:

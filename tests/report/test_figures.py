@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,18 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse
+from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.comparison import compare, paired_interval
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import figures_of, to_builtins
+from megaflow_hpc.report.prometheus import text as metrics
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
 from megaflow_hpc.report.transcripts import chosen, messages_of
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Commit
+from megaflow_hpc.training.plan import TrainingFiles
 from megaflow_hpc.trajectories import gather
+from tests.support.training import training_run
 
 
 def test_figures_are_those_of_the_rollouts(attacked: RunDir) -> None:
@@ -89,6 +95,23 @@ def test_what_was_held_has_a_price_and_an_efficiency(attacked: RunDir) -> None:
     pods, servers = cost.jobs
     assert (pods.cpu_efficiency, pods.memory_efficiency) == (0.45, 0.25)
     assert (servers.cpu_efficiency, servers.memory_efficiency, cost.cpu_efficiency) == (None, None, 0.45)
+
+
+def test_a_run_that_trains_has_a_curve_for_each_metric(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {"steps": 20})
+    files = TrainingFiles(run, "default")
+    files.create()
+    for step in range(1, 8):
+        files.commit(
+            Commit(step=step, metrics={"reward": step / 10, "entropy": math.nan if step == 3 else 0.5, "x": 1.0})
+        )
+    found = figures_of(run.path)
+    curves = {curve.metric: curve for curve in found.training}
+    assert curves.keys() == {"reward", "entropy"}
+    assert (curves["reward"].steps[-1], curves["reward"].values[-1]) == (7, 0.7)
+    assert curves["entropy"].steps == [1, 2, 4, 5, 6, 7]
+    assert [chart.name for chart in charts_of([found], [[]], [])] == ["training-reward", "training-entropy"]
+    assert "megaflow_training_steps_total" in metrics([found])
 
 
 def test_levels_lanes_and_thinning() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
+import asyncio
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from megaflow_hpc.report.figures import Loaded
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.rundir.layout import RunDir
-from tests.support.browser import visit
+from tests.support.browser import visiting
 from tests.support.reports import ATTACK, POLICIES
 
 
@@ -78,30 +77,57 @@ def test_nothing_in_the_file_points_elsewhere_and_no_text_is_markup(shown: Path)
 
 
 def test_a_browser_shows_it_without_a_network_and_runs_nothing_of_the_campaigns(shown: Path, tmp_path: Path) -> None:
-    found = visit(shown, "rollout=0%3Atask3%2Ffirst%2F3", tmp_path)
-    assert 'data-ready="yes"' in found.dom
-    assert found.console == []
-    assert found.asked_for == []
-    other = tmp_path / "other.html"
-    other.write_text("<img src='http://127.0.0.1:9/picture.png'><script>console.log('heard')</script>")
-    control = visit(other, "", tmp_path)
-    assert control.asked_for, "what a page asks for is seen"
-    assert len(control.console) >= 1
-    charts = re.findall(r'data-chart="(\d+)"[^>]*', found.dom)
-    assert len(charts) >= 8
-    assert found.dom.count('data-drawn="light"') == len(charts), "every chart is drawn"
-    title = re.search(r"<title>(.*?)</title>", found.dom, re.S)
-    assert title is not None
-    assert title[1].startswith("evil ")
-    assert title[1] != "OWNED"
-    reader = found.dom[found.dom.index('id="reader"') :]
-    reader = reader[: reader.index("</main>")]
-    known = html.escape(
-        ATTACK.replace("\x1b", "\\u001b").replace("\x07", "\\u0007").replace("\u202e", "\\u202e"), False
-    )
-    assert reader.count(known) >= 4, "the messages, the names and arguments of its calls"
-    assert f"48 of {48 + 24} " not in found.dom
-    assert "72 of 72 rollouts" in found.dom
+    asyncio.run(asyncio.wait_for(_look(f"file://{shown}#rollout=0%3Atask3%2Ffirst%2F3", tmp_path), 120))
+
+
+async def _look(address: str, scratch: Path) -> None:
+    async with visiting(address, scratch) as page:
+        await page.until("document.documentElement.dataset.ready")
+        assert await page.evaluate("document.documentElement.dataset.ready") == "yes"
+        places = "[...document.querySelectorAll('[data-chart]')]"
+        assert await page.evaluate(f"{places}.length") >= 8
+        drawn = f"{places}.every(e => e.dataset.drawn === document.documentElement.dataset.theme && e.children.length)"
+        assert await page.evaluate(drawn)
+        # The transcript of the address is open, and what attacks is text: of messages, of their roles, of calls.
+        known = ATTACK
+        for steering in "\x1b\x07\u202e":
+            known = known.replace(steering, f"\\u{ord(steering):04x}")
+        assert (await page.evaluate("document.getElementById('reader').textContent")).count(known) >= 4
+        assert (
+            await page.evaluate("document.querySelectorAll('img, #reader script, #list script, main script').length")
+            == 0
+        )
+        # Its list is narrowed, sorted and walked through.
+        rows = "[...document.querySelectorAll('#list tr[data-row]')]"
+        assert await page.evaluate(f"{rows}.length") == 72
+        await page.evaluate("document.getElementById('search').value = 'task2 second'")
+        await page.evaluate("document.getElementById('search').dispatchEvent(new Event('input'))")
+        assert await page.evaluate(f"{rows}.every(r => r.textContent.startsWith('evil')) && {rows}.length") == 4
+        seconds = f"{rows}.map(r => Number(r.cells[3].textContent))"
+        await page.evaluate("[...document.querySelectorAll('#list th')].find(t => t.textContent === 'seconds').click()")
+        found = await page.evaluate(seconds)
+        assert found == sorted(found, reverse=True)
+        await page.evaluate(f"{rows}[1].click()")
+        await page.until(f"{rows}[1].className === 'on'")
+        await page.evaluate("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))")
+        await page.until(f"{rows}[2].className === 'on'")
+        # The other theme draws every chart again.
+        theme = await page.evaluate("document.documentElement.dataset.theme")
+        await page.evaluate("document.getElementById('theme').click()")
+        await page.until(drawn)
+        assert await page.evaluate("document.documentElement.dataset.theme") != theme
+        assert await page.evaluate("document.title") != "OWNED"
+        assert (page.console, page.dialogs) == ([], [])
+        assert {asked.partition(":")[0] for asked in page.asked_for} == {"file"}
+        assert len(page.asked_for) == 1, "the page itself"
+        # What would run is refused by the page's own policy, even where it gets into the markup.
+        await page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
+        script = "Object.assign(document.createElement('script'), {text: 'window.ran = 1'})"
+        await page.evaluate(f"void document.body.append({script})")
+        await page.until("document.images[0].complete")
+        assert await page.evaluate("document.title") != "1"
+        assert await page.evaluate("typeof window.ran") == "undefined"
+        assert any("Content Security Policy" in said for said in page.console)
 
 
 def test_pictures_are_pngs_of_every_chart(attacked: RunDir) -> None:

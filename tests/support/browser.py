@@ -1,32 +1,26 @@
-"""A real browser without a window: Chromium, which shows a file and says what it did."""
+"""A real browser without a window: Chromium, driven by its DevTools protocol, which says all that a page does."""
 
 from __future__ import annotations
 
-import re
+import asyncio
+import itertools
+import json
+import os
 import shutil
-import subprocess
-from dataclasses import dataclass
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.support.requirements import REMEDY
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-VIRTUAL_MS = 20_000
-"""Of the page's own clock, which runs as fast as it can: within it every chart is drawn."""
-
-
-@dataclass(frozen=True)
-class Visit:
-    """What became of a page."""
-
-    dom: str
-    """Its markup after its scripts have run."""
-    console: list[str]
-    """What scripts and the browser itself said to the console."""
-    asked_for: list[str]
-    """Addresses that were asked for, other than of files."""
+OPTIONS = ("--headless", "--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage", "--remote-debugging-port=0")
+LONG_S = 60.0
 
 
 def browser() -> str:
@@ -37,16 +31,76 @@ def browser() -> str:
     return found
 
 
-def visit(page: Path, fragment: str, scratch: Path, *options: str) -> Visit:
-    """Opens a file at ``#fragment`` as its reader would, and waits until its scripts have nothing to do."""
-    log = scratch / "net.json"
-    command = [browser(), "--headless", "--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage", *options]
-    command += [f"--user-data-dir={scratch / 'profile'}", f"--log-net-log={log}", "--window-size=1280,2400"]
-    command += [f"--virtual-time-budget={VIRTUAL_MS}", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run(
-        [*command, f"file://{page}#{fragment}"], capture_output=True, encoding="utf-8", timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    asked = re.findall(r'"url":"((?!file:|data:|blob:)[^"]*)"', log.read_text())
-    return Visit(done.stdout, said, asked)
+class Page:
+    """A page in a browser: what it said and asked for, and what a script finds in it."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket, self._numbers = socket, itertools.count(1)
+        self.console: list[str] = []
+        """What scripts and the browser itself said, errors and what the page's policy refused among it."""
+        self.asked_for: list[str] = []
+        """Addresses of everything that was loaded, or tried."""
+        self.dialogs: list[str] = []
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Calls a method of the protocol, and takes in what happened meanwhile."""
+        number = next(self._numbers)
+        await self._socket.send_str(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            said = json.loads((await self._socket.receive(LONG_S)).data)
+            if said.get("id") == number:
+                assert "error" not in said, said
+                return dict(said["result"])
+            self._note(said["method"], said["params"])
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.asked_for.append(params["request"]["url"])
+        elif method == "Page.javascriptDialogOpening":
+            self.dialogs.append(params["message"])
+        elif method == "Runtime.consoleAPICalled":
+            self.console.append(" ".join(str(one.get("value")) for one in params["args"]))
+        elif method == "Runtime.exceptionThrown":
+            self.console.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Log.entryAdded":
+            self.console.append(params["entry"]["text"])
+
+    async def evaluate(self, expression: str) -> Any:
+        """Returns the value of a JavaScript expression; a promise's, where it is one."""
+        done = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in done, done
+        return done["result"].get("value")
+
+    async def until(self, expression: str) -> None:
+        """Waits until an expression is true."""
+        async with asyncio.timeout(LONG_S):
+            while not await self.evaluate(expression):
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def visiting(address: str, scratch: Path) -> AsyncIterator[Page]:
+    """Opens an address in a browser of its own, whose files lie in ``scratch``."""
+    command = [browser(), *OPTIONS, f"--user-data-dir={scratch / 'profile'}", "--window-size=1280,2400", "about:blank"]
+    # A session of its own: the program may be a script, whose children are the browser.
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, start_new_session=True)
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(LONG_S):
+            while b"DevTools listening on" not in (line := await process.stderr.readline()):
+                assert line, "the browser has ended"
+        host = line.decode().split("ws://")[1].split("/")[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{host}/json/list") as answer:
+                target = next(one for one in json.loads(await answer.text()) if one["type"] == "page")
+            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=1 << 28) as socket:
+                page = Page(socket)
+                for domain in ("Network", "Page", "Runtime", "Log"):
+                    await page.call(f"{domain}.enable")
+                await page.call("Page.navigate", url=address)
+                await page.until("document.readyState === 'complete'")
+                yield page
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -47,7 +47,7 @@ def register(subparsers: Any) -> None:
         type=_wanted,
         default="some",
         metavar="N|all|none",
-        help="transcripts in the page; default: as many as make it some 2 MB larger, those worth reading first",
+        help="transcripts in the page; default: those worth reading first, at most 1.4 MB of the page",
     )
     report.add_argument("--core-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one core")
     report.add_argument("--gpu-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one GPU")

@@ -21,6 +21,8 @@ from megaflow_hpc.report.figures import RunFigures
 from megaflow_hpc.report.timeline import Bar
 
 TASKS_SHOWN = 40
+TALLEST = 1000
+"""Pixels of a timeline, unless it has very many pods."""
 OF_ROWS = {"width": 420}
 """Of charts in rows of their own, which Vega cannot fit into a place."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -38,7 +40,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
     for value in (*values, *pods):
         value |= {"start": value["start"] / divided, "end": value["end"] / divided}
     rows = {pod: 1 + max(bar.lane for bar in bars if bar.pod == pod) for pod in shown}
-    height = len(shown) * max(18, min(120, 8 * max(rows.values())))
+    height = len(shown) * max(12, min(120, 8 * max(rows.values()), TALLEST // len(shown)))
     outcomes = [outcome for outcome in OUTCOMES if any(bar.outcome == outcome for bar in bars)]
     scale = {"domain": outcomes, "range": [OUTCOMES[outcome] for outcome in outcomes]}
     y = channel("pod", "N", None)
@@ -234,12 +236,11 @@ def efficiency(runs: Named) -> Chart | None:
     encoding = {
         "x": channel("share", title=None, axis={"format": "%"}, scale={"domainMin": 0}),
         "y": channel("series", "N", None),
-        "yOffset": {"field": "job", "type": "nominal"},
         "color": by_series(),
         "row": channel("what", "N", None),
         "tooltip": [channel("job", "N"), channel("share", format=".1%"), channel("hours", format=".3f")],
     }
-    spec = spec_of(values, mark={"type": "point", "opacity": 0.7}, encoding=encoding, height={"step": 8})
+    spec = spec_of(values, mark={"type": "tick", "thickness": 2}, encoding=encoding, height={"step": 30})
     spec |= OF_ROWS
-    note = "One point for each start of a job, as seff would show it."
+    note = "One line for each start of a job, as seff would show it."
     return Chart(name="efficiency", title="CPU and memory", note=note, spec=spec)

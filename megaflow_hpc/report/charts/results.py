@@ -87,9 +87,10 @@ def _histogram(name: str, title: str, note: str, values: Sequence[dict[str, Any]
     if not values:
         return None
     tip = [channel("series", "N"), channel("low", title="from"), channel("high", title="to"), channel("count")]
-    whole = all(value["high"] - value["low"] == 1 for value in values)  # a bar for each number
+    whole = sorted({(value["low"] + value["high"]) / 2 for value in values if value["high"] - value["low"] == 1})
+    axis = {"values": whole, "format": "d"} if len(whole) == len({value["low"] for value in values}) <= 16 else {}
     encoding = {
-        "x": channel("low", title=name, bin={"binned": True}, axis={"tickMinStep": 1, "format": "d"} if whole else {}),
+        "x": channel("low", title=name, bin={"binned": True}, axis=axis),
         "x2": channel("high"),
         # Bars of different runs have different edges and cannot stand on one another.
         "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
