@@ -21,12 +21,14 @@ NAMESPACE = "megaflow"
 def text(runs: Sequence[RunFigures]) -> str:
     """Returns the metrics of runs, those of one name together as the format asks."""
     families: dict[str, list[str]] = {}
-    for run in runs:
-        labels = {"campaign": run.campaign, "run": run.run}
-        for name, kind, help_, more, value in _samples(run):
+    names = [run.run for run in runs]
+    for number, run in enumerate(runs, 1):
+        name = run.run if names.count(run.run) == 1 else f"{run.run} ({number})"
+        labels = {"campaign": run.campaign, "run": name}
+        for metric, kind, help_, more, value in _samples(run):
             if value is None or math.isnan(value):
                 continue
-            full = f"{NAMESPACE}_{name}"
+            full = f"{NAMESPACE}_{metric}"
             lines = families.setdefault(full, [f"# HELP {full} {help_}", f"# TYPE {full} {kind}"])
             shown = ",".join(f'{key}="{_escaped(said)}"' for key, said in {**labels, **more}.items())
             lines.append(f"{full}{{{shown}}} {value:.12g}")

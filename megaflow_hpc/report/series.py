@@ -41,8 +41,8 @@ def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
         return Spread()
     p50, p90, p99 = (float(q) for q in np.quantile(known, (0.5, 0.9, 0.99)))
     mean, most, total = float(known.mean()), float(known.max()), float(known.sum())
-    rounded = {"mean": mean, "p50": p50, "p90": p90, "p99": p99, "max": most, "total": total}
-    return Spread(n=len(known), **{name: significant(value) for name, value in rounded.items()})
+    rounded = {"mean": mean, "p50": p50, "p90": p90, "p99": p99, "max": most}
+    return Spread(n=len(known), total=round(total, 3), **{name: significant(value) for name, value in rounded.items()})
 
 
 def significant(value: float) -> float:

@@ -11,7 +11,7 @@ from tests.support.reports import ATTACK
 
 
 def test_metrics_are_understood_and_are_the_figures(attacked: RunDir, better: RunDir) -> None:
-    figures = [figures_of(attacked.path), figures_of(better.path)]
+    figures = [figures_of(attacked.path), figures_of(better.path), figures_of(better.trajectories.parent)]
     families = {family.name: family for family in text_string_to_metric_families(text(figures))}
     samples = [sample for family in families.values() for sample in family.samples]
     assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples), "no sample comes twice"
@@ -22,5 +22,5 @@ def test_metrics_are_understood_and_are_the_figures(attacked: RunDir, better: Ru
     stored = families["megaflow_rollouts_stored"].samples
     values = {(s.labels["run"], s.labels["policy"], s.labels["status"]): s.value for s in stored}
     assert values["attacked", "first", "completed"] == 22
-    assert values["better", "first", "completed"] == 24
+    assert values["better (2)", "first", "completed"] == values["better (3)", "first", "completed"] == 24
     assert {s.labels["campaign"] for s in stored} == {f"evil {ATTACK}", "better"}, "names come back as they were"

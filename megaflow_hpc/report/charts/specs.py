@@ -20,6 +20,8 @@ Named = Sequence[tuple[str, RunFigures]]
 """Runs, and what each is called in charts."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#8A8A8A")
+ON_DARK = ("#56B4E9", "#E69F00", "#2CC295", "#E08FC0", "#8FA8FF", "#FF8A4C", "#D9CB3A", "#B0B0B0")
+"""The same order of hues, light enough for a dark page."""
 OUTCOMES = {
     "passed": "#009E73",
     "not passed": "#56B4E9",
@@ -58,7 +60,7 @@ def theme(dark: bool) -> Spec:
         "header": {"labelColor": text, "titleColor": faint, "labelFontSize": 12, "title": None},
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
-        "range": {"category": list(PALETTE)},
+        "range": {"category": list(ON_DARK if dark else PALETTE)},
         "line": {"strokeWidth": 2},
         "point": {"size": 40, "filled": True},
     }
