@@ -3,8 +3,8 @@
     figures = figures_of("runs/fix-bugs-…")
     figures.policies[0].evaluation["mean"], figures.phases[0].seconds.p90
 
-Nothing is asked of Slurm here; who has its accounting hands it in. Lists that grow with the campaign are cut at the
-bounds below, and say how much was left out.
+Nothing is asked of Slurm here; who has its accounting hands it in. Tasks and pods are all there; of what may be as many
+as rollouts (errors, stragglers, jobs, points of curves) the most are kept, as constants of their modules say.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> P
         by_task.setdefault(rows.task.names[task], []).append(None if reward != reward else reward)
     most = max((sum(r is not None for r in given) for given in by_task.values()), default=0)
     found = evaluate(by_task, tuple(settings.ks), settings.threshold)
-    ks = tuple(int(k) + 1 for k in _thinned(most))
+    ks = tuple(int(k) + 1 for k in _ks(most))
     curve = evaluate(by_task, ks, settings.threshold) if ks else None
     ran = own & rows.carried_out
     tokens, turns = rows.tokens[ran].astype(np.float64), rows.turns[ran].astype(np.float64)
@@ -146,8 +146,8 @@ def tasks_of(rows: Rollouts, threshold: float) -> list[TaskFigures]:
     return found
 
 
-def _thinned(most: int) -> NDArray[np.int64]:
-    """Numbers below ``most``: all of them, or some that grow in step."""
+def _ks(most: int) -> NDArray[np.int64]:
+    """Values of k up to ``most``, less one: all of them, or some that grow in step."""
     if most <= KS:
         return np.arange(most)
     return np.unique(np.geomspace(1, most, KS).round().astype(np.int64)) - 1

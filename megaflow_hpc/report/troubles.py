@@ -86,5 +86,6 @@ def _code(names: Sequence[str], name: str) -> int:
 
 
 def counted(names: Sequence[str], codes: NDArray[np.int64]) -> dict[str, int]:
+    """Returns how often each name is meant, most first."""
     counts = Counter(names[code] for code in codes.tolist())
     return dict(counts.most_common(ERRORS))
