@@ -34,7 +34,9 @@ Sections have a table of their own, under the path by which the file reaches the
 COMMANDS = """\
 # Commands
 
-What `megaflow-hpc VERB --help` prints.
+What `megaflow-hpc --help` and `megaflow-hpc VERB --help` print. `--json` and `--debug` may stand before the verb too.
+With `--json` stdout holds JSON and nothing else; errors are text on stderr all the same: a program tells them by the
+exit status.
 
 """
 
@@ -80,7 +82,9 @@ def commands() -> Iterator[str]:
     os.environ["COLUMNS"] = str(WIDTH)
     from megaflow_hpc.cli import build_parser
 
-    yield from _helps(build_parser(), 2)
+    parser = build_parser()
+    yield from ("```text", parser.format_help().rstrip(), "```", "")
+    yield from _helps(parser, 2)
 
 
 def _helps(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:

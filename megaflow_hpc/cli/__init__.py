@@ -1,7 +1,8 @@
 """The command line ``megaflow-hpc``: one module per group of verbs, each with ``register(subparsers)``.
 
 Words of the command line come in; what a verb found goes to stdout, as JSON alone under ``--json``, and what a person
-should know to stderr. Verbs call the other rooms and compute nothing themselves; only ``__main__``, the console script
+should know to stderr. Errors are a line of text on stderr under ``--json`` too: a program tells them by the exit status
+and an empty stdout. Verbs call the other rooms and compute nothing themselves; only ``__main__``, the console script
 and tests call :func:`main`. Exit status: 0 every rollout was carried out, whatever its reward;
 1 some could not be; 2 a bad file or argument; 3 the site refused; 130 interrupted.
 """
@@ -112,9 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         if arguments.json and arguments.no_json:
             arguments.no_json.error("--json: this verb prints no JSON")
-        return _carry_out(arguments)
+        status = _carry_out(arguments)
     except SystemExit as ended:  # help, the version, or a wrong word: argparse has said all
-        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except KeyboardInterrupt:
+        note("megaflow-hpc: interrupted")
+        status = 130
+    return _flushed(status)
 
 
 def _carry_out(arguments: argparse.Namespace) -> int:
@@ -131,7 +136,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
         note(f"megaflow-hpc: {lacking}")
         return lacking.exit_status
     except BrokenPipeError:  # the reader of our output left; nothing to complain about
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         return 0
     except OSError as error:
         if arguments.debug:
@@ -139,6 +144,21 @@ def _carry_out(arguments: argparse.Namespace) -> int:
         said = f"{error.filename}: {error.strerror}; correct the path or its permissions" if error.filename else error
         note(f"megaflow-hpc: {said}")
         return ConfigError.exit_status
-    except KeyboardInterrupt:
-        note("megaflow-hpc: interrupted")
-        return 130
+
+
+def _flushed(status: int) -> int:
+    """Writes what is printed while it can still be said that this failed; Python itself would show a traceback."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _close_stdout()
+    except OSError as error:
+        _close_stdout()
+        note(f"megaflow-hpc: what was printed could not be written: {error.strerror}")
+        return status or ConfigError.exit_status
+    return status
+
+
+def _close_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

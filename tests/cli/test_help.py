@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +139,19 @@ def test_wrong_words_are_answered_in_one_line(words: str, said: str, capsys: Cap
     assert printed.out == ""
     [line] = printed.err.splitlines()
     assert line.startswith(said)
+
+
+def test_output_that_nobody_takes_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "megaflow_hpc", "help", "variables"]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "megaflow-hpc: what was printed could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_json_and_debug_may_stand_anywhere(planned: Run, capsys: Capture) -> None:
