@@ -136,6 +136,7 @@ def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
     assert "task/default/1" in shown
     assert json.loads(here.say("megaflow-hpc", "validate", file, "--json"))
     here.say("megaflow-hpc", "verify", file)
+    assert "complete" in here.say("megaflow-hpc", "completion", "bash")
     here.say("megaflow-hpc", "export", file, "--format", "jsonl", "--output", "rows")
     (exported,) = (here.place / "rows").glob("*.jsonl")
     assert len(exported.read_text().splitlines()) == 3
@@ -184,3 +185,4 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     for minor in (11, 12, 13):
         assert f"Classifier: Programming Language :: Python :: 3.{minor}\n" in metadata
     assert not [name for name in names if not name.startswith(("megaflow_hpc/", "megaflow_hpc-"))]
+    assert any(name.endswith(".data/data/share/man/man1/megaflow-hpc.1") for name in names)
