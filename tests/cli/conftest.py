@@ -11,6 +11,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
+from megaflow_hpc.cli.progress import PlanProgress
 from tests.support.harbor_tasks import write_solved_task
 
 Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -27,6 +28,7 @@ def bare_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(PlanProgress, "EVERY_S", 3600.0)  # how slow the machine is changes nothing of what is printed
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ def test_ctrl_c_cancels_the_jobs(make_campaign: Make) -> None:
     command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "slurm"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    path = process.stderr.readline().removeprefix("run directory: ").strip()
+    said_where = next(line for line in process.stderr if line.startswith("run directory: "))
+    path = said_where.removeprefix("run directory: ").strip()
     until(lambda: Run(path).status()["rollouts"]["running"], "a running rollout")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
