@@ -104,12 +104,11 @@ def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | 
     from megaflow_hpc.campaign.image_jobs import build_by_jobs
     from megaflow_hpc.tasks.images import in_image_directories, with_unbuilt
 
-    config, tasks, images, mapping = draft.config, draft.tasks, draft.images, draft.mapping
-    if images is None or mapping is None:
-        return Plan(config, draft.policies, [], [], {}, draft.servers, source)
-    watch = watch or Silent()
+    config, tasks, images, mapping, watch = draft.config, draft.tasks, draft.images, draft.mapping, watch or Silent()
     environment = config.environment
     try_sandboxes(draft, watch)
+    if images is None or mapping is None:  # an engine pool has no tasks
+        return Plan(config, draft.policies, [], [], {}, draft.servers, source)
     watch.step(f"looking up images of {len(tasks)} tasks")
     images.watch(watch)
     by_jobs = build and environment.build == "slurm"

@@ -94,6 +94,21 @@ def test_a_right_file_is_ok_without_slurm_and_nothing_is_made(campaign: Path, me
     assert files(campaign) == before
 
 
+def test_a_store_that_cannot_be_used_hides_no_mistake_of_the_file(
+    campaign: Path, megaflow: Megaflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = campaign.parent / "store"
+    store.mkdir()
+    store.chmod(0o777)
+    monkeypatch.setenv("MEGAFLOW_IMAGE_STORE", str(store))
+    assert "everybody may write to this image store" in megaflow("plan", campaign).stderr
+    campaign.write_text(campaign.read_text().replace("tasks/*", "task/*"))
+    for words in (["plan"], ["check", "--no-site"]):
+        done = megaflow(*words, campaign)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert f"{campaign}:2: tasks: " in done.stderr
+
+
 @pytest.mark.parametrize("words", [["plan"], ["run"], ["submit"], ["submit", "--dry-run"], ["check"]])
 def test_a_mistake_of_the_file_is_said_before_what_slurm_says(
     words: list[str], campaign: Path, slurm: Path, megaflow: Megaflow

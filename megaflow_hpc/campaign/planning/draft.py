@@ -16,7 +16,7 @@ from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.engine_pool import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
-from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.resources import docs
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
@@ -44,13 +44,13 @@ class Silent:
     """A :class:`Watch` that says nothing."""
 
     def step(self, text: str) -> None:
-        """Is told nothing on."""
+        """Keeps it to itself."""
 
     def say(self, line: str) -> None:
-        """Is told nothing on."""
+        """Keeps it to itself."""
 
     def show(self, state: Making) -> None:
-        """Is told nothing on."""
+        """Keeps it to itself."""
 
 
 @dataclass
@@ -74,6 +74,8 @@ class Draft:
     requests: list[ImageRequest] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
     """What is wrong with the file, each with its place."""
+    refusal: SiteError | None = None
+    """Why images cannot be looked at here; said after the file's mistakes."""
 
     @property
     def servers(self) -> list[ServerRecord]:
@@ -147,11 +149,13 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
     from megaflow_hpc.environments.images.store import ImageStore
 
     environment = draft.config.environment
-    with draft.noting():
-        registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
-        draft.images = Images(
-            ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds)
-        )
+    try:
+        with draft.noting():
+            registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
+            store = ImageStore(named=environment.image_store)
+            draft.images = Images(store, registries, Builder(environment.network_of_builds))
+    except SiteError as error:
+        draft.refusal = error
     draft.mapping = ImageMapping(environment.images, base, where("environment.images"))
 
 
@@ -208,10 +212,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
 
 def try_sandboxes(draft: Draft, watch: Watch) -> None:
-    """Raises :class:`SiteError` where sandboxes with the networks that a campaign wants cannot be had here."""
+    """Raises :class:`SiteError` where images, or sandboxes with the networks that are wanted, cannot be had here."""
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.provider import default_scratch
 
+    if draft.refusal is not None:
+        raise draft.refusal
     networks = {draft.config.environment.network_of(task) for task in draft.tasks}
     if networks:
         watch.step("trying a sandbox")
