@@ -128,7 +128,10 @@ async def _patch(sandbox: ApptainerSandbox, patch: bytes) -> None:
 async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> int:
     terminal = await provider.terminal(sandbox, {"TERM": os.environ.get("TERM", "dumb")})
     try:
-        return await terminal.relay(sys.stdin.fileno(), sys.stdout.fileno())
+        status = await terminal.relay(sys.stdin.fileno(), sys.stdout.fileno())
+        if terminal.shell.done() and (breach := terminal.shell.result().breach):
+            note(f"the shell was ended: {breach}")
+        return status
     finally:
         await terminal.close()
 

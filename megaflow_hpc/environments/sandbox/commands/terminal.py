@@ -28,6 +28,8 @@ from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.types import ExecResult
 
 OPEN_S = 20.0
+END_S = 10.0
+"""A shell that has let go of its terminal ends within so long, or is ended."""
 PIECE = 1 << 16
 """Bytes that are read at once; so many wait at most for a shell that does not read."""
 SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec /bin/sh -i")
@@ -90,14 +92,14 @@ class Terminal:
         found = termios.tcgetattr(keyboard)
         self.resize(screen)
         loop.add_signal_handler(signal.SIGWINCH, self.resize, screen)
-        hung_up = loop.create_future()
+        hung_up = loop.create_future()  # True: by the user
         tty.setraw(keyboard)
         try:
             loop.add_reader(self.descriptor, self._show, screen, hung_up)
             loop.add_reader(keyboard, self._type, keyboard, hung_up)
             await asyncio.wait((self.shell, hung_up), return_when=asyncio.FIRST_COMPLETED)
-            if hung_up.done() and not self.shell.done():
-                await asyncio.wait((self.shell,), timeout=1.0)
+            if hung_up.done() and not hung_up.result():
+                await asyncio.wait((self.shell,), timeout=END_S)
             while not hung_up.done() and self._show(screen, hung_up):  # what the shell said last
                 pass
         finally:
@@ -116,7 +118,7 @@ class Terminal:
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8)))
 
-    def _show(self, screen: int, hung_up: asyncio.Future[None]) -> bool:
+    def _show(self, screen: int, hung_up: asyncio.Future[bool]) -> bool:
         """Passes on what the shell prints; ``False`` if there is nothing now."""
         try:
             data = os.read(self.descriptor, PIECE)
@@ -128,10 +130,10 @@ class Terminal:
             return True
         asyncio.get_running_loop().remove_reader(self.descriptor)
         if not hung_up.done():
-            hung_up.set_result(None)
+            hung_up.set_result(bool(data))
         return False
 
-    def _type(self, keyboard: int, hung_up: asyncio.Future[None]) -> None:
+    def _type(self, keyboard: int, hung_up: asyncio.Future[bool]) -> None:
         """Passes on what the user types, as fast as the terminal takes it: there is room where it can be written to."""
         loop = asyncio.get_running_loop()
         try:
@@ -141,12 +143,12 @@ class Terminal:
         if not data:
             loop.remove_reader(keyboard)
             if not hung_up.done():
-                hung_up.set_result(None)
+                hung_up.set_result(True)
             return
         loop.remove_reader(keyboard)
         loop.add_writer(self.descriptor, self._pass, bytearray(data), keyboard, hung_up)
 
-    def _pass(self, typed: bytearray, keyboard: int, hung_up: asyncio.Future[None]) -> None:
+    def _pass(self, typed: bytearray, keyboard: int, hung_up: asyncio.Future[bool]) -> None:
         try:
             del typed[: os.write(self.descriptor, typed)]
         except BlockingIOError:
