@@ -53,6 +53,10 @@ done
 state=$(cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost)
 echo "pod $MEGAFLOW_POD start $MEGAFLOW_START: $state (srun exit status $status)"
 case $state in done | paused) exit 0 ;; esac
+if [ ! -e "$RUN/run.json" ]; then # nothing of it is to be made anew
+    echo "$RUN was deleted or moved away"
+    exit 1
+fi
 if [ "$state" = lost ]; then
     "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
     if [ ! -e "$RUN/ledger/leases/$MEGAFLOW_POD.$MEGAFLOW_START" ]; then # rank 0 did not get as far as to its lease

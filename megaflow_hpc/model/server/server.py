@@ -56,6 +56,8 @@ HEARTBEAT_S = 30.0
 POLL_S = 5.0
 """Seconds between two looks at ``RUN/ledger/finished`` and the clock."""
 IDLE_S = 300.0
+MISSED = 5
+"""Looks in a row at which the run directory is not there, after which it is taken for deleted."""
 DRAIN_S = 25.0
 """Seconds for requests in flight when the server leaves; preemption gives 30 s before SIGKILL (Slurm's KillWait)."""
 STARTS = 3
@@ -270,11 +272,15 @@ class EngineServer:
         """Renews the heartbeat, and leaves at the end of the campaign or when idle."""
         marks = Marks(self.run_dir)
         next_beat = time.monotonic() + self.beat_s
+        missed = 0
         while not self._leave.is_set():
             self._note_gpus()
             await asyncio.sleep(min(self.poll_s, self.idle_s))
             if marks.over:
                 self.leave("the campaign is over")
+            missed = missed + 1 if self._no_run() else 0
+            if missed >= MISSED:
+                self.leave("the run directory was deleted or moved away")
             idle = time.monotonic() - self._proxy.last_request
             if self._asked() and not self._proxy.in_flight and idle > self.idle_s and await self._may_idle():
                 self._status = IDLE_STATUS if in_slurm() else 0
@@ -285,6 +291,15 @@ class EngineServer:
                     await self._beat()
                 except OSError as error:
                     self._say(f"heartbeat: {error}")
+
+    def _no_run(self) -> bool:
+        try:
+            self.run_dir.run_json.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # a file system that is away for a while
+            pass
+        return False
 
     def _note_gpus(self, now: bool = False) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -157,6 +158,13 @@ def test_it_leaves_when_the_campaign_is_finished(servers: Servers) -> None:
 
 
 @pytest.mark.slow
+def test_it_leaves_when_the_run_directory_is_deleted(servers: Servers) -> None:
+    servers.script(ANSWER, "default", "--poll-s", "0.05")
+    servers.record(0)
+    shutil.rmtree(servers.run.path)
+    assert servers.processes[0].wait(15) == 0
+
+
 def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers: Servers) -> None:
     servers.script(ANSWER, "default", "--idle-s", "0.2", "--poll-s", "0.05")
     record = servers.record(0)
