@@ -85,7 +85,7 @@ def evaluate(
     """Figures of one policy.
 
     Args:
-        rewards: by task, one of each rollout; ``None`` where there is none.
+        rewards: by task, one of each rollout; ``None`` where there is none. One without bounds is as good as none.
         ks: of pass@k; without any 1 and the most samples that any task has.
         threshold: reward from which a rollout has passed.
 
@@ -94,12 +94,12 @@ def evaluate(
         95 % interval; ``None`` where nothing can be said), and ``pass_at``: k → ``value``, ``low``, ``high`` and
         ``tasks`` (those with at least k samples). ``None`` where no rollout has a reward.
     """
-    rated = {task: [r for r in given if r is not None] for task, given in rewards.items()}
-    unrated = sum(r is None for given in rewards.values() for r in given)
+    rated = {task: [r for r in given if r is not None and math.isfinite(r)] for task, given in rewards.items()}
     rated = {task: given for task, given in rated.items() if given}
     if not rated:
         return None
     samples = sum(map(len, rated.values()))
+    unrated = sum(map(len, rewards.values())) - samples
     share = all(0.0 <= r <= 1.0 for given in rated.values() for r in given)
     means = [math.fsum(given) / len(given) for given in rated.values()]
     found: dict[str, Any] = {

@@ -89,8 +89,13 @@ def page(
 
 
 def packed(value: Any) -> str:
-    """Returns a value as JSON, gzip and base64: letters, digits, ``+``, ``/`` and ``=`` alone."""
-    return base64.b64encode(gzip.compress(json.dumps(value, separators=(",", ":")).encode(), 6, mtime=0)).decode()
+    """Returns a value as JSON, gzip and base64: letters, digits, ``+``, ``/`` and ``=`` alone.
+
+    Raises:
+        ValueError: it holds NaN or an infinity, which are no JSON.
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def duration(seconds: float) -> str:
@@ -176,7 +181,7 @@ def _browser(
                 names["statuses"].setdefault(rows.status.of(row), len(names["statuses"])),
                 names["kinds"].setdefault(rows.error_kind.of(row), len(names["kinds"])),
                 names["nodes"].setdefault(rows.node.of(row), len(names["nodes"])),
-                None if np.isnan(reward) else significant(float(reward)),
+                significant(float(reward)) if np.isfinite(reward) else None,
                 round(float(seconds[row]), 2),
                 int(rows.turns[row]),
                 int(rows.tokens[row]),

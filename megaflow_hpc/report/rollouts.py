@@ -49,7 +49,7 @@ class Rollouts:
     node: Labels
     job: Labels
     reward: NDArray[np.float64]
-    """NaN unless verified."""
+    """NaN unless verified, and where it has no bounds."""
     started_at: NDArray[np.float64]
     finished_at: NDArray[np.float64]
     phases: dict[str, NDArray[np.float64]]
@@ -97,7 +97,7 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         "environment": seconds("setup_s"),
         "model": np.where(np.isnan(agent), np.nan, np.minimum(model, agent)),
         "agent": np.maximum(0.0, agent - model),
-        "evaluation": np.nan_to_num(seconds("verify_s")),
+        "evaluation": np.nan_to_num(seconds("verify_s"), posinf=0.0, neginf=0.0),
     }
     errors = store.column("error")
     return Rollouts(
@@ -109,7 +109,7 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         error=np.array([error[:ERROR_CHARS] for error in errors], object),
         node=_labels(store, "node"),
         job=_labels(store, "job_id"),
-        reward=seconds("reward"),
+        reward=np.where(np.isfinite(seconds("reward")), seconds("reward"), np.nan),
         started_at=np.nan_to_num(seconds("started_at"), posinf=0.0, neginf=0.0),
         finished_at=np.nan_to_num(seconds("finished_at"), posinf=0.0, neginf=0.0),
         phases=phases,

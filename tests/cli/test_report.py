@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_metrics_are_one_file_that_everybody_may_read(tmp_path: Path, megaflow: 
     assert 'megaflow_rollouts_passed_total{campaign="one",run="one",policy="default"} 2\n' in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o644
     assert not list(run.report.iterdir())
+
+
+def test_rewards_without_bounds_and_times_without_sense_make_a_page(tmp_path: Path, megaflow: Megaflow) -> None:
+    run = samples.run_dir(tmp_path / "odd", "odd")
+    long = {"setup_s": 1.0, "agent_s": 1e30, "verify_s": math.inf}
+    odd = [
+        samples.trajectory(0, reward=math.inf, started_at=0.0, finished_at=1.7e9, **long),
+        samples.trajectory(1, reward=-math.inf, started_at=1.7e9, finished_at=1.6e9),
+        samples.trajectory(2, reward=1e30, messages=[{"role": None, "content": {"x": [1]}}, {}]),
+    ]
+    samples.commit(run, "pod0", *[(0, 0, one) for one in odd])
+    done = megaflow("report", run.path, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["runs"][0]["policies"][0]["rollouts"] == 3
+    assert (run.report / "index.html").exists()
+    assert megaflow("report", run.path, "--prometheus", tmp_path / "odd.prom").returncode == 0
 
 
 def test_what_cannot_be_reported_is_said(tmp_path: Path, megaflow: Megaflow) -> None:

@@ -82,6 +82,7 @@ def test_rewards_beyond_0_and_1_have_students_interval_where_there_is_one() -> N
 
 def test_the_threshold_says_what_passed_and_nothing_rated_is_nothing_said() -> None:
     assert evaluate({"a": [None]}) is None
+    assert evaluate({"a": [math.inf, -math.inf, math.nan]}) is None
     found = evaluate({"a": [0.5, 0.4], "b": [0.5, 0.5]}, ks=[2], threshold=0.5)
     assert found is not None
     assert found["pass_at"] == {"2": {"value": 1.0, "low": pytest.approx(0.3424), "high": 1.0, "tasks": 2}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,11 +42,13 @@ def charts_of(
 
 
 def _printable(chart: Chart) -> Chart:
-    """The same chart, its texts without what steers: SVG has no control characters, and readers no use for them."""
+    """The same chart, its texts without what steers, its numbers without what is none: SVG and JSON have neither."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
             return in_one_line(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
         if isinstance(value, dict):
             return {key: clean(one) for key, one in value.items()}
         return [clean(one) for one in value] if isinstance(value, list) else value
