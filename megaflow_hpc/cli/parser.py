@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megaflow_hpc.cli.output import note
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.texts import in_one_line
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -51,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with status 2 and one line."""
         message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
         message = re.sub(r"^the following arguments are required: ", "missing: ", message)
-        note(f"{self.prog}: {message}; see: {self.prog} --help")
+        note(in_one_line(f"{self.prog}: {message}; see: {self.prog} --help"))
         raise SystemExit(ConfigError.exit_status)
 
     def parse_known_args(  # type: ignore[override]

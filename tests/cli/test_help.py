@@ -141,6 +141,13 @@ def test_wrong_words_are_answered_in_one_line(words: str, said: str, capsys: Cap
     assert line.startswith(said)
 
 
+def test_wrong_words_that_steer_a_terminal_are_shown_as_escapes(capsys: Capture) -> None:
+    assert call("status\n\x1b[2J") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "\x1b" not in line
+    assert "no such verb" in line
+
+
 def test_output_that_nobody_takes_is_no_traceback() -> None:
     command = [sys.executable, "-m", "megaflow_hpc", "help", "variables"]
     ours, theirs = os.pipe()
