@@ -79,7 +79,10 @@ def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]]
     found: list[tuple[str, str]] = []
     left = END_CHARACTERS
     for message in reversed(messages):
-        text = content_of(message)
+        try:
+            text = content_of(message)
+        except Exception as error:  # whoever looks must not cost the rollouts beside this one
+            text = f"it cannot be shown: {error!r}"
         if len(text) > MESSAGE_CHARACTERS:
             half = MESSAGE_CHARACTERS // 2
             text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"

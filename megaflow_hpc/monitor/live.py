@@ -15,7 +15,7 @@ from megaflow_hpc.monitor.running import Place
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, PodActivity, RolloutActivity, Transcript
+from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, RolloutActivity, Transcript
 
 STUCK_S = 300.0
 """A rollout that runs and of which nothing was heard for so long is called stuck."""
@@ -161,7 +161,7 @@ class Live:
         wanted = {*self.shown, opened} - {""}
         asked = [place for place in running if place.id in wanted]
         self._ask([place.id for place in asked], opened if any(place.id == opened for place in asked) else "")
-        told = [said for pod in sorted({place.pod for place in asked}) if (said := self._activity(pod))]
+        told = [said for pod in sorted({place.pod for place in asked}) if (said := self._files.activity(pod))]
         activities = {rollout: activity for said in told for rollout, activity in said.rollouts.items()}
         transcripts = [said.transcripts[opened] for said in told if opened in said.transcripts]
         stored = list(reversed(self.monitor.rollouts.values()))
@@ -185,6 +185,3 @@ class Live:
                 self._files.leave()
         except OSError as error:  # another's run, or a full disk
             self._unasked = str(error.strerror or error)
-
-    def _activity(self, pod: str) -> PodActivity | None:
-        return self._files.activity(pod) if not self._unasked else None

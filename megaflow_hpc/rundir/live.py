@@ -11,6 +11,7 @@ taken for gone, by the pod's own clock. Nothing depends on these files; the last
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -114,6 +115,8 @@ class LiveFiles:
         Raises:
             OSError: this user may not write to the run directory, or nobody can now.
         """
+        if self._folder.parent.stat().st_uid != os.getuid():  # root may write, and its files would be in the way
+            raise PermissionError(errno.EPERM, "pods are asked by the run's owner alone")
         make_directory(self._folder)
         self._counter += 1
         said = Ask(counter=self._counter, rollouts=rollouts[:MOST_ROLLOUTS], transcript=transcript)

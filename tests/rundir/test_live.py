@@ -8,6 +8,7 @@ import pytest
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import MOST_ROLLOUTS, Asked, LiveFiles, PodActivity, RolloutActivity, Transcript, Viewers
+from megaflow_hpc.texts import END_CHARACTERS, end_of
 
 
 @pytest.fixture
@@ -30,6 +31,27 @@ def test_all_viewers_together_ask_for_so_much_and_what_is_no_ask_is_skipped(run:
     assert asked.transcripts == ("u/p/0",)
     files.leave()
     assert files.asked() == Asked(("u/p/0",), ("u/p/0",))
+
+
+def test_the_end_of_a_conversation_is_bounded_whatever_its_messages_are() -> None:
+    deep: object = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    odd = [
+        {"role": 7, "content": {"a": 1}},
+        {"content": ["part", {"type": "image"}, {"text": None}], "tool_calls": [None, {"function": None}]},
+        {"role": "assistant", "content": None, "reasoning": ["why"], "tool_calls": {"0": 1}},
+        {"role": "user", "content": deep},
+    ]
+    found, left_out = end_of(odd)
+    assert left_out == 0
+    assert [role for role, _ in found] == ["7", "?", "assistant", "user"]
+    assert found[1][1] == "part\n(image)\nNone\n→ ?()\n→ ?()"
+    assert found[3][1].startswith("it cannot be shown: RecursionError")
+    found, left_out = end_of([{"role": "user", "content": "é" * 10**6}] * 100)
+    assert sum(len(text) for _, text in found) <= END_CHARACTERS
+    assert left_out + len(found) == 100
+    assert found
 
 
 def test_what_a_pod_shows_may_be_any_text_and_a_disk_that_refuses_stops_nothing(run: RunDir) -> None:

@@ -67,6 +67,8 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
         lines.append(f"waits for {', '.join(status['waits_for'])} to add rollouts")
     if status["rate_per_s"] and status["eta_s"]:
         lines.append(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
+    if status["tokens_per_s"]:
+        lines.append(f"tokens sampled {status['tokens_per_s']:,.0f}/s")
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):
         if status[key]:
             lines.append(f"{words}: " + ", ".join(f"{kind} {n}" for kind, n in status[key].items()))

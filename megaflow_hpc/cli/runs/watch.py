@@ -61,7 +61,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         say(line(run.config.name, app.snapshot.status))
     if not app.over:
         note("the campaign goes on")
-    return 0
+    return app.return_code or 0
 
 
 def _can_draw() -> bool:

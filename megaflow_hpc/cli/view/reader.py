@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError, MegaflowError
@@ -61,6 +61,8 @@ class Reader(threading.Thread):
         self.wants_log = False
         """Whether the log of what is opened is shown."""
         self._stored: Detail | None = None
+        self._read = ("", 0.0)
+        """Of which rollout that is, and when it was stored: one that failed may be stored once more."""
         self._log: _Log | None = None
         self._wake, self._stopped = threading.Event(), False
 
@@ -99,28 +101,37 @@ class Reader(threading.Thread):
             if not self._run.dir.run_json.exists():
                 return Look(problem="the run directory is not there any more")
             status = self._run.status()
-            snapshot = self.live.look(status)
-            detail = self._detail(snapshot) if self.live.opened else None
+            snapshot, over = self.live.look(status), self._run.over(status)
+        except Exception as error:  # whatever it was, the next look may find more
+            return Look(problem=f"cannot be read now: {_said(error)}")
+        detail, problem = None, ""
+        if key := self.live.opened:
+            try:
+                detail = self._detail(key, snapshot)
+            except Exception as error:  # a damaged file of one rollout leaves the others to be seen
+                detail = Detail(key, said=f"cannot be read: {_said(error)}")
+        try:
             tend()
-            return Look(snapshot, detail, over=self._run.over(status))
-        except (MegaflowError, OSError, ValueError) as error:
-            return Look(problem=f"cannot be read now: {error}")
+        except Exception as error:
+            problem = f"nothing can be added from here: {_said(error)}"
+        return Look(snapshot, detail, problem, over)
 
-    def _detail(self, snapshot: Snapshot) -> Detail:
-        key = self.live.opened
+    def _detail(self, key: str, snapshot: Snapshot) -> Detail:
         log = self._log_of(key) if self.wants_log else ()
         if key not in snapshot.rollouts.ids:
             return Detail(key, log=log)
         row = snapshot.rollouts.of(key)
         if row is not None and row.stored is not None:
-            if self._stored is None or self._stored.key != key:
+            if self._read != (key, row.stored.t) or self._stored is None:
                 self._stored = self._read_stored(key)
-            return Detail(key, self._stored.messages, self._stored.left_out, self._stored.said, log)
+                self._read = (self._stored.key, row.stored.t)
+            return replace(self._stored, key=key, log=log)
         transcript = snapshot.transcript
         if transcript is None:
-            said = snapshot.unasked or "its pod has been asked, and answers in a few seconds once a model has"
+            said = snapshot.unasked or "its pod is asked; what asks no model has no transcript until it is stored"
             return Detail(key, said=said, log=log)
-        return Detail(key, transcript.messages, transcript.left_out, log=log)
+        said = "" if transcript.messages else "its model has not answered yet"
+        return Detail(key, transcript.messages, transcript.left_out, said, log)
 
     def _read_stored(self, rollout: str) -> Detail:
         from megaflow_hpc.trajectories import open_trajectories
@@ -147,6 +158,10 @@ class Reader(threading.Thread):
         if self._log is None or self._log.key != key:
             self._log = _Log(key, RolloutLog(self._run.dir, key))
         return self._log.read()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, (MegaflowError, OSError)) else repr(error)
 
 
 @dataclass
