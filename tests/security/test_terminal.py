@@ -14,7 +14,11 @@ import pytest
 import megaflow_hpc
 from megaflow_hpc.cli import main
 from megaflow_hpc.cli.output import table
+from megaflow_hpc.cli.runs import watch
 from megaflow_hpc.cli.runs.status import shown
+from megaflow_hpc.cli.view.words import head
+from megaflow_hpc.monitor.live import Rollouts, Snapshot
+from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.texts import in_one_line, printable
 from megaflow_hpc.trajectories import gather
 from megaflow_hpc.types import Attempt
@@ -135,6 +139,9 @@ def test_the_status_of_a_run_is_printed_harmlessly():
         "failures": {EVIL: 1},
         "first_failures": [{"kind": EVIL, "count": 1, "id": EVIL, "error": f"{EVIL}\nfake row", "log": "/run/log"}],
         "retries": {},
+        "failed_at": {f"{EVIL}\nfake row": {f"{EVIL}\nfake row": 1}},
+        "tokens_per_s": 1.0,
+        "eta_s": None,
         "pods": [{"pod": 0, "state": "silent", "node": EVIL, "silent_s": 3, "why": EVIL}],
         "servers": [{"server": 0, "state": "failed", "policy": EVIL, "node": "n", "cause": f"{EVIL}\nfake row"}],
         "unstarted": [{"pod": 1, "node": EVIL, "cause": f"{EVIL}\nfake row", "log": EVIL}],
@@ -143,6 +150,13 @@ def test_the_status_of_a_run_is_printed_harmlessly():
     page = printable(shown(EVIL, status))
     assert harmless(page)
     assert not [line for line in page.split("\n") if line.startswith("fake row")]
+    said = watch.line(EVIL, {**status, "failures": {f"{EVIL}\nfake row": 1}})
+    assert harmless(said)
+    assert "\n" not in said
+    rollouts = Rollouts([], [RolloutEvent(id=EVIL, status="failed", kind=EVIL)], {}, {}, (), 0.0)
+    seen = head(EVIL, Snapshot({**status, "pods": []}, rollouts), (500, 80), f"{EVIL}\nfake row")
+    assert harmless("".join(text.plain for text in seen))
+    assert not [text for text in seen if "\n" in text.plain]
 
 
 def test_tasks_are_listed_harmlessly(tmp_path, capsys):
@@ -169,6 +183,5 @@ def test_every_verb_prints_through_one_function():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 bare.append(path.name)
-    assert sorted(set(bare)) == ["export.py", "output.py", "watch.py"]
+    assert sorted(set(bare)) == ["export.py", "output.py"]
     assert bare.count("export.py") == 2  # a line of progress of numbers, and its removal
-    assert bare.count("watch.py") == 1  # clears the terminal, before a page that is made harmless

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.cli.output import FINAL, note, print_json, queue_lines, say, seconds
 from megaflow_hpc.cli.values import above_zero
 from megaflow_hpc.cli.verb import add_run, add_verb
+from megaflow_hpc.texts import in_one_line
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.run import Run
@@ -132,4 +133,4 @@ def line(name: str, status: Mapping[str, Any]) -> str:
     ]
     parts += [f"about {seconds(status['eta_s'])} to go"] if status["eta_s"] and counts["running"] else []
     parts += queue_lines(status)[:1] if not counts["running"] else []
-    return ", ".join(parts)
+    return in_one_line(", ".join(parts))
