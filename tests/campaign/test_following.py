@@ -58,7 +58,7 @@ def test_a_second_ctrl_c_ends_a_local_campaign_at_once(make_campaign: Make) -> N
     assert process.returncode == 130
     assert f"megaflow-hpc resume {path}" in said
     [pod] = Run(path).status()["pods"]
-    assert pod["state"] == "draining", "it was not waited for"
+    assert pod["state"] == "gone", "it was not waited for"
     assert not [words for _, words in processes() if path in words]
 
 
