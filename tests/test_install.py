@@ -147,6 +147,7 @@ def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
     assert "megaflow-hpc[export]" in refused.stderr
 
     campaign = make_campaign(1)
+    here.say("megaflow-hpc", "check", "--no-site", campaign)
     code = f"from megaflow_hpc import Campaign; print(Campaign.from_yaml('{campaign}').plan(launcher='local').path)"
     planned = here.say("python", "-c", code).strip()
     assert Path(planned, "run.json").exists()
