@@ -107,7 +107,8 @@ class Results:
         if outcome.status == "cancelled" and why is None:
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
             # whoever takes it goes on with this rollout.
-            self.ending = self.ending or self._pod.why_drain(SIGNAL_S) or ""
+            if not self.draining:  # once: the loop stands still meanwhile, and a pod may have many rollouts
+                self.ending = self.ending or self._pod.why_drain(SIGNAL_S) or ""
             self._cut_short(work, outcome)
             self._drain(WHY_DRAIN.get(self.ending, "a rollout was stopped by a signal to the step"))
             return
