@@ -83,7 +83,7 @@ def test_the_script_asks_for_what_the_campaign_says(tmp_path: Path) -> None:
     [
         (["--detach"], "add --slurm"),
         (["--sbatch", "time=5"], "add --slurm"),
-        (["--slurm", "--jobs", "0"], "--jobs 0: at least 1"),
+        (["--slurm", "--jobs", "0"], "--jobs: 0: give a whole number of at least 1"),
         (["--slurm", "--sbatch", "time"], "--sbatch time: expected NAME=VALUE"),
     ],
 )
