@@ -26,7 +26,8 @@ from megaflow_hpc.version import __version__
 GROUPS = (
     "campaigns.init",
     "campaigns.check",
-    "campaigns.campaign",
+    "campaigns.start",
+    "campaigns.change",
     "runs.listing",
     "runs.status",
     "runs.watch",

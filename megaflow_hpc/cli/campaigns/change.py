@@ -1,0 +1,188 @@
+"""Verbs about a run that there is: resume, scale, cancel, gather."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
+from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
+from megaflow_hpc.cli.values import limit, request, whole
+from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
+from megaflow_hpc.errors import ConfigError
+
+
+def register(subparsers: Subparsers) -> None:
+    """Adds resume, scale, cancel and gather."""
+    resume = add_verb(
+        subparsers,
+        "resume",
+        _resume,
+        "continue a run; nothing that is stored is run again",
+        examples=[
+            "resume RUN",
+            "resume RUN --failed --no-wait",
+            "resume RUN --time 8:00:00 --time servers=12:00:00 --mem 64",
+            "resume RUN --limit gpu_hours=200 --limit wall=none",
+        ],
+        description="Queues what a run still needs, whatever ended it: a limit, a walltime, Ctrl-C, a broken node.",
+    )
+    add_run(resume)
+    resume.add_argument("--failed", action="store_true", help="also run again what failed")
+    resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="run again these, where they failed")
+    resume.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        type=limit,
+        metavar="NAME=HOURS",
+        help="change a limit from now on: core_hours, gpu_hours or wall; none lifts it",
+    )
+    for name, key, metavar, what in (
+        ("--time", "time", "TIME", "walltime"),
+        ("--mem", "mem_gb", "GB", "memory of each node, in GB"),
+        ("--partition", "partition", "NAME", "partition"),
+    ):
+        resume.add_argument(
+            name,
+            action="append",
+            default=[],
+            type=request(key),
+            metavar=f"[JOBS=]{metavar}",
+            dest="requests",
+            help=f"{what} of new jobs: of the pods, or as servers={metavar}, trainer=…, gather=…; none: the site's",
+        )
+    resume.add_argument("--no-wait", action="store_true", help="queue and return")
+    add_launcher(resume)
+
+    scale = add_verb(
+        subparsers,
+        "scale",
+        _scale,
+        "add pods to a running campaign, or let some go",
+        examples=["scale RUN --pods 12", "scale RUN --servers 4 --policy student"],
+        description="Sets the number of pods, or of engine servers, from now on. Pods that leave finish what they run.",
+    )
+    add_run(scale)
+    scale.add_argument("--pods", type=whole(), metavar="N", help="target number of pods, queued or running")
+    scale.add_argument(
+        "--servers", type=whole(), metavar="N", help="target number of engine servers; held ones are released"
+    )
+    scale.add_argument("--policy", help="with --servers: the model's policy, where there are several")
+
+    cancel = add_verb(
+        subparsers,
+        "cancel",
+        _cancel,
+        "cancel a run's jobs; what is stored stays",
+        examples=["cancel RUN"],
+        description="Cancels every job of the run. What is stored stays, and megaflow-hpc resume goes on with it.",
+    )
+    add_run(cancel)
+
+    gather = add_verb(
+        subparsers,
+        "gather",
+        _gather,
+        "write trajectories.h5 from the journals",
+        examples=["gather RUN", "gather latest --rebuild"],
+        description="Writes what is stored so far into RUN/trajectories.h5, while the campaign runs or after it.",
+    )
+    add_run(gather)
+    gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
+    gather.add_argument("--wait", action="store_true", help="first for the pods, those at other clusters too")
+    gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="first cancel these engine arrays")
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Run
+
+    run = Run(arguments.run_dir)
+    status = run.status()
+    for line in [*unstarted_lines(status), *status["warnings"]]:
+        note(line)
+    if edited := run.edits.tasks():
+        shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
+        note(
+            f"{len(edited)} tasks were changed after the run was planned, and their rollouts fail: {shown}; put their "
+            "files back as they were, or plan a new run"
+        )
+    requests: dict[str, dict[str, Any]] = {}
+    for role, key, value in arguments.requests:
+        requests.setdefault(role, {})[key] = value
+    limits = dict(arguments.limit)
+
+    def start() -> bool:
+        if not run.resume(
+            arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=limits, requests=requests
+        ):
+            more = "" if arguments.failed else "; failed ones run again with --failed"
+            note(f"nothing to do: every rollout is stored{more}")
+        elif arguments.no_wait:
+            print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
+            return False
+        return True
+
+    return start_and_follow(run, arguments, start)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Run
+
+    wanted = [number for number in (arguments.pods, arguments.servers) if number is not None]
+    if len(wanted) != 1:
+        raise ConfigError(f"scale: {' and '.join(map(str, wanted)) or 'no number'}: give --pods N or --servers N")
+    run = Run(arguments.run_dir)
+    if arguments.servers is not None:
+        return _scale_servers(run, arguments)
+    changed = run.scale(arguments.pods)
+    say_notices(run.slurm_jobs)
+    if arguments.json:
+        print_json({"run": str(run.path), "pods": arguments.pods, **changed})
+    elif changed["added"] or changed["leaving"]:
+        say("\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods))
+    else:
+        say("the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running")
+    return 0
+
+
+def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
+    going = run.scale_servers(arguments.servers, arguments.policy)
+    if arguments.json:
+        print_json({"run": str(run.path), "servers": arguments.servers, "added": going})
+    else:
+        say("\n".join(f"released {element}" for element in going) or "no server is held that this number needs")
+    return 0
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Run
+
+    run = Run(arguments.run_dir)
+    done = run.cancel()
+    if arguments.json:
+        print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
+        return 0
+    said = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"pod {pod} here drains" for pod in done.pods]
+    say("\n".join(said) or "nothing was queued or running")
+    if done.before == "finished":
+        note(f"{run.path} is finished: every rollout is stored, and nothing is left to cancel")
+    else:
+        note(f"continue with: megaflow-hpc resume {run.path}")
+    return 0
+
+
+def _gather(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.facade import Run
+
+    run = Run(arguments.run_dir)
+    if arguments.wait:
+        run.slurm_jobs.until_pods_left()
+    # First: gathering may take long, and nobody asks the engines any more.
+    ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
+    path = run.gather(arguments.rebuild)
+    if arguments.json:
+        print_json({"trajectories": str(path), "servers_ended": ended})
+    else:
+        say(path)
+    return 0

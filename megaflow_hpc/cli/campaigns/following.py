@@ -1,0 +1,107 @@
+"""A campaign followed to its end: progress, Ctrl-C, and the summary."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megaflow_hpc.cli.output import (
+    FINAL,
+    failure_lines,
+    note,
+    print_json,
+    say,
+    summary,
+    training_lines,
+    unstarted_lines,
+)
+from megaflow_hpc.cli.progress import Progress
+from megaflow_hpc.cli.values import whole
+from megaflow_hpc.errors import MegaflowError, SiteError
+
+
+def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[], bool]) -> int:
+    """Starts, follows and ends with the summary; Ctrl-C cancels, keeps what is done and says how to go on.
+
+    Args:
+        start: returns whether there is something to follow.
+    """
+    progress = Progress(run.config.name)
+    said: list[str] = []
+
+    def interrupted() -> None:
+        progress.close()
+        what = "cancelling the jobs" if run.local is None else "the pod here stops, within a minute"
+        said.append(f"interrupted: {what}; what is stored stays (once more: at once)")
+        note(said[-1])
+
+    try:
+        if not start():
+            return 0
+        result = run.wait(progress=progress, interrupted=interrupted)
+    except KeyboardInterrupt:
+        try:
+            if not said:
+                interrupted()
+            for step in (run.cancel, run.gather):
+                try:
+                    step()
+                except MegaflowError as error:
+                    note(f"{error}")
+        except KeyboardInterrupt:
+            note("at once: nothing was gathered")
+        note(f"continue with: megaflow-hpc resume {run.path}")
+        return 130
+    finally:
+        progress.close()
+    return _conclude(result, arguments.json)
+
+
+def _conclude(result: dict[str, Any], as_json: bool) -> int:
+    counts = result["rollouts"]
+    missing = counts["total"] - sum(counts[state] for state in FINAL)
+    if as_json:
+        print_json(result)
+    else:
+        say(summary(result))
+        if result["failures"]:
+            say("failures: " + ", ".join(f"{kind} {n}" for kind, n in result["failures"].items()))
+            say("\n".join(failure_lines(result)))
+        for server in result["servers"]:
+            if server["state"] == "failed":
+                log = f"\n  log: {server['log']}" if server.get("log") else ""
+                say(f"server {server['server']}: {server.get('cause', 'failed')}{log}")
+        for line in [*training_lines(result), *unstarted_lines(result)]:
+            say(line)
+        if missing:
+            say(
+                f"{missing} of {counts['total']} rollouts are missing; "
+                f"continue with: megaflow-hpc resume {result['run']}"
+            )
+        elif counts["failed"]:
+            say(f"run the failed again with: megaflow-hpc resume {result['run']} --failed")
+        say(f"results: {result['run']}")
+    if missing and result["unstarted"] and not result["pods"]:
+        return SiteError.exit_status
+    return 1 if missing or counts["failed"] else 0  # cancelled: by the campaign's own rules of groups
+
+
+def say_notices(*of: Any) -> None:
+    """Prints what planning, or the last start of jobs, left to be known."""
+    for each in of:
+        for line in each.notices:
+            note(line)
+        each.notices.clear()
+
+
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "local", "slurm"),
+        default="auto",
+        help="where pods and engines run; auto (the default): on Slurm where there is one",
+    )
+    parser.add_argument(
+        "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"
+    )
