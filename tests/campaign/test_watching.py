@@ -141,6 +141,10 @@ def test_on_a_terminal_of_24_lines_without_colours_it_can_be_left_and_resized(ru
     assert not re.search(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d|10[0-7])[;m]", terminal.written), "a colour"
     assert terminal.written.rindex(b"\x1b[?1049l") > terminal.written.rindex(b"\x1b[?1049h")  # the screen is as before
 
+    away = Terminal(80, 24, sys.executable, "-m", "megaflow_hpc", "watch", str(run.path), "--every", "0.5")
+    away.until("hanging/default/0")
+    assert away.hang_up() == -signal.SIGHUP  # no login node keeps it
+
 
 @pytest.mark.slow
 def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(

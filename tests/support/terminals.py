@@ -78,6 +78,11 @@ class Terminal:
         os.close(self._ours)
         return self._process.wait(1)
 
+    def hang_up(self, timeout_s: float = 60.0) -> int:
+        """Takes the terminal away without a signal and returns the exit status."""
+        os.close(self._ours)
+        return self._process.wait(timeout_s)
+
     def _read(self, wait_s: float) -> None:
         while select.select([self._ours], [], [], wait_s)[0]:
             try:

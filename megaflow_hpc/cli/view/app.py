@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -128,6 +131,12 @@ class WatchApp(App[None]):
                 self.screen.show(look)
 
     def _look_at_clock(self) -> None:
+        if not self.is_headless and not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ else 0):
+            # The terminal is gone and nobody was told, as under nohup or in a terminal that is not ours: Textual would
+            # read its end for ever, on a login node. Nothing can be restored there, so this ends as a hang-up does.
+            self.reader.stop()
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGHUP)
         silent_s = time.monotonic() - self._looked_at
         if silent_s > SLOW_S:
             self._problem = f"the run directory has not answered for {seconds(silent_s)}"
