@@ -109,6 +109,9 @@ def mpi_plugins() -> tuple[str, ...]:
     if chosen := os.environ.get("MEGAFLOW_MPI"):
         return (chosen,)
     done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]
+        raise SiteError(f"srun --mpi=list: {said[-1]}")
     offered = set(re.split(r"[\s,:]+", done.stdout + done.stderr))
     if fitting := tuple(plugin for plugin in mpi_order(mpi_library()) if plugin in offered):
         return fitting

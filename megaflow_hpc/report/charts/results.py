@@ -83,14 +83,16 @@ def _bins(runs: Named, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _histogram(name: str, title: str, note: str, values: Sequence[dict[str, Any]], runs: Named) -> Chart | None:
+def _histogram(
+    name: str, title: str, note: str, values: Sequence[dict[str, Any]], runs: Named, scale: dict[str, Any] | None = None
+) -> Chart | None:
     if not values:
         return None
     tip = [channel("series", "N"), channel("low", title="from"), channel("high", title="to"), channel("count")]
     whole = sorted({(value["low"] + value["high"]) / 2 for value in values if value["high"] - value["low"] == 1})
     axis = {"values": whole, "format": "d"} if len(whole) == len({value["low"] for value in values}) <= 16 else {}
     encoding = {
-        "x": channel("low", title=name, bin={"binned": True}, axis=axis),
+        "x": channel("low", title=name, bin={"binned": True}, axis=axis, **({"scale": scale} if scale else {})),
         "x2": channel("high"),
         # Bars of different runs have different edges and cannot stand on one another.
         "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
@@ -104,7 +106,11 @@ def _histogram(name: str, title: str, note: str, values: Sequence[dict[str, Any]
 def rewards(runs: Named) -> Chart | None:
     """Returns how rewards are distributed."""
     note = "Rollouts by reward, those without a verdict left out."
-    return _histogram("reward", "Rewards", note, _bins(runs, "rewards"), runs)
+    values = _bins(runs, "rewards")
+    for domain in ((0.0, 1.0), (-0.5, 1.5)):  # shares, and bars of 0 and 1 alone: both ends show, also where all passed
+        if all(domain[0] <= value["low"] and value["high"] <= domain[1] for value in values):
+            return _histogram("reward", "Rewards", note, values, runs, {"domain": list(domain)})
+    return _histogram("reward", "Rewards", note, values, runs)
 
 
 def tokens(runs: Named) -> Iterator[Chart | None]:
