@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
@@ -191,3 +193,11 @@ class PlanProgress(ImageProgress):
                 silent = time.monotonic() - self._said >= self.EVERY_S
                 if silent and self._step and not self._over.is_set():
                     self._now(f"{self._step}: {seconds(time.monotonic() - self._since)}")
+
+
+@contextmanager
+def under_way(step: str) -> Iterator[None]:
+    """Says on stderr every two seconds for how long a step has been under way; nothing of one that takes less."""
+    with PlanProgress() as watch:
+        watch.step(step)
+        yield

@@ -7,6 +7,7 @@ from typing import Any
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.values import limit, request, whole
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -180,7 +181,8 @@ def _gather(arguments: argparse.Namespace) -> int:
         run.slurm_jobs.until_pods_left()
     # First: gathering may take long, and nobody asks the engines any more.
     ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
-    path = run.gather(arguments.rebuild)
+    with under_way(f"gathering {run.path}"):
+        path = run.gather(arguments.rebuild)
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:

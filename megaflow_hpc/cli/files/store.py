@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megaflow_hpc.cli.output import confirmed, note, print_json, say, table
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 
@@ -102,7 +103,8 @@ def _validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.gather import gathered
 
     file = gathered(arguments.run_dir)
-    problems = validate(file)
+    with under_way(f"validating {file}"):
+        problems = validate(file)
     if arguments.json:
         print_json({"file": str(file), "valid": not problems, "problems": problems})
     elif problems:
@@ -117,7 +119,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.gather import gathered
 
     file = gathered(arguments.run_dir)
-    checks = verify(file)
+    with under_way(f"verifying {file}"):
+        checks = verify(file)
     if arguments.json:
         print_json({"file": str(file), "columns": [asdict(check) for check in checks]})
     else:
@@ -138,7 +141,9 @@ def _compact(arguments: argparse.Namespace) -> int:
         return _drop_journals(path, arguments)
     if arguments.dry_run or arguments.yes:
         raise ConfigError("compact: --dry-run and --yes go with --drop-journals")
-    _print_counts(compact(gathered(path), arguments.output or None, arguments.drop_artifacts), arguments.json)
+    with under_way(f"compacting {path}"):
+        counts = compact(gathered(path), arguments.output or None, arguments.drop_artifacts)
+    _print_counts(counts, arguments.json)
     return 0
 
 
@@ -159,7 +164,9 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
         if not confirmed(f"{what}, go for good; the run cannot be resumed after. Remove them?", "--yes"):
             note("nothing was removed")
             return 1
-    _print_counts(drop_journals(run), arguments.json)
+    with under_way(f"checking {path}"):
+        dropped = drop_journals(run)
+    _print_counts(dropped, arguments.json)
     return 0
 
 
@@ -167,7 +174,8 @@ def _anonymise(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
     from megaflow_hpc.trajectories.maintenance.gather import gathered
 
-    result = anonymise(gathered(arguments.run_dir), Path(arguments.output), arguments.name, arguments.keep_tokens)
+    with under_way(f"copying {arguments.run_dir}"):
+        result = anonymise(gathered(arguments.run_dir), Path(arguments.output), arguments.name, arguments.keep_tokens)
     _print_counts(result, arguments.json)
     note("names that nobody listed and no path shows are still there: read a few trajectories before sharing")
     return 0
@@ -186,7 +194,8 @@ def _du(arguments: argparse.Namespace) -> int:
     path = Path(arguments.run_dir)
     if path.is_dir() and not any((path / part).exists() for part in ("run.json", "journal", "trajectories.h5")):
         raise ConfigError(f"{path}: not a run directory (no run.json); see those here with: megaflow-hpc list")
-    shares = of_run(path) if path.is_dir() else of_file(path)
+    with under_way(f"measuring {path}"):
+        shares = of_run(path) if path.is_dir() else of_file(path)
     if arguments.json:
         print_json({"path": str(path), "shares": [asdict(share) for share in shares]})
         return 0
