@@ -140,13 +140,13 @@ class Jobs:
     # --- look ---
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns every array of this run, including those submitted by hand once they have started."""
+        """Returns every array of this run, the first submitted first; those by hand too, once they have started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
         if role in (None, "trainer"):
             ids |= {job for jobs in self.trainers().values() for job in jobs}
-        return sorted(ids)
+        return sorted(ids, key=lambda job: (len(number(job)), job))
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
         """Returns the elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer.

@@ -89,7 +89,7 @@ def test_pools_on_several_partitions_work_on_one_campaign(make_campaign: Make) -
 def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: Make) -> None:
     allowed = limits.allowance({"qos": "short"})
     assert (allowed.submit, allowed.running) == (12, 4)
-    campaign = make_campaign(2, pods(count=20, ranks=1) + "  extra: {qos: short, hold: true}\n")
+    campaign = make_campaign(2, pods(count=20, ranks=1) + "  gather: {time: 20}\n  extra: {qos: short, hold: true}\n")
     run = Campaign.from_yaml(campaign).submit()
     try:
         live = run.slurm_jobs.live(0)

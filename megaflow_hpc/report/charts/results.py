@@ -92,7 +92,7 @@ def _histogram(
     whole = sorted({(value["low"] + value["high"]) / 2 for value in values if value["high"] - value["low"] == 1})
     axis = {"values": whole, "format": "d"} if len(whole) == len({value["low"] for value in values}) <= 16 else {}
     encoding = {
-        "x": channel("low", title=name, bin={"binned": True}, axis=axis, **({"scale": scale} if scale else {})),
+        "x": channel("low", title=name, bin={"binned": True}, axis=axis, scale=scale or {}),
         "x2": channel("high"),
         # Bars of different runs have different edges and cannot stand on one another.
         "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
