@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.safetensors import read_header
 from megaflow_hpc.rundir.weight_source import DELTA
 
 try:
@@ -123,11 +124,8 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
 
 
 def _width(path: Path) -> int:
-    """The format: 8 bytes of the header's length, then JSON (github.com/huggingface/safetensors, README)."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors = (tensor["dtype"] for name, tensor in header.items() if name != "__metadata__")
-    return WIDTHS.get(next(tensors, ""), 4)
+    """Bytes of a word of a file: those of its first tensor's numbers."""
+    return next((WIDTHS.get(tensor.dtype, 4) for tensor in read_header(path).values()), 4)
 
 
 def _words(data: bytes, word: int) -> NDArray[Any]:

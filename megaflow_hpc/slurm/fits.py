@@ -76,13 +76,12 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
         return []
     job, found = resources.asked(options), []
     names = " or ".join(partition.name for partition in partitions)
-    wanted, longest = seconds(options.get("time")), max(seconds(p.time) or math.inf for p in partitions)
-    if wanted is not None and wanted > longest and not _may_exceed(options):
-        limit = max(partitions, key=lambda p: seconds(p.time) or math.inf).time
+    wanted, limit = seconds(options.get("time")), max((p.time for p in partitions), key=_limit_s)
+    if wanted is not None and wanted > _limit_s(limit) and not _may_exceed(options):
         found.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
     if wanted is not None and (most_time := limits.longest_walltime(options)) is not None:
         text, of = most_time
-        if wanted > (seconds(text) or math.inf):
+        if wanted > _limit_s(text):
             found.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
     nodes, memory = job["node"], job.get("mem", 0) // max(1, job["node"])
     cpus = -(-job["cpu"] // max(1, nodes))
@@ -100,6 +99,11 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
         there = f"those with GPUs are {', '.join(having)}" if having else "no partition here has any"
         found.append(f"{key}.partition: asks for GPUs, and partition {names} has none; {there}")
     return found
+
+
+def _limit_s(text: str) -> float:
+    """Seconds of a limit; infinity where none is known."""
+    return seconds(text) or math.inf
 
 
 def _may_exceed(options: Mapping[str, Any]) -> bool:
