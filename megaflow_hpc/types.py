@@ -1,18 +1,13 @@
 """What crosses rooms: plain dataclasses and Protocols.
 
 Every room (``environments``, ``model``, ``agents``, ``trajectories``, ``pod``) meets the others only through the names
-in this module, so each can be replaced alone. Nothing here imports anything of the package or anything heavy.
-
-Token columns are :class:`array.array` so that they cross process borders as bytes and become numpy without a copy:
-token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float32), loss masks ``'B'`` (uint8).
+in this module and in :mod:`megaflow_hpc.trajectory`, so each can be replaced alone. Neither imports anything heavy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -34,7 +29,7 @@ def _names(cls: type) -> frozenset[str]:
     return frozenset(f.name for f in fields(cls))
 
 
-def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``data`` that are fields of a dataclass: a later version may have written more."""
     names = _names(cls)
     return {key: value for key, value in data.items() if key in names}
@@ -85,7 +80,7 @@ class Task:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
         """Returns the task that :meth:`to_dict` wrote; keys of a later version are ignored."""
-        return cls(**{**_known(cls, data), "limits": Limits(**data.get("limits", {}))})
+        return cls(**{**known_fields(cls, data), "limits": Limits(**data.get("limits", {}))})
 
 
 @dataclass(frozen=True)
@@ -258,67 +253,6 @@ class ResumableAgent(Agent, Protocol):
         """Called before ``run``, which goes on from ``state``, with the call that was refused."""
 
 
-# --- what a rollout leaves behind -----------------------------------------------------------------------------------
-
-
-@dataclass
-class TokenSequence:
-    """Consecutive calls whose prompts extend one another. All four columns have one entry per token."""
-
-    policy: str = ""
-    tokens: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """NaN where not sampled."""
-    loss_mask: array[int] = field(default_factory=lambda: array("B"))
-    """1 exactly where sampled."""
-    weight_versions: array[int] = field(default_factory=lambda: array("i"))
-    """-1 where not sampled."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Returns the sequence as a mapping that msgpack takes, with columns as native-endian bytes."""
-        return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> TokenSequence:
-        """Returns the sequence that :meth:`to_record` packed."""
-        found = cls(policy=record["policy"])
-        for name in _COLUMNS:
-            getattr(found, name).frombytes(record[name])
-        return found
-
-
-_COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
-
-
-@dataclass
-class Turn:
-    """One model call: its sampled tokens are ``[token_start, token_end)`` of the rollout's sequence ``sequence``."""
-
-    sequence: int
-    token_start: int
-    token_end: int
-    finish_reason: str = ""
-    model_s: float = 0.0
-    sandbox_s: float = 0.0
-    agent_s: float = 0.0
-    wait_s: float = 0.0
-    server: str = ""
-
-
-@dataclass
-class Attempt:
-    """One try at a rollout, kept whatever became of it. Times in seconds UTC."""
-
-    attempt: int
-    status: str
-    error_kind: str = ""
-    error: str = ""
-    node: str = ""
-    job_id: str = ""
-    started_at: float = 0.0
-    finished_at: float = 0.0
-
-
 @dataclass
 class Artifact:
     """A file that is kept of a rollout (a log, a patch, an agent's own output)."""
@@ -346,75 +280,6 @@ class Verdict:
         return cls(reward, dict(rewards), output, artifacts=list(artifacts))
 
 
-@dataclass
-class Trajectory:
-    """Everything that is kept of one rollout; one journal record, one row of ``trajectories.h5``."""
-
-    id: str
-    task_id: str
-    group_id: str
-    policy: str
-    agent: str
-    status: str
-    sample_index: int = 0
-    attempt: int = 0
-    epoch: int = 0
-    error_kind: str = ""
-    error: str = ""
-    node: str = ""
-    job_id: str = ""
-    rank: int = -1
-    """The rank in the pod that ran it; -1 where unknown."""
-    seed: int = -1
-    """That its sampling was given: model call n, from 0, got ``(seed + n) % 2**31``. -1 where it was given none."""
-    reward: float | None = None
-    """``None`` unless verified."""
-    rewards: dict[str, float] = field(default_factory=dict)
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    setup_s: float | None = None
-    """Seconds until the agent began; ``None`` where unknown, as the two that follow."""
-    agent_s: float | None = None
-    """Seconds of the agent, its model calls and commands included."""
-    verify_s: float | None = None
-    """Seconds of the verifier."""
-    inexact: int = 0
-    """Model calls of which not every token is known, since the engine lacks what that takes."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    sequences: list[TokenSequence] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    artifacts: list[Artifact] = field(default_factory=list)
-
-    def to_record(self) -> dict[str, Any]:
-        """A dict that msgpack takes: token columns as native-endian bytes."""
-        record = {f.name: getattr(self, f.name) for f in fields(self)}
-        record["sequences"] = [sequence.to_record() for sequence in self.sequences]
-        for name in ("turns", "attempts", "artifacts"):
-            record[name] = [dict(vars(item)) for item in getattr(self, name)]  # flat: asdict's deep copies are slow
-        return record
-
-    @classmethod
-    def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
-        """The trajectory of an attempt at ``rollout`` that begins and ends now, unless ``known`` says otherwise."""
-        now = time.time()
-        names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
-        fields_of_rollout = {name: getattr(rollout, name) for name in names}
-        return cls(
-            **fields_of_rollout, **{"started_at": now, "finished_at": now, **known}, attempt=attempt, status=status
-        )
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Inverse of :meth:`to_record`; unknown keys are ignored, missing ones take their default."""
-        kept = _known(cls, record)
-        kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
-        kept["turns"] = [Turn(**_known(Turn, t)) for t in record.get("turns", ())]
-        kept["attempts"] = [Attempt(**_known(Attempt, a)) for a in record.get("attempts", ())]
-        kept["artifacts"] = [Artifact(**_known(Artifact, a)) for a in record.get("artifacts", ())]
-        return cls(**kept)
-
-
 @dataclass(frozen=True)
 class CallBudget:
     """What a rollout may ask of its models; ``None`` is unlimited."""
@@ -422,23 +287,3 @@ class CallBudget:
     calls: int | None = None
     tokens: int | None = None
     """Sampled tokens after which no further call is answered."""
-
-
-@dataclass
-class Recording:
-    """What the gateway recorded of one rollout, handed over when the agent is done."""
-
-    sequences: list[TokenSequence] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The longest conversation seen, in OpenAI message form, the last answer included."""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Per turn what a replay needs beside the token columns: the request's ``id``, the digest of the conversation that
-    ``asked``, and the answer as ``text`` or, where there is more to it, as an OpenAI ``message``."""
-    over_budget: str = ""
-    """Why a call was refused, where the rollout's budget was used up."""
-    inexact: int = 0
-    """Calls that were recorded with less than their engine was meant to give: plainly instead of split, text alone."""
-    protocols: dict[str, int] = field(default_factory=dict)
-    """Calls by how they were recorded. ``split`` and ``replay``: every token is known; ``plain``: the sampled ones, and
-    a history that encodes to others starts a sequence; ``text``: none."""

@@ -14,13 +14,14 @@ from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
-EVERYBODYS = {"types", "errors", "version", "texts", "resources", "extras", "host"}
+EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "extras", "host"}
 """Rooms that every room may use; they use nothing but one another."""
 
 DOORS: dict[str, str] = {
     "__init__": "campaign trajectories",
     "__main__": "cli",
     "types": "",
+    "trajectory": "",
     "errors": "",
     "version": "",
     "texts": "",

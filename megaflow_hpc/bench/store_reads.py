@@ -69,7 +69,7 @@ def generate(path: Path, transcripts: Any, count: int, each: int) -> None:
     import numpy as np
 
     from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-    from megaflow_hpc.types import TokenSequence
+    from megaflow_hpc.trajectory import TokenSequence
 
     drawn = [transcripts.draw(n, max(30_000, 2 * each), 40) for n in range(24)]
     columns = ("tokens", "logprobs", "loss_mask", "weight_versions")

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.types import Artifact
 
 VOCABULARY = 152_000
 _PIECE = re.compile(r" ?[A-Za-z]{1,8}|\d{1,3}| ?[^\sA-Za-z\d]{1,3}|\s+")

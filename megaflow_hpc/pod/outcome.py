@@ -13,7 +13,7 @@ import msgspec
 
 from megaflow_hpc.host.wire import Message, pack
 from megaflow_hpc.rundir.events import RolloutEvent, shown
-from megaflow_hpc.types import Attempt, Trajectory
+from megaflow_hpc.trajectory import Attempt, Trajectory
 
 
 @dataclass(slots=True)

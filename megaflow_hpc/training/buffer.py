@@ -23,7 +23,8 @@ from megaflow_hpc.training.plan import Place, Plan, Settled
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.follow import Follower
-from megaflow_hpc.types import Rollout, TokenSequence, Trajectory
+from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.types import Rollout
 
 
 @dataclass

@@ -45,7 +45,7 @@ from megaflow_hpc.training.pace import Pace
 from megaflow_hpc.training.plan import Place, Plan, Settled, TrainingFiles
 from megaflow_hpc.training.planner import Planner
 from megaflow_hpc.training.step import Step
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.plan import PlannedRollout
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
 
 
 @dataclass(frozen=True)

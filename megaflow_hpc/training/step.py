@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
 
 
 class Flow(Protocol):

@@ -14,7 +14,8 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.errors import ModelServiceError, SandboxError
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted.script import script_from_patch
-from megaflow_hpc.types import AgentResult, CallBudget, Recording, Task
+from megaflow_hpc.trajectory import Recording
+from megaflow_hpc.types import AgentResult, CallBudget, Task
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.scripted import block
 from tests.support.serving import Servers

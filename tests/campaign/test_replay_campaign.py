@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 
 ANSWERS = [
     "I look.\n\n```mswea_bash_command\ncat README; date +%Y > year\n```",

@@ -16,7 +16,8 @@ import pytest
 from megaflow_hpc.cli.runs.tokens import view
 from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
-from megaflow_hpc.types import Artifact, TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
+from megaflow_hpc.types import Artifact
 from tests.support.samples import commit, run_dir, trajectory
 
 

@@ -14,7 +14,8 @@ from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
-from megaflow_hpc.types import Artifact, Attempt
+from megaflow_hpc.trajectory import Attempt
+from megaflow_hpc.types import Artifact
 from tests.support.samples import commit, run_dir, trajectory
 
 

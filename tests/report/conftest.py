@@ -10,7 +10,7 @@ from megaflow_hpc.rundir.events import AttemptEvent, EventWriter, PodEvent, Roll
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import gather
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from tests.support import samples
 from tests.support.reports import ATTACK, POLICIES
 

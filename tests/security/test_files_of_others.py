@@ -32,7 +32,8 @@ from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.maintenance.disk_usage import of_file
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
-from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.types import Artifact
 from tests.support.harbor_tasks import TOML, write_task
 from tests.support.journals import digests
 from tests.support.samples import commit, run_dir, trajectory

@@ -21,7 +21,7 @@ from megaflow_hpc.monitor.live import Rollouts, Snapshot
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.texts import in_one_line, printable
 from megaflow_hpc.trajectories import gather
-from megaflow_hpc.types import Attempt
+from megaflow_hpc.trajectory import Attempt
 from tests.support.harbor_tasks import TOML, write_task
 from tests.support.samples import commit, run_dir, trajectory
 

@@ -28,7 +28,8 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.rewards import MOST_LOGS, read_logs, read_rewards
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.maintenance.validate import validate
-from megaflow_hpc.types import Rollout, Trajectory
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Rollout
 from tests.support.archives import hostile
 from tests.support.harbor_tasks import write_files
 from tests.support.samples import trajectory

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
-from megaflow_hpc.types import Recording, Turn
+from megaflow_hpc.trajectory import Recording, Turn
 
 _REPORTED: dict[int, tuple[Recording, list[Sample]]] = {}
 """By the identity of the recording that a sample went into, which is kept so that no other one has it."""

@@ -10,7 +10,8 @@ from typing import Any
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
-from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.types import Artifact
 
 
 def sequence(draw: random.Random, policy: str = "default") -> tuple[TokenSequence, list[tuple[int, int]]]:

@@ -14,7 +14,8 @@ from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
-from megaflow_hpc.types import Rollout, Task, TokenSequence, Trajectory
+from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.types import Rollout, Task
 
 VOCABULARY = 259
 

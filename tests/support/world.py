@@ -29,7 +29,8 @@ from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling import stragglers
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.types import Attempt, Rollout, Trajectory
+from megaflow_hpc.trajectory import Attempt, Trajectory
+from megaflow_hpc.types import Rollout
 
 SLOTS = 4
 HASTY = Times(renew_s=0.5, commit_s=3.0, lease_s=6.0)

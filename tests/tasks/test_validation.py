@@ -20,7 +20,8 @@ from megaflow_hpc.pod.rollout.rollout import execute
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.validation import Validation, validate
-from megaflow_hpc.types import Limits, Rollout, Task, Trajectory
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Limits, Rollout, Task
 from tests.support.harbor_tasks import write_files
 
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n'

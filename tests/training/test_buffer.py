@@ -11,7 +11,8 @@ from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.buffer import Buffer, sequences_of
 from megaflow_hpc.training.plan import Settled
-from megaflow_hpc.types import Rollout, TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
+from megaflow_hpc.types import Rollout
 from tests.support.training import Pods, rollouts, sampled, training_run
 
 MINE = frozenset({"default"})

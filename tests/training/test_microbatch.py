@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch, split
 from megaflow_hpc.training.plan import Place, PlannedRollout
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
 
 
 def sequence(tokens: int, sampled: int, version: int = 0) -> TokenSequence:

@@ -78,7 +78,7 @@ def follow(slots: int) -> dict[str, Any]:
     """Runs a worker rank that answers every start at once; returns the milliseconds it waited for each next start."""
     from megaflow_hpc.pod.comm import Backoff, MpiComm
     from megaflow_hpc.pod.outcome import Outcome
-    from megaflow_hpc.types import Trajectory
+    from megaflow_hpc.trajectory import Trajectory
 
     comm = MpiComm()
     backoff, answered = Backoff(), 0.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaflow_hpc.bench.programs.fixed_engine import ANSWERS, sampled
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Recording
+from megaflow_hpc.trajectory import Recording
 
 
 class Checked:

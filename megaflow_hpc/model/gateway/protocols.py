@@ -16,7 +16,7 @@ only appended to is one sequence whatever its text encodes to::
     sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
 
 A server that lacks what its protocol needs is asked in the next lower one. The protocols used are counted per rollout
-(:attr:`~megaflow_hpc.types.Recording.protocols`), so that text is never taken for tokens.
+(:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so that text is never taken for tokens.
 
 What the gateway adds to a request it takes out of the answer: the agent sees what the engine would have told it.
 """

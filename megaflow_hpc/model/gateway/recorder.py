@@ -26,7 +26,7 @@ from typing import Any
 
 import orjson
 
-from megaflow_hpc.types import Recording, TokenSequence, Turn
+from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
 
 RAW_ARGUMENT = "input"
 """Name of the one argument of a tool call whose arguments are no JSON object."""
@@ -182,7 +182,7 @@ class Recorder:
         return turn
 
     def count(self, protocol: str, degraded: bool = False) -> None:
-        """Counts a call by how it was recorded (:attr:`~megaflow_hpc.types.Recording.protocols`).
+        """Counts a call by how it was recorded (:attr:`~megaflow_hpc.trajectory.Recording.protocols`).
 
         Args:
             protocol: ``text``, ``plain``, ``split`` or ``replay``.
@@ -268,7 +268,7 @@ class Recorder:
 
 
 def _call(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An entry of :attr:`~megaflow_hpc.types.Recording.calls`; the text is kept once, alone or within the message."""
+    """An entry of :attr:`~megaflow_hpc.trajectory.Recording.calls`; text is kept once, alone or within the message."""
     call: dict[str, Any] = {"id": sample.request_id, "asked": digest(list(messages))}
     if sample.message is None or sample.message == {"role": "assistant", "content": sample.text}:
         return {**call, "text": sample.text}

@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.recorder import Sample, digest
-from megaflow_hpc.types import Artifact, Recording, TokenSequence, Trajectory
+from megaflow_hpc.trajectory import Recording, TokenSequence, Trajectory
+from megaflow_hpc.types import Artifact
 
 ARTIFACT = "calls.jsonl"
-"""Name of the artifact with one line of JSON per turn: :attr:`~megaflow_hpc.types.Recording.calls`."""
+"""Name of the artifact with one line of JSON per turn: :attr:`~megaflow_hpc.trajectory.Recording.calls`."""
 _OLD_ARTIFACT = "engine.jsonl"
 """Its name in older recordings, whose lines also have the sampled ids, and end at 8 MiB."""
 

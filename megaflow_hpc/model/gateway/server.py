@@ -55,7 +55,8 @@ from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay, body_of
 from megaflow_hpc.model.http_server import HttpServer
-from megaflow_hpc.types import CallBudget, ModelEndpoint, Recording
+from megaflow_hpc.trajectory import Recording
+from megaflow_hpc.types import CallBudget, ModelEndpoint
 
 __all__ = ["SEEDS", "ModelGateway"]
 

@@ -20,7 +20,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.events import AttemptEvent, EventReader
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.types import Attempt
+from megaflow_hpc.trajectory import Attempt
 
 
 @dataclass

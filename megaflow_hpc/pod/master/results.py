@@ -24,7 +24,8 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
 from megaflow_hpc.rundir.marks import WHY_DRAIN
-from megaflow_hpc.types import Attempt, Status, Trajectory
+from megaflow_hpc.trajectory import Attempt, Trajectory
+from megaflow_hpc.types import Status
 
 JUDGED = ("completed", "truncated")
 SIGNAL_S = 1.0

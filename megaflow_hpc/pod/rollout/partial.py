@@ -30,7 +30,8 @@ from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import wire
 from megaflow_hpc.tasks.formats import StepVerdict
-from megaflow_hpc.types import Artifact, Trajectory, Verdict
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Artifact, Verdict
 
 FORMAT = 1
 _LENGTH = struct.Struct("<Q")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megaflow_hpc.config import Policy
 from megaflow_hpc.model.gateway.replay import Replay
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 
 
 class StoredRecordings:

@@ -35,19 +35,18 @@ from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.tasks.sandboxes import verification_context
 from megaflow_hpc.tasks.steps import prepare, run_steps
 from megaflow_hpc.texts import printable
+from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import (
     Agent,
     AgentResult,
     Artifact,
     CallBudget,
     ModelEndpoint,
-    Recording,
     ResumableAgent,
     Rollout,
     Sandbox,
     Status,
     Task,
-    Trajectory,
 )
 
 MAX_ARTIFACT = 1 << 20

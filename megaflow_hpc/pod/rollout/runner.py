@@ -22,7 +22,8 @@ from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import AttemptResult, blank, run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.texts import end_of
-from megaflow_hpc.types import Attempt, Rollout, Task
+from megaflow_hpc.trajectory import Attempt
+from megaflow_hpc.types import Rollout, Task
 
 ACTIVITY_S = 3.0
 """How often rank 0 is told how far the rollouts are."""

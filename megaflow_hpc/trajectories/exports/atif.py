@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.reading.sources import SequenceView
-from megaflow_hpc.types import Turn, round_of
+from megaflow_hpc.trajectory import Turn
+from megaflow_hpc.types import round_of
 from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import numpy as np
 from megaflow_hpc.trajectories.exports.files import writing
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, SequenceView
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job

@@ -26,7 +26,7 @@ from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward
 from megaflow_hpc.trajectories.hdf5.interleave import Rows
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
 from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.version import __version__
 
 _FLUSH_ROWS = 256

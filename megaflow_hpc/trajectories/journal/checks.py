@@ -17,7 +17,7 @@ import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT
-from megaflow_hpc.types import TokenSequence, Trajectory
+from megaflow_hpc.trajectory import TokenSequence, Trajectory
 
 LONGEST_NAME = 1024
 """Bytes of an id, a policy, a node …: a column of texts is as wide as its longest, in every row."""

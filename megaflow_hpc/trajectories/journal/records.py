@@ -17,7 +17,7 @@ import msgpack
 from megaflow_hpc.trajectories.journal.checks import VERIFIED, Heading, checked, heading_of, salvaged
 from megaflow_hpc.trajectories.journal.frames import Frame, read_frames, unpack_record
 from megaflow_hpc.trajectories.journal.writer import base_of, owner_of
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

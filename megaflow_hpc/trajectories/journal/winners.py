@@ -31,7 +31,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import read_frame
 from megaflow_hpc.trajectories.journal.records import Entry, Seals, entries, trajectory_of
 from megaflow_hpc.trajectories.journal.writer import SUFFIX
-from megaflow_hpc.types import Attempt, Trajectory
+from megaflow_hpc.trajectory import Attempt, Trajectory
 
 
 @dataclass

@@ -23,7 +23,7 @@ from megaflow_hpc.trajectories.hdf5.encoding import DEEPEST
 from megaflow_hpc.trajectories.hdf5.file import attribute, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.maintenance.compact import writer_like
-from megaflow_hpc.types import Attempt, Trajectory
+from megaflow_hpc.trajectory import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
 """A directory that holds people's directories, and the person's name."""

@@ -32,7 +32,7 @@ from megaflow_hpc.trajectories.journal.winners import Index, decide, journals, s
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import open_trajectories
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

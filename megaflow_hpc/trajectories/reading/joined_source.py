@@ -16,7 +16,8 @@ from megaflow_hpc.trajectories.journal.shards import open_shard, shard_path
 from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, SequenceView, Source, offsets_of
-from megaflow_hpc.types import Artifact, Attempt, Turn
+from megaflow_hpc.trajectory import Attempt, Turn
+from megaflow_hpc.types import Artifact
 
 MAX_SHARDS = 256
 """Number of shards kept open at once, with a descriptor each; beyond it journals are read instead."""

@@ -20,7 +20,8 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, Flat, SequenceView
-from megaflow_hpc.types import Artifact, Attempt, Trajectory, Turn
+from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
+from megaflow_hpc.types import Artifact
 
 _CACHED = 8
 """Trajectories kept decoded: the parts of one row are usually read together."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, SequenceView, Source
-from megaflow_hpc.types import Artifact, Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.types import Artifact
 
 _SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
 

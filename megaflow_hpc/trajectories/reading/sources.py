@@ -24,12 +24,13 @@ from megaflow_hpc.trajectories.hdf5.columns import read, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL
 from megaflow_hpc.trajectories.hdf5.structure import TARGETS
-from megaflow_hpc.types import Artifact, Attempt, Turn
+from megaflow_hpc.trajectory import Attempt, Turn
+from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
 UNKNOWN_AS_NAN = ("reward", "setup_s", "agent_s", "verify_s")
-"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.types.Trajectory`."""
+"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
 
 _WHOLE = 1 << 16
 """Columns up to this many entries are read whole when one entry is needed; of longer ones a window is read."""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Recording
+from megaflow_hpc.trajectory import Recording
 from tests.support.serving import Servers, conversation, listeners
 
 

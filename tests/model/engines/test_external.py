@@ -23,7 +23,7 @@ from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.gateway.recorder import digest
 from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from tests.support.serving import Servers, call, conversation, in_loop
 
 KEY = "sk-rented"

@@ -16,7 +16,8 @@ import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
-from megaflow_hpc.types import ModelEndpoint, Recording, TokenSequence
+from megaflow_hpc.trajectory import Recording, TokenSequence
+from megaflow_hpc.types import ModelEndpoint
 from tests.support.reported import check_against_reported, reported
 from tests.support.serving import Servers, listeners
 

@@ -17,7 +17,8 @@ from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
 from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import ModelEndpoint, Recording
+from megaflow_hpc.trajectory import Recording
+from megaflow_hpc.types import ModelEndpoint
 from tests.support.serving import in_loop
 
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

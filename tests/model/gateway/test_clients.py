@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import CallBudget, ModelEndpoint, Recording
+from megaflow_hpc.trajectory import Recording
+from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.serving import Servers, in_loop
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

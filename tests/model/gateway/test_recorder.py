@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted.tokens import END, logprob, render
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
 
 IDS = st.lists(st.integers(0, 300), max_size=12)
 STEP = st.tuples(

@@ -17,7 +17,8 @@ from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import Artifact, Recording, Trajectory
+from megaflow_hpc.trajectory import Recording, Trajectory
+from megaflow_hpc.types import Artifact
 from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
 from tests.support.serving import in_loop
 

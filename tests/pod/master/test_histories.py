@@ -11,7 +11,8 @@ from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import AttemptEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
-from megaflow_hpc.types import Attempt, Rollout
+from megaflow_hpc.trajectory import Attempt
+from megaflow_hpc.types import Rollout
 
 
 def prepared(path: Path) -> RunDir:

@@ -25,7 +25,7 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from tests.support.ledgers import Clock, rollouts
 
 

@@ -14,7 +14,8 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.rollout import execute
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.types import AgentResult, ModelEndpoint, Rollout, Sandbox, Task, Trajectory
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Rollout, Sandbox, Task
 
 HOG = "python3 -c 'held = []\nwhile True: held.append(b\"x\" * 10_000_000)'"
 

@@ -13,7 +13,7 @@ from megaflow_hpc.agents import wire as agents_wire
 from megaflow_hpc.host import wire
 from megaflow_hpc.trajectories.journal.checks import checked
 from megaflow_hpc.trajectories.journal.frames import unpack_record
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from tests.security.fuzz.journals import same
 from tests.security.fuzz.target import Broken, Feed, Target
 from tests.support.samples import trajectory

@@ -16,7 +16,7 @@ import pytest
 
 from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.plan import Commit, Plan, TrainingFiles
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from tests.support.places import ROOT, TINY_MODEL
 from tests.support.torch_ranks import engine_python, run_ranks
 from tests.support.training import VOCABULARY, Pods, training_run

@@ -95,7 +95,7 @@ def test_every_float32_survives_the_way_through_text(tmp_path):
     values = np.concatenate([values[np.isfinite(values)], np.float32([-0.0, -1e-45, -3.4028235e38, -0.1])])
     from array import array
 
-    from megaflow_hpc.types import TokenSequence
+    from megaflow_hpc.trajectory import TokenSequence
 
     one = TokenSequence(
         "p",

@@ -28,7 +28,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, gather, validate
 from megaflow_hpc.trajectories.journal.shards import write_shard
 from megaflow_hpc.trajectories.journal.winners import index
-from megaflow_hpc.types import Trajectory
+from megaflow_hpc.trajectory import Trajectory
 from tests.support.samples import run_dir, trajectory
 
 WINDOWS = ("before write", "in write", "before fsync", "behind fsync", "in rotation", "in shard", "in gather")

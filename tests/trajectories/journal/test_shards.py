@@ -291,7 +291,7 @@ def test_chunks_on_the_same_grid_are_taken_over_as_they_are(tmp_path):
 def _long(number: int):
     from array import array
 
-    from megaflow_hpc.types import TokenSequence
+    from megaflow_hpc.trajectory import TokenSequence
 
     count = 3000 + number
     return TokenSequence(

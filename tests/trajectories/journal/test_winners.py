@@ -9,7 +9,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectories.journal.winners import index
-from megaflow_hpc.types import Attempt
+from megaflow_hpc.trajectory import Attempt
 from tests.support.samples import commit, run_dir, trajectory
 
 

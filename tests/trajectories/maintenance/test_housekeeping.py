@@ -24,7 +24,8 @@ from megaflow_hpc.trajectories.hdf5.schema import OPTIONAL
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
-from megaflow_hpc.types import Artifact, Attempt
+from megaflow_hpc.trajectory import Attempt
+from megaflow_hpc.types import Artifact
 from tests.support.journals import digests, write_parts
 from tests.support.samples import commit, run_dir, trajectory
 

@@ -7,7 +7,7 @@ import pytest
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories
-from megaflow_hpc.types import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence
 from tests.support.samples import commit, run_dir, trajectory
 
 

@@ -1,0 +1,162 @@
+"""What a rollout leaves behind: what the gateway recorded of it, and the trajectory that is stored.
+
+Token columns are :class:`array.array` so that they cross process borders as bytes and become numpy without a copy:
+token ids and weight versions ``'i'`` (int32), log-probabilities ``'f'`` (float32), loss masks ``'B'`` (uint8).
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megaflow_hpc.types import Artifact, Rollout, known_fields
+
+
+@dataclass
+class TokenSequence:
+    """Consecutive calls whose prompts extend one another. All four columns have one entry per token."""
+
+    policy: str = ""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """NaN where not sampled."""
+    loss_mask: array[int] = field(default_factory=lambda: array("B"))
+    """1 exactly where sampled."""
+    weight_versions: array[int] = field(default_factory=lambda: array("i"))
+    """-1 where not sampled."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the sequence as a mapping that msgpack takes, with columns as native-endian bytes."""
+        return {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> TokenSequence:
+        """Returns the sequence that :meth:`to_record` packed."""
+        found = cls(policy=record["policy"])
+        for name in _COLUMNS:
+            getattr(found, name).frombytes(record[name])
+        return found
+
+
+_COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
+
+
+@dataclass
+class Turn:
+    """One model call: its sampled tokens are ``[token_start, token_end)`` of the rollout's sequence ``sequence``."""
+
+    sequence: int
+    token_start: int
+    token_end: int
+    finish_reason: str = ""
+    model_s: float = 0.0
+    sandbox_s: float = 0.0
+    agent_s: float = 0.0
+    wait_s: float = 0.0
+    server: str = ""
+
+
+@dataclass
+class Attempt:
+    """One try at a rollout, kept whatever became of it. Times in seconds UTC."""
+
+    attempt: int
+    status: str
+    error_kind: str = ""
+    error: str = ""
+    node: str = ""
+    job_id: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+@dataclass
+class Recording:
+    """What the gateway recorded of one rollout, handed over when the agent is done."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The longest conversation seen, in OpenAI message form, the last answer included."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Per turn what a replay needs beside the token columns: the request's ``id``, the digest of the conversation that
+    ``asked``, and the answer as ``text`` or, where there is more to it, as an OpenAI ``message``."""
+    over_budget: str = ""
+    """Why a call was refused, where the rollout's budget was used up."""
+    inexact: int = 0
+    """Calls that were recorded with less than their engine was meant to give: plainly instead of split, text alone."""
+    protocols: dict[str, int] = field(default_factory=dict)
+    """Calls by how they were recorded. ``split`` and ``replay``: every token is known; ``plain``: the sampled ones, and
+    a history that encodes to others starts a sequence; ``text``: none."""
+
+
+@dataclass
+class Trajectory:
+    """Everything that is kept of one rollout; one journal record, one row of ``trajectories.h5``."""
+
+    id: str
+    task_id: str
+    group_id: str
+    policy: str
+    agent: str
+    status: str
+    sample_index: int = 0
+    attempt: int = 0
+    epoch: int = 0
+    error_kind: str = ""
+    error: str = ""
+    node: str = ""
+    job_id: str = ""
+    rank: int = -1
+    """The rank in the pod that ran it; -1 where unknown."""
+    seed: int = -1
+    """That its sampling was given: model call n, from 0, got ``(seed + n) % 2**31``. -1 where it was given none."""
+    reward: float | None = None
+    """``None`` unless verified."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    setup_s: float | None = None
+    """Seconds until the agent began; ``None`` where unknown, as the two that follow."""
+    agent_s: float | None = None
+    """Seconds of the agent, its model calls and commands included."""
+    verify_s: float | None = None
+    """Seconds of the verifier."""
+    inexact: int = 0
+    """Model calls of which not every token is known, since the engine lacks what that takes."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list)
+
+    def to_record(self) -> dict[str, Any]:
+        """A dict that msgpack takes: token columns as native-endian bytes."""
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        record["sequences"] = [sequence.to_record() for sequence in self.sequences]
+        for name in ("turns", "attempts", "artifacts"):
+            record[name] = [dict(vars(item)) for item in getattr(self, name)]  # flat: asdict's deep copies are slow
+        return record
+
+    @classmethod
+    def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
+        """The trajectory of an attempt at ``rollout`` that begins and ends now, unless ``known`` says otherwise."""
+        now = time.time()
+        names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
+        fields_of_rollout = {name: getattr(rollout, name) for name in names}
+        return cls(
+            **fields_of_rollout, **{"started_at": now, "finished_at": now, **known}, attempt=attempt, status=status
+        )
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
+        """Inverse of :meth:`to_record`; unknown keys are ignored, missing ones take their default."""
+        kept = known_fields(cls, record)
+        kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
+        kept["turns"] = [Turn(**known_fields(Turn, t)) for t in record.get("turns", ())]
+        kept["attempts"] = [Attempt(**known_fields(Attempt, a)) for a in record.get("attempts", ())]
+        kept["artifacts"] = [Artifact(**known_fields(Artifact, a)) for a in record.get("artifacts", ())]
+        return cls(**kept)
