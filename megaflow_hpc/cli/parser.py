@@ -2,7 +2,8 @@
 
 ``argparse`` prints a usage of many lines before its error, and every verb there is for one that is mistyped. Here an
 error is one line that names the word, says what was expected and suggests what is spelled alike. Options are not
-abbreviated: a script that relies on ``--roll`` breaks with the next option of that beginning.
+abbreviated: a script that relies on ``--roll`` breaks with the next option of that beginning. Options may stand before,
+between and behind the other arguments: ``argparse`` lets one that takes several values take ``campaign.yaml`` too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -63,7 +65,8 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
                 self.error(f"{name}: no such option{_near(name, self._option_string_actions)}")
-        found, unknown = super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        found, unknown = super().parse_known_args(words if verbs_of(self) else self._options_first(words), namespace)
         if unknown:
             what = "no such option" if unknown[0].startswith("-") else "one argument too many"
             self.error(f"{unknown[0]}: {what}")
@@ -76,6 +79,44 @@ class Parser(argparse.ArgumentParser):
             if word == "--" or (verbs and not word.startswith("-")):
                 return
             yield word
+
+    def _options_first(self, words: Sequence[str]) -> list[str]:
+        """Returns a verb's words as options with their values, ``--``, and the others in their order.
+
+        Options with any number of values leave the verb's own arguments the words that those need.
+        """
+        options: list[list[str]] = []
+        others: list[tuple[int, str]] = []
+        greedy: list[tuple[list[str], int]] = []
+        place = 0
+        while place < len(words):
+            word = words[place]
+            place += 1
+            if word == "--":
+                others += enumerate(words[place:], place)
+                break
+            if not self._is_option(word):
+                others.append((place, word))
+                continue
+            options.append([word])
+            nargs = self._option_string_actions[word].nargs if word in self._option_string_actions else 0
+            most = nargs if isinstance(nargs, int) else len(words) if nargs in ("+", "*") else 1
+            while len(options[-1]) <= most and place < len(words) and not self._is_option(words[place]):
+                options[-1].append(words[place])
+                place += 1
+            if nargs in ("+", "*"):
+                greedy.append((options[-1], place))
+        own = [action.nargs for action in self._actions if not action.option_strings]
+        lacking = sum(n if isinstance(n, int) else n in (None, "+") for n in own) - len(others)
+        for option, behind in reversed(greedy):
+            spare = max(0, min(lacking, len(option) - 2))
+            lacking -= spare
+            others += [(behind - n, option.pop()) for n in range(spare)]
+        found = [word for option in options for word in option]
+        return [*found, "--", *(word for _, word in sorted(others))] if others else found
+
+    def _is_option(self, word: str) -> bool:
+        return word.startswith("-") and word != "-" and not self._negative_number_matcher.match(word)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -20,6 +20,7 @@ from megaflow_hpc.environments.images.making import Making
 from megaflow_hpc.slurm import site
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, run_dir, trajectory
+from tests.support.tensors import safetensors
 
 Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -238,14 +239,27 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
         [line] = said("path: model")
         assert f"{directory}: {missing}" in line
         (directory / file).write_text("{}")
+    weights = directory / "model.safetensors"
+    [line] = said("path: model")
+    assert line.startswith(f"model.path: {weights}: is no safetensors file (2 bytes, its header would have")
+    assert "so no engine can load it; save the weights again; MEGAFLOW_SITE_CHECK=0 plans all the same" in line
+    assert said("path: model, args: {load-format: dummy}") == []
+    weights.write_bytes(safetensors(b"1234")[:-1])
+    assert "bytes, and its header speaks of" in said("path: model")[0]
+    weights.write_bytes(safetensors(b"1234"))
     assert said("path: model") == []
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
-    assert "model-00002-of-00002.safetensors is missing" in said("path: model")[0]
+    assert "model-00002-of-00002.safetensors: is not there, and" in said("path: model")[0]
     snapshot = campaign.parent / "hub" / "hub" / "models--some--model" / "snapshots" / "1f"
     snapshot.parent.mkdir(parents=True)
     (directory / "model.safetensors.index.json").unlink()
     directory.rename(snapshot)
     assert said("path: some/model") == []
+    (snapshot / "model.safetensors").write_bytes(b"")
+    assert f"{snapshot}/model.safetensors: is no safetensors file" in said("path: some/model")[0]
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(snapshot / "blob")
+    assert f"{snapshot}/model.safetensors: cannot be read (No such file or directory)" in said("path: some/model")[0]
 
 
 def test_a_group_shares_a_site_profile(

@@ -173,3 +173,50 @@ def test_json_and_debug_may_stand_anywhere(planned: Run, capsys: Capture) -> Non
     for words in (["--debug", "status", "/no/run"], ["status", "/no/run", "--debug"]):
         with pytest.raises(Exception, match="/no/run"):
             main(words)
+
+
+def filled(action: argparse.Action) -> list[str]:
+    """Words that an argument takes: an option with its values, or the values alone."""
+    values = list(map(str, action.choices or ())) or ["1", "a", "core_hours=1"]
+    count = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("+", "*") else 1
+    for value in ["latest"] if action.dest == "run_dir" else values:
+        try:
+            TOP._get_value(action, value)
+        except argparse.ArgumentError:
+            continue
+        return [*action.option_strings[-1:], *[value] * count]
+    raise AssertionError(f"no value for {action.option_strings or action.dest}")
+
+
+def test_options_may_stand_before_between_and_behind_what_a_verb_needs(
+    planned: Run, campaign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of all those with any number of values, which took the campaign file for one of them."""
+    monkeypatch.chdir(campaign.parent)
+    tried = 0
+    for parser in (parser for parser in EVERY.values() if not verbs_of(parser)):
+        options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+        required = [word for action in options if action.required for word in filled(action)]
+        own = [
+            word for a in parser._actions if not a.option_strings and a.nargs not in ("?", "*") for word in filled(a)
+        ]
+        for action in (action for action in options if not action.required):
+            option = filled(action)
+            orders = [[*own, *option], [*option, *own], [*own[:1], *option, *own[1:]]]
+            if not parser._mutually_exclusive_groups:
+                found = [vars(TOP.parse_args([*parser.prog.split()[1:], *required, *words])) for words in orders]
+                assert found[0] == found[1] == found[2], option
+                tried += 1
+    assert tried > 100
+
+
+def test_an_option_of_several_values_leaves_a_verb_what_it_needs(capsys: Capture) -> None:
+    parse = TOP.parse_args
+    for words in (["c.yaml", "--only", "a", "b"], ["--only", "a", "b", "c.yaml"], ["--only", "a", "b", "--", "c.yaml"]):
+        found = parse(["submit", "--json", *words])
+        assert (found.campaign, found.only, found.json) == ("c.yaml", ["a", "b"], True)
+    assert parse(["tasks", "validate", "--only", "-", "tasks"]).only == ["-"]
+    assert parse(["list", "a", "--json", "b"]).directories == ["a", "b"]
+    with pytest.raises(SystemExit):
+        parse(["submit", "--only", "c.yaml"])
+    assert capsys.readouterr().err == "megaflow-hpc submit: missing: CAMPAIGN; see: megaflow-hpc submit --help\n"

@@ -18,3 +18,12 @@ def test_the_janitor_counts_what_it_removes(tmp_path: Path, capsys: pytest.Captu
     assert (counts["owners"], counts["sandboxes"], counts["left"]) == (1, 1, 0)
     assert not list((tmp_path / "owners").iterdir())
     assert not list((tmp_path / "cache" / "partial").iterdir())
+
+
+def test_a_file_that_is_not_there_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["images", "build", "nothing.def"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"megaflow-hpc: images build: {tmp_path}/nothing.def: no such file; expected a SIF")

@@ -11,8 +11,9 @@ from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.private import open_to_others
-from megaflow_hpc.model.engines.offline import why_no_engine, why_not_loaded
+from megaflow_hpc.model.engines.offline import weights_of, why_no_engine, why_not_loaded
 from megaflow_hpc.rundir.engine_pool import EnginePool
+from megaflow_hpc.rundir.safetensors import read_directory
 
 Where = Callable[[str], str]
 """Dotted key → ``file:line`` for messages."""
@@ -71,15 +72,27 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
         section = f"models.{name}" if config.models else "model"
         for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
             fields = kind.model_dump()
-            if why := why_not_loaded(fields):
+            if why := _why_not_loaded(fields):
                 found.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
             if not config.slurm.setup and (why := why_no_engine(fields)):
                 found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
-        if why := why_not_loaded({"engine": "transformers", "path": trained.base}):
+        if why := _why_not_loaded({"engine": "transformers", "path": trained.base}):
             key = f"training.policies.{name}.base"
             found.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
     return list(found.values())
+
+
+def _why_not_loaded(model: Mapping[str, Any]) -> str:
+    """Why an engine cannot load its model; of weights the headers are read, which are some kilobytes of each file."""
+    if why := why_not_loaded(model):
+        return why
+    try:
+        if weights := weights_of(model):
+            read_directory(weights)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def absolute_training(training: TrainingConfig, base: Path, where: Where) -> TrainingConfig:

@@ -341,8 +341,9 @@ class Images:
         if path.is_dir():
             return path
         if not path.is_file():
+            asked = "" if name == source else f"{name}: "
             raise ConfigError(
-                f"{where}: {name}: {path}: no such file; expected a SIF, a .def file, a directory or docker://…"
+                f"{where}: {asked}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
             )
         if path.suffix != ".def":
             return path

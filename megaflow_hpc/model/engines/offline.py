@@ -1,13 +1,13 @@
 """Whether an engine can load its model on a node, which has no network: looked at where a campaign is planned.
 
 Nothing is loaded. Of a directory its files are looked at, of a Hugging Face name the cache, and of an engine's
-environment whether its interpreter finds the engine. ``args`` that name another tokenizer or another way to load are
+environment whether its interpreter finds the engine. What is in safetensors files is the caller's to look at, who gets
+their directory. ``args`` that name another tokenizer or another way to load are
 believed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping
@@ -22,7 +22,6 @@ MODULES = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
 CONFIGS = ("config.json", "params.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-INDEX = "model.safetensors.index.json"
 ASK_S = 30.0
 
 
@@ -55,18 +54,15 @@ def _snapshot(name: str) -> Path | None:
 
 def why_not_loaded(model: Mapping[str, Any]) -> str:
     """Returns why the ``path`` of a ``model:`` section cannot be loaded offline, and what to do; empty if it can."""
-    path, args = str(model.get("path") or ""), {_option(name) for name in model.get("args") or ()}
+    path, args = str(model.get("path") or ""), _options(model)
     if model.get("engine") not in MODULES or not path:
         return ""
-    directory = Path(path)
-    if not directory.exists():
-        cached = _snapshot(path) if "/" in path and not os.path.isabs(path) else None
-        if cached is None:
-            return (
-                f"{path!r} is no directory, and not in the Hugging Face cache {hub_cache()}; nodes load models without "
-                f"a network: fetch it where there is one (hf download {path}), or give a directory"
-            )
-        directory = cached
+    directory = _directory(path)
+    if directory is None:
+        return (
+            f"{path!r} is no directory, and not in the Hugging Face cache {hub_cache()}; nodes load models without "
+            f"a network: fetch it where there is one (hf download {path}), or give a directory"
+        )
     if directory.is_file() or _is_adapter(directory):
         return ""
     if not any((directory / config).exists() for config in CONFIGS):
@@ -75,11 +71,29 @@ def why_not_loaded(model: Mapping[str, Any]) -> str:
         return (
             f"{path}: no tokenizer there ({', '.join(TOKENIZERS[:3])}); copy it there, or name one in args: tokenizer"
         )
-    return "" if "load-format" in args else _why_no_weights(path, directory)
+    if "load-format" not in args and not any(True for pattern in WEIGHTS for _ in directory.glob(pattern)):
+        return f"{path}: no weights there (*.safetensors); copy them there, or say how to load it in args: load-format"
+    return ""
 
 
-def _option(name: object) -> str:
-    return str(name).lstrip("-").replace("_", "-")
+def weights_of(model: Mapping[str, Any]) -> Path | None:
+    """Returns the directory whose safetensors files the engine will load; ``None`` where nobody can tell."""
+    path = str(model.get("path") or "")
+    if model.get("engine") not in MODULES or not path or "load-format" in _options(model):
+        return None
+    directory = _directory(path)
+    return directory if directory is not None and directory.is_dir() else None
+
+
+def _directory(path: str) -> Path | None:
+    """The file or directory of a ``path``, which may be a name in the cache; ``None`` where it is neither."""
+    if os.path.exists(path):
+        return Path(path)
+    return _snapshot(path) if "/" in path and not os.path.isabs(path) else None
+
+
+def _options(model: Mapping[str, Any]) -> set[str]:
+    return {str(name).lstrip("-").replace("_", "-") for name in model.get("args") or ()}
 
 
 def _is_adapter(directory: Path) -> bool:
@@ -88,17 +102,6 @@ def _is_adapter(directory: Path) -> bool:
 
 def _has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in TOKENIZERS) or any(directory.glob("*.tiktoken"))
-
-
-def _why_no_weights(path: str, directory: Path) -> str:
-    if not any(True for pattern in WEIGHTS for _ in directory.glob(pattern)):
-        return f"{path}: no weights there (*.safetensors); copy them there, or say how to load it in args: load-format"
-    try:
-        shards = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return ""
-    missing = sorted(str(name) for name in shards if not (directory / str(name)).exists())
-    return f"{path}: {missing[0]} is missing, which {INDEX} names; copy the model anew" if missing else ""
 
 
 def why_no_engine(model: Mapping[str, Any]) -> str:
