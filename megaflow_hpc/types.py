@@ -216,8 +216,6 @@ class AgentResult:
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """OpenAI message form; empty for agents whose conversation only the gateway sees."""
-    sandbox_s: list[float] = field(default_factory=list)
-    """Seconds spent in the sandbox after each model call, where the agent knows."""
     state: dict[str, Any] | None = None
     """What ``resume`` needs, in msgpack's types, from an agent whose model call was refused because its rollout is
     suspended."""

@@ -77,7 +77,7 @@ class CommandAgent:
         if result.exit_code != 0:
             output = (result.stdout + result.stderr).strip()[-TAIL:]
             error = f"the agent's command ended with exit code {result.exit_code}: {output}"
-        return AgentResult(exit_code=result.exit_code, error=error, sandbox_s=[])
+        return AgentResult(exit_code=result.exit_code, error=error)
 
 
 def environment(model: ModelEndpoint | None) -> dict[str, str]:

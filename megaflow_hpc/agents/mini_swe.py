@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -98,8 +97,7 @@ class MiniSweAgent:
             except CallRefused as refusal:
                 ended, error = ("LimitsExceeded" if refusal.too_long else "CallRefused"), str(refusal)
             except Suspended:
-                seconds = [*self._saved.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)]
-                return AgentResult(state={**agent.state(), "sandbox_s": seconds})
+                return AgentResult(state=agent.state())
         messages = [_openai(m) for m in agent.messages if m.get("role") in ("system", "user", "assistant", "tool")]
         limited = ended in ("LimitsExceeded", "TimeExceeded")
         failed = not limited and ended != "Submitted"
@@ -108,7 +106,6 @@ class MiniSweAgent:
             exit_code=1 if failed else 0,
             error=error or ("" if ended == "Submitted" else ended),
             messages=messages,
-            sandbox_s=[*self._saved.get("sandbox_s", ()), *model_part.sandbox_seconds(environment)],
         )
 
 
@@ -118,7 +115,6 @@ class _Model:
     def __init__(self, client: ChatClient, bridge: Bridge, config: Mapping[str, Any], name: str) -> None:
         self._client, self._bridge, self._settings = client, bridge, config
         self.config = SimpleNamespace(model_name=name)
-        self.calls_ended: list[float] = []
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
         """Returns the model's answer to a conversation, with the command it asks for in ``extra["actions"]``.
@@ -128,7 +124,6 @@ class _Model:
         """
         sent = [_openai(m) for m in messages]
         choice = self._bridge.wait(self._client.complete(sent))
-        self.calls_ended.append(time.monotonic())
         content = choice["message"].get("content") or ""
         package = _package()
         message = {"role": "assistant", "content": content}
@@ -164,16 +159,6 @@ class _Model:
         """Returns what the model adds to a saved trajectory: nothing."""
         return {}
 
-    def sandbox_seconds(self, environment: _Environment) -> list[float]:
-        """Returns the seconds spent in the sandbox between each model call and the next."""
-        edges = [*self.calls_ended, float("inf")]
-        spent = [0.0] * len(self.calls_ended)
-        for began, seconds in environment.commands:
-            number = next((n for n in range(len(spent)) if edges[n] <= began < edges[n + 1]), None)
-            if number is not None:
-                spent[number] += seconds
-        return spent
-
 
 class _Environment:
     """mini-swe-agent's Environment: runs one command in the sandbox, with output and errors in one stream."""
@@ -187,8 +172,6 @@ class _Environment:
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
         self._cwd = task.workdir
         self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self.command_timeout_s)
-        self.commands: list[tuple[float, float]] = []
-        """Start by ``time.monotonic()``, and seconds."""
 
     def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
         """Runs an action's command and returns its ``output``, ``returncode`` and ``exception_info``.
@@ -196,7 +179,6 @@ class _Environment:
         Raises:
             Submitted: The command succeeded and the first line of its output is :data:`SUBMIT`.
         """
-        began = time.monotonic()
         result: ExecResult = self._bridge.wait(
             self._sandbox.exec(
                 "exec 2>&1\n" + str(action.get("command", "")),
@@ -205,7 +187,6 @@ class _Environment:
                 env=self._env,
             )
         )
-        self.commands.append((began, time.monotonic() - began))
         text = result.stdout_bytes.decode("utf-8", "replace") + result.stderr_bytes.decode("utf-8", "replace")
         output: dict[str, Any] = {"output": text, "returncode": result.exit_code, "exception_info": ""}
         if result.timed_out:

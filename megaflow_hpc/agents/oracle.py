@@ -23,12 +23,11 @@ class OracleAgent:
         """
         result = await format_of(task).solve(task, cast(ApptainerSandbox, sandbox))
         if result.exit_code == 0:
-            return AgentResult(sandbox_s=[result.duration_s])
+            return AgentResult()
         output = (result.stdout + result.stderr).strip()[-TAIL:]
         return AgentResult(
             exit_code=result.exit_code,
             error=f"the task's solution ended with exit code {result.exit_code}: {output}",
-            sandbox_s=[result.duration_s],
         )
 
 

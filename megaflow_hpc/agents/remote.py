@@ -14,7 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megaflow_hpc.agents import wire
@@ -117,6 +118,7 @@ class Zygote:
         model: ModelEndpoint | None,
         state: Mapping[str, Any] | None = None,
         label: str = "agent",
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> AgentResult:
         """Runs one agent to its end; cancelling it kills its process.
 
@@ -127,6 +129,7 @@ class Zygote:
             model: Its model, if it has one.
             state: State of a suspended rollout, to resume from.
             label: Stands before each line that the agent prints.
+            timed: Makes what is open while the sandbox carries out an operation.
 
         Raises:
             MegaflowError: As raised by the agent.
@@ -159,7 +162,7 @@ class Zygote:
                     return AgentResult(**message["result"])
                 if "error" in message:
                     raise wire.decode_error(message)
-                step = asyncio.create_task(_carry_out(sandbox, message, writer))
+                step = asyncio.create_task(_carry_out(sandbox, message, writer, timed))
                 work.add(step)
                 step.add_done_callback(work.discard)
             raise UserCodeError(f"agent {spec.name}: {_describe_exit(await asyncio.wait_for(ended, 10))}")
@@ -216,13 +219,19 @@ class Zygote:
             waiting.set_result(message["status"])
 
 
-async def _carry_out(sandbox: Sandbox, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def _carry_out(
+    sandbox: Sandbox,
+    message: dict[str, Any],
+    writer: asyncio.StreamWriter,
+    timed: Callable[[], AbstractContextManager[None]],
+) -> None:
     """Carries out one sandbox operation for the agent and sends the answer."""
     operation = message.get("do")
     try:
         if operation not in _OPERATIONS:
             raise UserCodeError(f"{operation!r} is no operation of a sandbox")
-        value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
+        with timed():
+            value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
         answer = {"id": message["id"], "value": dict(vars(value)) if isinstance(value, ExecResult) else None}
     except MegaflowError as error:
         answer = {"id": message["id"], **wire.encode_error(error)}

@@ -43,15 +43,14 @@ class ReplayAgent:
         Raises:
             ConfigError: There are no messages for this task.
         """
-        spent, messages = [], []
+        messages = []
         for command in self._for(task):
             result = await sandbox.exec(command, timeout_s=self.command_timeout_s, cwd=task.workdir)
-            spent.append(result.duration_s)
             messages += [
                 {"role": "assistant", "content": f"```bash\n{command}\n```"},
                 {"role": "user", "content": result.stdout + result.stderr},
             ]
-        return AgentResult(messages=messages, sandbox_s=spent)
+        return AgentResult(messages=messages)
 
     def _for(self, task: Task) -> list[str]:
         if self._commands is not None:

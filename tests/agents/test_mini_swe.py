@@ -47,8 +47,6 @@ def test_it_repairs_a_file_and_every_token_is_recorded(servers: Servers, tmp_pat
     assert (sandbox.work / "m.py").read_text() == "print(1 + 1)\n"
     assert [t.finish_reason for t in recording.turns] == ["stop"] * 3
     assert len(recording.sequences) == 1
-    assert len(result.sandbox_s) == 3
-    assert all(s > 0 for s in result.sandbox_s)
     assert recording.messages == result.messages
     sequence = recording.sequences[0]
     text = bytes(t for t, m in zip(sequence.tokens, sequence.loss_mask, strict=True) if m and t < 256).decode()
@@ -171,7 +169,6 @@ def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
     assert (result.status, result.error) == ("completed", "")
     assert (sandbox.work / "log").read_text().split() == ["one", "two", "three"]
     assert len(recording.turns) == 4
-    assert len(result.sandbox_s) == (4 if name == "mini-swe-agent" else 0)
     assert len(recording.sequences) == 1, "what was sampled before is context, token by token"
     assert recording.messages == result.messages
     assert [message["role"] for message in result.messages].count("assistant") == 4

@@ -98,6 +98,7 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
         mine = found["mine"]
         assert (mine.status, mine.error, mine.reward, len(mine.turns)) == ("completed", "", 1.0, 2)
         assert mine.messages[-1]["content"] == "It is done."
+        assert [turn.sandbox_s > 0 for turn in mine.turns] == [True, False]  # measured: it does not say it
         assert (found["Nothing"].status, found["Nothing"].error, found["Nothing"].reward) == ("completed", "", 1.0)
         # Its client raised at the 429.
         over = found["Impatient"]
@@ -133,6 +134,70 @@ def test_an_agent_that_cannot_be_made_is_refused_at_its_line(tmp_path: Path) -> 
     assert main(["tasks", "new", "one", str(tmp_path / "tasks")]) == 0
     with pytest.raises(ConfigError, match=r"campaign\.yaml:3: .*'my_agent:MyAgent'.*ended the interpreter .* status 7"):
         Campaign.from_yaml(tmp_path / "campaign.yaml").plan(launcher="local")
+
+
+READS = """\
+from pathlib import Path
+
+from megaflow_hpc.types import AgentResult
+
+HERE = Path(__file__).parent
+
+class MyAgent:
+    async def run(self, task, sandbox, model):
+        import sibling
+        from pack import deeper
+        said = [(HERE / "prompts" / "system.txt").read_text(), (HERE / "one.txt").read_text()]
+        said += [sibling.SAID, deeper.SAID]
+        said += [path.read_text() for path in sorted(HERE.glob("*.md"))] + [str(len(list((HERE / "big").iterdir())))]
+        result = await sandbox.exec("echo 3 > count.txt; sh", user_input=(HERE / "tool.sh").read_text())
+        return AgentResult(messages=[{"role": "user", "content": " ".join([*said, result.stdout.strip()])}])
+"""
+BESIDE = {
+    "my_agent.py": READS,
+    "sibling.py": "import later\nSAID = later.SAID\n",
+    "later.py": "SAID = 'sibling'\n",
+    "pack/__init__.py": "",
+    "pack/deeper.py": "from pathlib import Path\nSAID = (Path(__file__).parents[1] / 'own.txt').read_text()\n",
+    "own.txt": "package",
+    "prompts/system.txt": "system",
+    "one.txt": "one",
+    "a.md": "a",
+    "b.md": "b",
+    "tool.sh": "echo tool",
+    "unnamed.txt": "",
+    "broken.py": "import (",
+}
+
+
+@pytest.mark.slow
+def test_an_agent_works_when_all_that_it_was_made_of_is_gone(tmp_path: Path, base_sif: Path) -> None:
+    for name, text in BESIDE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "one.txt").chmod(0o600)
+    (tmp_path / "tool.sh").chmod(0o755)
+    (tmp_path / "big").mkdir()
+    for number in range(code.DATA_FILES + 1):
+        (tmp_path / "big" / str(number)).write_text("")
+    assert main(["tasks", "new", "count-lines", str(tmp_path / "tasks")]) == 0
+    environment = f"environment: {{network: none, images: {{base: {base_sif}}}}}\n"
+    (tmp_path / "campaign.yaml").write_text(f"name: own\ntasks: tasks/*\nagent: my_agent:MyAgent\n{environment}")
+    run = Campaign.from_yaml(tmp_path / "campaign.yaml").plan(launcher="local")
+    kept = run.path / "code"
+    files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file() and not path.is_symlink()}
+    assert files == BESIDE.keys() - {"unnamed.txt", "broken.py"}
+    assert (kept / "big").readlink() == tmp_path / "big"  # too much of it to be copied
+    assert (kept / "tool.sh").stat().st_mode & 0o111
+    assert (kept / "one.txt").stat().st_mode & 0o077 == 0
+    for name in BESIDE:
+        (tmp_path / name).unlink()
+    run.start("local")
+    run.wait(timeout_s=120)
+    with open_trajectories(run.path) as store:
+        [row] = store
+        assert (row.status, row.error, row.reward) == ("completed", "", 1.0)
+        assert row.messages[0]["content"] == "system one sibling package a b 201 tool"
 
 
 def test_code_is_kept_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,5 @@ def test_replay_carries_the_commands_out_again(tmp_path: Path) -> None:
         ' {"role": "assistant", "content": "so\\n```mswea_bash_command\\necho 1 > a\\n```"}]'
     )
     sandbox = LocalSandbox(tmp_path / "box")
-    result = asyncio.run(create(spec("replay", messages_file=str(file))).run(task(tmp_path), sandbox, None))
+    asyncio.run(create(spec("replay", messages_file=str(file))).run(task(tmp_path), sandbox, None))
     assert (sandbox.work / "a").read_text() == "1\n"
-    assert len(result.sandbox_s) == 1

@@ -46,4 +46,4 @@ class Odd:
         found = await sandbox.exec(["printf", "%s", f"{task.instruction} \udcff"], env={"A": "1"}, user_input=b"\xff")
         slow = await sandbox.exec("sleep 60", timeout_s=0.2)
         messages = [{"role": "user", "content": found.stdout}]
-        return AgentResult(messages=messages, exit_code=slow.exit_code, sandbox_s=[found.duration_s])
+        return AgentResult(messages=messages, exit_code=slow.exit_code)

@@ -20,7 +20,8 @@ import hashlib
 import json
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,12 +87,30 @@ class Recorder:
     answers: dict[str, _Answers] = field(default_factory=dict, repr=False)
     """Policy → its answers so far."""
     _last_answer: float = field(default=0.0, repr=False)
+    _operations: int = field(default=0, repr=False)
+    _began: float = field(default=0.0, repr=False)
+    _asked_by: Turn | None = field(default=None, repr=False)
 
     def request_arrived(self) -> None:
-        """Adds the time since the latest answer to that turn's ``agent_s``."""
+        """Adds the time since the latest answer, but what of it the sandbox took, to that turn's ``agent_s``."""
         if self.recording.turns and self._last_answer:
-            self.recording.turns[-1].agent_s += time.monotonic() - self._last_answer
+            turn, now = self.recording.turns[-1], time.monotonic()
+            going_on = now - self._began if self._operations and turn is self._asked_by else 0.0
+            turn.agent_s += max(0.0, now - self._last_answer - turn.sandbox_s - going_on)
             self._last_answer = 0.0
+
+    @contextmanager
+    def in_sandbox(self) -> Iterator[None]:
+        """Counts the time that this is open as ``sandbox_s`` of the latest turn; what goes on side by side, once."""
+        if not self._operations:
+            self._began, self._asked_by = time.monotonic(), self.recording.turns[-1] if self.recording.turns else None
+        self._operations += 1
+        try:
+            yield
+        finally:
+            self._operations -= 1
+            if not self._operations and self._asked_by:
+                self._asked_by.sandbox_s += time.monotonic() - self._began
 
     def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
         """Returns the index of the policy's longest sequence that ``prompt`` extends."""

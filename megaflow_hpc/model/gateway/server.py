@@ -25,6 +25,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -204,6 +205,11 @@ class ModelGateway:
         """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused a call of it."""
         rollout = self._by_id[rollout_id]
         return rollout.recorder.state() if rollout.interrupted else None
+
+    def in_sandbox(self, rollout_id: str) -> AbstractContextManager[None]:
+        """Returns what counts the time that it is open as the sandbox's, for the latest turn of an open rollout."""
+        rollout = self._by_id.get(rollout_id)
+        return rollout.recorder.in_sandbox() if rollout else nullcontext()
 
     def activity(self) -> dict[str, tuple[int, int, bool]]:
         """Returns of every open rollout its answered calls, its sampled tokens, and whether a call waits."""

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from megaflow_hpc.agents import create
@@ -269,8 +270,6 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
         trajectory.error_kind = "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
     trajectory.messages = [*trajectory.messages, *(result.messages or recording.messages)]
-    for turn, seconds in zip(recording.turns, result.sandbox_s, strict=False):
-        turn.sandbox_s = seconds
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
@@ -320,7 +319,9 @@ async def _run_agent(
             forks = forked(policy.agent.name)
             if state is not None and not forks:
                 cast(ResumableAgent, agent).resume(state)
-            work = services.agents.run(policy.agent, task, sandbox, endpoint, state, rollout.id) if forks else None
+            timed = partial(services.gateway.in_sandbox, rollout.id)
+            asked = (policy.agent, task, sandbox, endpoint, state, rollout.id, timed)
+            work = services.agents.run(*asked) if forks else None
             with watching:
                 result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), left_s)
         except TimeoutError:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted.tokens import END, logprob, render
+from megaflow_hpc.model.gateway import recorder as gateway_recorder
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.trajectory import TokenSequence
 
@@ -97,3 +98,34 @@ def test_every_call_is_kept_with_its_answer_and_without_its_tokens() -> None:
     calls = recorder.finish().calls
     assert len(calls) == 5
     assert all(len(str(call)) < 200 for call in calls)
+
+
+def test_the_time_in_the_sandbox_is_that_of_the_turn_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(gateway_recorder.time, "monotonic", lambda: now)
+    recorder = Recorder("p")
+    with recorder.in_sandbox():  # before the first call: the program of an agent that lives there
+        now += 1
+        recorder.add(sample([1], [2]))
+        now += 0.5
+        with recorder.in_sandbox():
+            now += 2
+    now += 0.25
+    recorder.request_arrived()
+    recorder.add(sample([1, 2], [3]))
+    first, second = recorder.recording.turns
+    assert (first.sandbox_s, first.agent_s) == (0.0, 2.75)
+    with recorder.in_sandbox():
+        now += 3
+        with recorder.in_sandbox():  # at the same time
+            now += 4
+    now += 1
+    recorder.request_arrived()
+    assert (second.sandbox_s, second.agent_s) == (7.0, 1.0)
+    again = Recorder.resumed(unpack(pack(recorder.state())))
+    assert [turn.sandbox_s for turn in again.recording.turns] == [0.0, 7.0]
+    again.add(sample([1, 2, 3], [4]))
+    with again.in_sandbox():
+        now += 5
+        again.finish()  # cut off
+    assert (again.recording.turns[-1].sandbox_s, again.recording.turns[-1].agent_s) == (5.0, 0.0)
