@@ -10,16 +10,16 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from megaflow_hpc.config.engine_pool import EnginePoolConfig
+from megaflow_hpc.config.mistakes import explain, explain_all
+from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
-from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
+from megaflow_hpc.config.reading import place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
     EnvironmentConfig,
     EvaluationConfig,
     LimitsConfig,
-    ModelConfig,
     SchedulingConfig,
     Section,
     TaskSource,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Hashable, Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from megaflow_hpc.errors import ConfigError
 
@@ -141,28 +139,9 @@ def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | Non
     return mark
 
 
-def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one line: file, line, key, value and what to do."""
-    return explain_all(error, path, node, model)[0]
-
-
-def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> list[str]:
-    """Every problem of a validation error, each as one line: file, line, key, value and what to do.
-
-    Unknown keys come first: they are often the reason why others are missing. A value that is none of several kinds is
-    one problem.
-    """
-    found: dict[Any, str] = {}
-    for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
-        location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-        key = tuple(location) if problem["type"] == "missing" or node is None else _reached(node, location)
-        found.setdefault(key, _explained(problem, location, path, node, model))
-    return list(found.values())
-
-
-def _reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
-    """The parts of ``location`` that stand in the file; pydantic adds the kind of value that it tried."""
-    reached = []
+def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the parts of ``location`` that stand in the file; pydantic adds the kind of value that it tried."""
+    found = []
     for part in location:
         if isinstance(node, yaml.MappingNode) and str(part) in (keys := {k.value: v for k, v in node.value}):
             node = keys[str(part)]
@@ -170,37 +149,5 @@ def _reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]
             node = node.value[part]
         else:
             continue
-        reached.append(part)
-    return tuple(reached)
-
-
-def _explained(problem: Any, location: Sequence[Any], path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    where = place_of(node, location, path)
-    key = ".".join(str(part) for part in location)
-    value = problem.get("input")
-    shown = "" if isinstance(value, dict | list | tuple) or problem["type"] == "missing" else f" {value!r}"
-    if problem["type"] == "extra_forbidden":
-        known = sorted(_keys(model, location[:-1]))
-        close = difflib.get_close_matches(str(location[-1]), known, 1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"{where}: unknown key {key!r}; {remedy}"
-    if problem["type"] == "missing":
-        return f"{where}: {key!r} is missing; add it"
-    message = problem["msg"].removeprefix("Value error, ")
-    parts = [where, key + shown if key else "", message[0].lower() + message[1:]]
-    return ": ".join(part for part in parts if part)
-
-
-def _keys(model: type[BaseModel], location: Sequence[Any]) -> set[str]:
-    """Field names of the section at ``location``, through lists, mappings and optionals."""
-
-    def sections(annotation: Any) -> list[type[BaseModel]]:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            return [annotation]
-        return [s for a in getattr(annotation, "__args__", ()) for s in sections(a)]
-
-    here: list[type[BaseModel]] = [model]
-    for part in location:
-        deeper = [s for m in here if part in m.model_fields for s in sections(m.model_fields[part].annotation)]
-        here = deeper or here
-    return {name for m in here for name in m.model_fields}
+        found.append(part)
+    return tuple(found)

@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
+from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
-from megaflow_hpc.config.sections import ModelConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 
 VARIABLE = "MEGAFLOW_PROFILES"

@@ -14,7 +14,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaflow_hpc.config.sections import AgentConfig, ModelConfig
+from megaflow_hpc.config.model import ModelConfig
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 
 NEUTRAL: dict[str, tuple[float, ...]] = {

@@ -42,11 +42,11 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         f"{GOOD}replicas: 3\n",
         "c.yaml:5: unknown key 'replicas'; known here: agent,",
     ),
-    "words for a number": (f"{GOOD}samples: many\n", "c.yaml:5: samples 'many': input should be a valid integer"),
-    "a negative number": (f"{GOOD}samples: -1\n", "c.yaml:5: samples -1: input should be greater than or equal to 1"),
+    "words for a number": (f"{GOOD}samples: many\n", "c.yaml:5: samples 'many': expected a whole number of at least 1"),
+    "a negative number": (f"{GOOD}samples: -1\n", "c.yaml:5: samples -1: expected a whole number of at least 1"),
     "a fraction": (
         f"{GOOD}samples: 1.5\n",
-        "c.yaml:5: samples 1.5: input should be a valid integer",
+        "c.yaml:5: samples 1.5: expected a whole number of at least 1",
     ),
     "yes for a number": (
         f"{GOOD}samples: yes\n",
@@ -54,7 +54,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "negative pods": (
         f"{GOOD}slurm: {{pods: {{count: -2}}}}\n",
-        "c.yaml:5: slurm.pods.count -2: input should be",
+        "c.yaml:5: slurm.pods.count -2: expected a whole number of at least 1",
     ),
     "a time in words": (
         f"{GOOD}slurm: {{pods: {{time: tomorrow}}}}\n",
@@ -74,7 +74,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "a mistyped choice": (
         GOOD.replace("network: none", "network: nonee"),
-        "c.yaml:4: environment.network 'nonee': input should be 'none', 'gateway' or 'host'",
+        "c.yaml:4: environment.network 'nonee': expected 'none', 'gateway' or 'host'; did you mean 'none'?",
     ),
     "an image that is not there": (
         GOOD.replace("base: image", "base: image.sif"),
@@ -82,6 +82,40 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
 }
 """What is wrong → the campaign file, and what is said about it."""
+
+VALUES = {
+    "samples: [1]": "samples: expected a whole number of at least 1, found a list",
+    "samples: {a: 1}": "samples: expected a whole number of at least 1, found keys",
+    "samples:": "samples null: expected a whole number of at least 1, or no such key",
+    "samples: 1e99": "samples 1e+99: expected a whole number of at least 1",
+    "samples: .inf": "samples inf: expected a whole number of at least 1",
+    "samples: '3 of each'": "samples '3 of each': expected a whole number of at least 1",
+    "seed: abc": "seed 'abc': expected a whole number of at least 0 and below 2147483648",
+    "run_dir: 3": 'run_dir 3: expected text; put it in quotes: "3"',
+    "run_dir: [a]": "run_dir: expected text, found a list",
+    "agent: {name: nop, max_turns: many}": "agent.max_turns 'many': expected a whole number of at least 1",
+    "agent: {name: nop, timeout_s: 30m}": "agent.timeout_s '30m': expected a number above 0; write the number of "
+    "seconds alone",
+    "agent: {name: nop, args: 3}": "agent.args 3: expected names with their values",
+    "model: small": "model 'small': expected keys such as engine: and path:",
+    "model: {path: m, gpus: two}": "model.gpus 'two': expected a whole number of at least 0",
+    "model: {path: m, gpus: 0.5}": "model.gpus 0.5: expected a whole number of at least 0",
+    "model: {path: m, servers: 4}": "model.servers 4: expected keys such as min: and max:",
+    "model: {path: m, servers: {max: x}}": "model.servers.max 'x': expected a whole number of at least 1",
+    "model: {path: m, servers: {min: 3}}": "servers.min 3 is larger than servers.max 1; lower it, or raise max",
+    "model: {path: m, args: [a]}": "model.args: expected names with their values, found a list",
+    "environment: gateway": "environment 'gateway': expected keys such as mode: and network:",
+    "environment: {nested: perhaps}": "environment.nested 'perhaps': expected true or false",
+    "environment: {limits: {cpus: abc}}": "environment.limits.cpus 'abc': expected a number above 0",
+    "scheduling: {order: lngest}": "order 'lngest': expected 'fifo', 'longest' or 'fair'; did you mean 'longest'?",
+    "scheduling: {weights: {a: heavy}}": "scheduling.weights.a 'heavy': expected a number",
+    "evaluation: {ks: [1, two]}": "evaluation.ks.1 'two': expected a whole number",
+    "limits: 3": "limits 3: expected keys such as core_hours: and gpu_hours:",
+    "limits: {core_hours: -1}": "limits.core_hours -1: expected a number above 0",
+    "slurm: {pods: {mem_gb: 4G}}": "slurm.pods.mem_gb '4G': expected a number above 0; write the number of GB alone",
+    "slurm: {setup: 3}": "slurm.setup 3: expected a list",
+}
+"""A line of a campaign file → what is said of its value."""
 
 NO_RUN = "not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
 A_FILE = "file: a file, expected a run directory; see those here with: megaflow-hpc list"
@@ -165,6 +199,15 @@ def test_a_wrong_campaign_file(wrong: str, here: Path, capsys: pytest.CaptureFix
     (here / "c.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert said in refused(["plan", "c.yaml"], capsys)
     assert not (here / "runs").exists()  # nothing is left behind
+
+
+@pytest.mark.parametrize("line", VALUES)
+def test_a_wrong_value_is_told_what_is_expected(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [kept for kept in GOOD.splitlines() if kept.partition(":")[0] != line.partition(":")[0]]
+    (here / "c.yaml").write_text("\n".join([*lines, line, ""]))
+    said = refused(["plan", "c.yaml"], capsys)
+    assert said.startswith(f"megaflow-hpc: c.yaml:{len(lines) + 1}: "), said
+    assert said.endswith(VALUES[line])
 
 
 @pytest.mark.parametrize("words", WORDS)

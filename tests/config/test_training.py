@@ -10,7 +10,8 @@ import yaml
 
 from megaflow_hpc import config
 from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig, StalenessConfig
-from megaflow_hpc.config.training import CLIPS, LossConfig, OptimizerConfig, PolicyTraining, TrainingConfig
+from megaflow_hpc.config.objective import CLIPS, LossConfig
+from megaflow_hpc.config.training import OptimizerConfig, PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from tests.support.places import ROOT
 

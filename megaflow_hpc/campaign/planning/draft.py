@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from megaflow_hpc.campaign.planning.agents import check_agents
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.config.engine_pool import EnginePoolConfig
+from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError

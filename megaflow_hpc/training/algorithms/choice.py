@@ -19,7 +19,8 @@ from megaflow_hpc.config.data_algorithms import (
     StalenessConfig,
     ZeroVariance,
 )
-from megaflow_hpc.config.training import AdvantageConfig, TrainingConfig
+from megaflow_hpc.config.objective import AdvantageConfig
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.order import ordered
 from megaflow_hpc.training.algorithms.replay import replay, replayable

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from megaflow_hpc.config.data_algorithms import PassRateFilter, Range, StalenessConfig
-from megaflow_hpc.config.training import AdvantageConfig
+from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.rewards import columns, reward
 from megaflow_hpc.training.algorithms.samples import Group, Sample

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.config.training import ImportanceConfig
+from megaflow_hpc.config.objective import ImportanceConfig
 from megaflow_hpc.errors import ConfigError
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.config.data_algorithms import DataStep, MaskUnfinished, OverlongConfig, PenaltyConfig
+from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.sections import Section
-from megaflow_hpc.config.training import AdvantageConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.samples import Group, Sample
 

@@ -16,7 +16,7 @@ import yaml
 from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config import parse
-from megaflow_hpc.config.engine_pool import EnginePoolConfig
+from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Tenants

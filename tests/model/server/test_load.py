@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from megaflow_hpc.config.sections import ServerCount
+from megaflow_hpc.config.model import ServerCount
 from megaflow_hpc.model.server.gauge import QUEUES
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.slurm.accounting import JobState

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.config.training import AdvantageConfig, TrainingConfig
+from megaflow_hpc.config.objective import AdvantageConfig
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms import Choice, choose
 from megaflow_hpc.training.algorithms.samples import Group

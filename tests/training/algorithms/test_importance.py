@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.config.training import ImportanceConfig
+from megaflow_hpc.config.objective import ImportanceConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.importance import importance_weights
 
