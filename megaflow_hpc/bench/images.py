@@ -118,7 +118,7 @@ class Node:
         arguments = self.arguments
         scheduler = Scheduler()
         for rank in range(arguments.ranks):
-            scheduler.join(rank, arguments.slots)
+            scheduler.workers.join(rank, arguments.slots)
         # As a plan has them: task by task, the samples of a task side by side.
         rollouts = [
             Rollout(f"t{i}", "p", sample, "nop") for i in range(len(self.images)) for sample in range(arguments.samples)
@@ -143,7 +143,7 @@ class Node:
             rank, answer = self.answers.get(timeout=600)
             if "error" in answer or "ended" in answer:
                 raise SiteError(f"rank {rank}: {answer.get('error', 'it ended')}")
-            scheduler.finish(rank, answer["id"])
+            scheduler.workers.finish(rank, answer["id"])
             done += 1
             unfinished[int(answer["id"].split("/")[0][1:])] -= 1
             here += answer["here"]

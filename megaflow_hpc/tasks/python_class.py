@@ -30,15 +30,12 @@ raises is the user's failure, named by file and line; a sandbox that is lost sta
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import math
 import os
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,10 +45,11 @@ import msgspec
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
-from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.errors import ConfigError, UserCodeError
 from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.user_code import call, code_of, guarded, origin
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
@@ -105,7 +103,7 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
     where = f"{source} ({_place(cls)})"
     made: Any = {_name(cls): {}}
     if hasattr(cls, "instances"):
-        made = _guard(cls.instances, f"{where}: instances", ConfigError)
+        made = guarded(cls.instances, f"{where}: instances", ConfigError)
         if not isinstance(made, Mapping) or not all(isinstance(value, Mapping) for value in made.values()):
             raise ConfigError(f"{where}: instances gave {made!r:.80}: expected {{name: {{keyword: value}}}}")
     return [_task(cls, str(name), dict(keywords), source, str(base), where) for name, keywords in made.items()]
@@ -114,12 +112,12 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
 def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str, where: str) -> Task:
     if not TASK_ID.fullmatch(name):
         raise ConfigError(f"{where}: task id {name!r}: expected letters, digits, '.', '_' and '-'")
-    task = _guard(lambda: cls(**keywords), f"{where}: {name}", ConfigError)
+    task = guarded(lambda: cls(**keywords), f"{where}: {name}", ConfigError)
     if not callable(getattr(task, "score", None)):
         raise ConfigError(f"{where}: has no 'score(self, sandbox)'; without it nothing can be rewarded")
     instruction: Any = getattr(task, "instruction", None)
     if callable(instruction):
-        instruction = _guard(instruction, f"{where}: instruction", ConfigError)
+        instruction = guarded(instruction, f"{where}: instruction", ConfigError)
     if not isinstance(instruction, str) or not instruction.strip():
         raise ConfigError(f"{where}: instruction is {instruction!r:.80}: expected a text, or a method that returns one")
     values: dict[str, Any] = {}
@@ -160,7 +158,7 @@ def _load(source: str, base: str) -> Any:
     except AttributeError:
         raise ConfigError(f"{source}: module {module_name} has no class {name}; correct the name") from None
     except Exception as error:
-        place = "" if isinstance(error, ModuleNotFoundError) else f" at {_origin(error)}"
+        place = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
         raise ConfigError(
             f"{source}: cannot be imported{place}: {error!r}; it is looked for in {base} and on PYTHONPATH"
         ) from error
@@ -199,7 +197,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
     """
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
-        await _call(task, instance.setup, sandbox, task.agent_timeout_s)
+        await call(task, instance.setup, sandbox, task.agent_timeout_s)
     return hasattr(instance, "setup")
 
 
@@ -213,7 +211,7 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
     instance = _instance(task, sandbox)
     if not hasattr(instance, "solve"):
         raise ConfigError(f"task {task.id}: {task.path} has no 'solve(self, sandbox)'; the oracle agent needs one")
-    await _call(task, instance.solve, sandbox, task.agent_timeout_s)
+    await call(task, instance.solve, sandbox, task.agent_timeout_s)
     return ExecResult(0)
 
 
@@ -234,7 +232,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, *, fresh: bool = False) 
     await sandbox.end_processes(keep_workdir if fresh else None)
     instance = _instance(task, sandbox)
     try:
-        found = await _call(task, instance.score, sandbox, task.verifier_timeout_s)
+        found = await call(task, instance.score, sandbox, task.verifier_timeout_s)
     finally:
         _instances.pop(sandbox, None)
     given = found if isinstance(found, Mapping) else {"reward": found}
@@ -243,12 +241,12 @@ async def verify(task: Task, sandbox: ApptainerSandbox, *, fresh: bool = False) 
         number = value if isinstance(value, int | float) else math.nan
         if not isinstance(name, str) or not math.isfinite(number):
             raise UserCodeError(
-                f"{_code(instance.score)}: score of task {task.id} gave {found!r:.80}; expected a finite number, or "
+                f"{code_of(instance.score)}: score of task {task.id} gave {found!r:.80}; expected a finite number, or "
                 "such numbers by name"
             )
         rewards[name] = float(number)
     if not rewards:
-        raise UserCodeError(f"{_code(instance.score)}: score of task {task.id} gave no reward; expected a number")
+        raise UserCodeError(f"{code_of(instance.score)}: score of task {task.id} gave no reward; expected a number")
     return Verdict.of(rewards)
 
 
@@ -256,85 +254,8 @@ def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:
     if sandbox not in _instances:
         source = msgspec.convert(task.metadata["python"], ClassSource)
         cls = _load(source.name, source.base)
-        _instances[sandbox] = _guard(lambda: cls(**source.arguments), source.name, UserCodeError)
+        _instances[sandbox] = guarded(lambda: cls(**source.arguments), source.name, UserCodeError)
     return _instances[sandbox]
-
-
-async def _call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float) -> Any:
-    """One method of a task, in the event loop or in a thread, within its time."""
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            if inspect.iscoroutinefunction(method):
-                return await method(sandbox)
-            # Cut off, a thread goes on to its next use of the sandbox, which is gone then.
-            plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
-            found = await _in_thread(lambda: method(plain), task.id)
-            return await found if inspect.isawaitable(found) else found
-    except SandboxError:
-        raise
-    except (Exception, SystemExit) as error:
-        if limit.expired():
-            raise UserCodeError(
-                f"{_code(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
-            ) from None
-        raise _user_error(task, method, error) from error
-
-
-async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """Runs ``call`` in a thread of its own: one that never ends must not take a place in the loop's pool."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def finish(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def body() -> None:
-        outcome: tuple[Any, BaseException | None]
-        try:
-            outcome = call(), None
-        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future does not carry these
-            outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
-        except BaseException as error:
-            outcome = None, error
-        try:
-            loop.call_soon_threadsafe(finish, *outcome)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            pass
-
-    threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
-    return await done
-
-
-def _user_error(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
-    return UserCodeError(f"{_origin(error)}: {method.__name__} of task {task.id} raised {error!r}")
-
-
-def _guard(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
-    try:
-        return call()
-    except (Exception, SystemExit) as error:
-        raise kind(f"{what} raised {error!r} at {_origin(error)}") from error
-
-
-def _origin(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the user's own code, not in a library it called."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
-    frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
-    return f"{frame.filename}:{frame.lineno}"
-
-
-def _code(method: Callable[..., Any]) -> str:
-    code = getattr(method, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
 
 
 class PythonClassFormat(OneStep):
@@ -359,27 +280,3 @@ class PythonClassFormat(OneStep):
 
 
 FORMAT: TaskFormat = PythonClassFormat()
-
-
-class WaitingSandbox:
-    """A sandbox for code without ``await``: the same methods, each returning when it is done. Used in a thread."""
-
-    def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
-        self._sandbox = sandbox
-        self._loop = loop
-
-    def exec(self, command: Any, **options: Any) -> ExecResult:
-        """Runs a command to its end; ``options`` are those of the sandbox's own ``exec``."""
-        return asyncio.run_coroutine_threadsafe(self._sandbox.exec(command, **options), self._loop).result()
-
-    def upload(self, source: str, target: str) -> None:
-        """Copies a file or directory of the host into the sandbox."""
-        asyncio.run_coroutine_threadsafe(self._sandbox.upload(source, target), self._loop).result()
-
-    def download(self, source: str, target: str) -> None:
-        """Copies a file or directory of the sandbox to the host."""
-        asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()
-
-    def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
-        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file."""
-        return asyncio.run_coroutine_threadsafe(self._sandbox.read(path, limit), self._loop).result()

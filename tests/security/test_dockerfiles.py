@@ -27,8 +27,8 @@ from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.host.subordinate import all_ids
+from megaflow_hpc.tasks.releases.bugs import BugFile
 from megaflow_hpc.tasks.releases.image import build_image
-from megaflow_hpc.tasks.releases.tasks import BugFile
 from tests.support.builds import build, unpacked
 from tests.support.waiting import until
 

@@ -21,7 +21,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.wire import unpack
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.pod.rollout.rollout import execute
+from megaflow_hpc.pod.rollout.rollout import run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -132,7 +132,8 @@ def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajecto
                 services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
 
                 async def one(number: int, name: str) -> Trajectory:
-                    return await execute(services, Rollout(tasks[name].id, "default", 0, "oracle"), tasks[name], 0)
+                    rollout = Rollout(tasks[name].id, "default", 0, "oracle")
+                    return (await run_attempt(services, rollout, tasks[name], 0)).trajectory
 
                 done = await asyncio.gather(*(one(number, name) for number, name in enumerate(tasks)))
                 return dict(zip(tasks, done, strict=True))

@@ -26,6 +26,7 @@ from megaflow_hpc.tasks import named_tests
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.releases import image, sdists, tasks
+from megaflow_hpc.tasks.releases.bugs import read_bugs, select
 from megaflow_hpc.tasks.releases.sdists import Release
 from megaflow_hpc.tasks.validation import Run, judge
 from tests.support.archives import hostile
@@ -75,7 +76,7 @@ def quiet(message: str) -> None:
 
 
 def test_the_shipped_bugs_are_varied_and_short() -> None:
-    content, where = tasks.read_bugs(LAUNCHERS / "bugs.yaml")
+    content, where = read_bugs(LAUNCHERS / "bugs.yaml")
     assert len(content.bugs) >= 12
     assert len({bug.package for bug in content.bugs}) >= 8
     assert len({bug.kind for bug in content.bugs}) >= 4
@@ -101,7 +102,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(
 ) -> None:
     path = bug_file((old, new))
     with pytest.raises(ConfigError) as caught:
-        tasks.read_bugs(path)
+        read_bugs(path)
     assert str(caught.value).startswith(f"{path}:{line}:"), str(caught.value)
     assert said in str(caught.value)
 
@@ -110,13 +111,13 @@ def test_an_id_given_twice_is_refused(bug_file: Callable[..., Path]) -> None:
     path = bug_file()
     path.write_text(path.read_text() + BUG_FILE.partition("bugs:\n")[2])
     with pytest.raises(ConfigError, match="'xmltodict-whitespace' is given twice"):
-        tasks.read_bugs(path)
+        read_bugs(path)
 
 
 def test_an_unknown_id_names_the_known_ones(bug_file: Callable[..., Path]) -> None:
-    content, _ = tasks.read_bugs(bug_file())
+    content, _ = read_bugs(bug_file())
     with pytest.raises(ConfigError, match=r"no such bug; there are: xmltodict-whitespace"):
-        tasks.select(content.bugs, ["another"])
+        select(content.bugs, ["another"])
 
 
 # --- the reference patch --------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_the_patch_holds_changed_added_and_removed_code_and_nothing_else(tmp_pat
 
 
 def test_releases_that_are_too_far_apart_or_the_same_are_refused(bug_file: Callable[..., Path]) -> None:
-    bug = tasks.read_bugs(bug_file())[0].bugs[0]
+    bug = read_bugs(bug_file())[0].bugs[0]
     tasks.check_patch(bug, sdists.Patch(b"", tasks.MAX_LINES, ("a.py",)), "bugs.yaml:3")
     with pytest.raises(ConfigError, match=r"bugs.yaml:3: 401 lines of code differ .* choose releases that are closer"):
         tasks.check_patch(bug, sdists.Patch(b"", tasks.MAX_LINES + 1, ("a.py",)), "bugs.yaml:3")
@@ -279,7 +280,7 @@ def test_a_task_is_valid_only_if_its_tests_fail_before_and_pass_after() -> None:
 
 
 def test_a_package_with_a_bug_that_gets_into_the_image_is_noticed(bug_file: Callable[..., Path]) -> None:
-    content, _ = tasks.read_bugs(bug_file(("package: xmltodict", "package: XML.To_Dict")))
+    content, _ = read_bugs(bug_file(("package: xmltodict", "package: XML.To_Dict")))
     assert image.under_test(content, ["pytest-8.4.2-py3-none-any.whl", "pip-25.0-py3-none-any.whl"]) == []
     assert image.under_test(content, ["xml_to_dict-1.0-py3-none-any.whl"]) == ["XML.To_Dict"]
 
@@ -290,7 +291,7 @@ def test_a_package_with_a_bug_that_gets_into_the_image_is_noticed(bug_file: Call
 def test_a_real_bug_becomes_a_task_that_its_patch_solves(
     bug_file: Callable[..., Path], tmp_path: Path, release_cache: Path
 ) -> None:
-    content, where = tasks.read_bugs(bug_file())
+    content, where = read_bugs(bug_file())
     output = tmp_path / "tasks"
     (built,) = tasks.build_tasks(content, content.bugs, output, release_cache, where, quiet)
     assert built.fresh
@@ -315,7 +316,7 @@ def test_a_real_bug_becomes_a_task_that_its_patch_solves(
 
     (again,) = tasks.build_tasks(content, content.bugs, output, release_cache, where, quiet)
     assert not again.fresh
-    changed, where = tasks.read_bugs(bug_file(("Blanks should", "Line breaks should")))
+    changed, where = read_bugs(bug_file(("Blanks should", "Line breaks should")))
     (rebuilt,) = tasks.build_tasks(changed, changed.bugs, output, release_cache, where, quiet)
     assert rebuilt.fresh
     assert sdists.git(rebuilt.path / "environment", "status", "--porcelain") == b""
@@ -326,7 +327,7 @@ def test_a_release_that_does_not_exist_is_named_with_its_line(
     bug_file: Callable[..., Path], tmp_path: Path, release_cache: Path
 ) -> None:
     path = bug_file(("0.14.2", "0.14.999"))
-    content, where = tasks.read_bugs(path)
+    content, where = read_bugs(path)
     with pytest.raises(ConfigError) as caught:
         tasks.build_tasks(content, content.bugs, tmp_path / "tasks", release_cache, where, quiet)
     assert str(caught.value) == (
@@ -339,7 +340,7 @@ def test_tests_that_the_fixed_release_lacks_are_named(
     bug_file: Callable[..., Path], tmp_path: Path, release_cache: Path
 ) -> None:
     path = bug_file(("tests/test_xmltodict.py::", "tests/test_other.py::"))
-    content, where = tasks.read_bugs(path)
+    content, where = read_bugs(path)
     with pytest.raises(ConfigError, match=r":3: 'tests/test_other.py::.* has no test file tests/test_other.py"):
         tasks.build_tasks(content, content.bugs, tmp_path / "tasks", release_cache, where, quiet)
     assert list((tmp_path / "tasks").iterdir()) == []

@@ -16,7 +16,7 @@ from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.rollout import execute
+from megaflow_hpc.pod.rollout.rollout import run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.validation import Validation, validate
@@ -40,7 +40,7 @@ def judged(
     async def main() -> tuple[Trajectory, Validation]:
         async with ApptainerProvider(scratch) as provider:
             services = Services(config, policies, images, provider, ModelGateway())
-            trajectory = await execute(services, Rollout(task.id, "oracle", 0, "oracle"), task, 0)
+            trajectory = (await run_attempt(services, Rollout(task.id, "oracle", 0, "oracle"), task, 0)).trajectory
             async for found in validate([task], images, OracleAgent(), provider, config.environment):
                 return trajectory, found
         raise AssertionError

@@ -110,15 +110,16 @@ def run_build(arguments: argparse.Namespace) -> int:
     """Makes task directories, and their image where a base is given; returns the exit status."""
     from megaflow_hpc.tasks.releases import image as bug_image
     from megaflow_hpc.tasks.releases import sdists
-    from megaflow_hpc.tasks.releases import tasks as bugs
+    from megaflow_hpc.tasks.releases import tasks as releases
+    from megaflow_hpc.tasks.releases.bugs import read_bugs, select
 
-    content, where = bugs.read_bugs(arguments.bugs)
-    chosen = bugs.select(content.bugs, arguments.only)
+    content, where = read_bugs(arguments.bugs)
+    chosen = select(content.bugs, arguments.only)
     output = Path(arguments.output).absolute()
     cache = Path(arguments.cache) if arguments.cache else sdists.cache_directory()
-    built = bugs.build_tasks(content, chosen, output, cache.absolute(), where, note)
+    built = releases.build_tasks(content, chosen, output, cache.absolute(), where, note)
     image = Path(arguments.image).absolute() if arguments.image else output.parent / "images" / f"{content.image}.sif"
-    for stranger in bugs.strangers(content, output):
+    for stranger in releases.strangers(content, output):
         note(f"{stranger}: built from a bug that {arguments.bugs} no longer has; delete it if you do not want it")
     if arguments.base:
         bug_image.build_image(content, Path(arguments.base).absolute(), image, note)

@@ -54,7 +54,8 @@ def register(verbs: Subparsers) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Checks files and writes them where asked to; returns the exit status."""
-    from megaflow_hpc.tasks.swebench.instances import LineSource, read_instances, read_tasks
+    from megaflow_hpc.tasks.swebench.instances import read_instances
+    from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks
     from megaflow_hpc.tasks.swebench.plan import settle
 
     names = [Path(file).name for file in arguments.files]

@@ -75,8 +75,8 @@ class Activities:
         if now - self._showed_at < SHOW_S:
             return
         self._showed_at = now
-        if len(self._known) > 2 * self._scheduler.running:
-            running = {work.rollout.id for work in self._scheduler.running_work()}
+        if len(self._known) > 2 * self._scheduler.workers.running:
+            running = {work.rollout.id for work in self._scheduler.workers.running_work()}
             self._known = {rollout: known for rollout, known in self._known.items() if rollout in running}
         if self.asked or self._showing:
             self._showing = bool(self.asked)
@@ -87,13 +87,13 @@ class Activities:
         mirrored: dict[str, Transcript] = {}
         for rollout in self.asked.transcripts:
             known = self._transcripts.get(rollout)
-            for rank in self._scheduler.running_at(rollout)[:1]:
+            for rank in self._scheduler.workers.running_at(rollout)[:1]:
                 self._comm.send(rank, {"op": "mirror", "id": rollout, "calls": known.calls if known else -1})
                 mirrored |= {rollout: known} if known else {}
         self._transcripts = mirrored
         shown = {}
         for rollout in self.asked.rollouts:
-            if rollout in self._known and self._scheduler.running_at(rollout):
+            if rollout in self._known and self._scheduler.workers.running_at(rollout):
                 calls, tokens, waits, heard_at = self._known[rollout]
                 shown[rollout] = RolloutActivity(calls, tokens, waits, round(now - heard_at, 1))
         return PodActivity(shown, mirrored)

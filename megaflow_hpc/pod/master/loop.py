@@ -150,11 +150,11 @@ class Master:
 
     def _ended(self) -> str | None:
         """Returns the word with which the pod ends, ``None`` while it goes on."""
-        if not self._ranks.all or not (self.scheduler.slots or self._ranks.awaited):
+        if not self._ranks.all or not (self.scheduler.workers.slots or self._ranks.awaited):
             return "lost"
         if not self._io.may_commit or self._io.stuck_s > STUCK_S:
             return "lost"
-        busy = self.scheduler.running or not self._io.idle
+        busy = self.scheduler.workers.running or not self._io.idle
         if self._draining_since is not None:
             over = time.monotonic() - self._draining_since >= self._grace_s
             if busy and not over:
@@ -201,7 +201,7 @@ class Master:
     def _on_ready(self, rank: int, message: Message) -> None:
         self._ranks.join(rank, str(message["node"]))
         self._announced = []  # so that this rank is told as well
-        self.scheduler.join(rank, int(message["slots"]), *self.pod.room)
+        self.scheduler.workers.join(rank, int(message["slots"]), *self.pod.room)
         self._results.refuse()
         slots, node = int(message["slots"]), str(message["node"])
         self.pod.events.write(WorkerEvent(rank=rank, state="ready", slots=slots, node=node))
@@ -239,7 +239,7 @@ class Master:
                     busy = True
                     self._results.count(results)
                     self._mark_progress()
-                    if not self.scheduler.running:
+                    if not self.scheduler.workers.running:
                         self._look_s = SOON_S
                 case Claimed(block):
                     busy = True
@@ -295,8 +295,8 @@ class Master:
         """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
         waits here, another pod cannot start."""
         ahead = int(2 * self._per_s * self._io.claim_s)
-        waiting = self.scheduler.queued - min(self.scheduler.later, HOARD * self.scheduler.slots)
-        if waiting >= self.scheduler.free + ahead or self._io.claiming:
+        waiting = self.scheduler.queued - min(self.scheduler.later, HOARD * self.scheduler.workers.slots)
+        if waiting >= self.scheduler.workers.free + ahead or self._io.claiming:
             return
         if not self._io.may_commit or self.scheduler.too_long:
             return
@@ -370,7 +370,7 @@ class Master:
     def _show_progress(self) -> None:
         self._io.show_progress(
             ShowProgress(
-                running=self.scheduler.running,
+                running=self.scheduler.workers.running,
                 queued=self.scheduler.queued,
                 stored=self._results.stored,
                 core_s=round(self._cores * (time.monotonic() - self._began), 1),
@@ -381,9 +381,9 @@ class Master:
 
     def _copy_stragglers(self, stragglers: Stragglers) -> None:
         """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""
-        if self.scheduler.queued or not self.scheduler.free:
+        if self.scheduler.queued or not self.scheduler.workers.free:
             return
-        for rollout in stragglers.overdue(self.scheduler.running_work(), time.monotonic()):
+        for rollout in stragglers.overdue(self.scheduler.workers.running_work(), time.monotonic()):
             copy = self.scheduler.copy(rollout)
             if copy is not None:
                 self._start(*copy)

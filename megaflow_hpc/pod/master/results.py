@@ -78,7 +78,7 @@ class Results:
 
     def ended(self, rank: int, outcome: Outcome) -> None:
         """Takes in a result from ``rank``; one that nobody waits for is ignored."""
-        work = self._scheduler.finish(rank, outcome.id)
+        work = self._scheduler.workers.finish(rank, outcome.id)
         if work is None or work.attempt != outcome.attempt:
             return
         if outcome.status != "cancelled" and self._blame.add(rank, outcome.cause):
@@ -87,7 +87,7 @@ class Results:
 
     def lost(self, rank: int, why: str) -> int:
         """Settles what ran on a worker rank that is gone; returns how many rollouts that were."""
-        lost = self._scheduler.leave(rank)
+        lost = self._scheduler.workers.leave(rank)
         for work in lost:
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
         return len(lost)
@@ -144,7 +144,7 @@ class Results:
         if self.draining:
             # The engines and sandboxes of an ending job fail; whoever takes the block tries again.
             return may_retry((*work.causes, outcome.cause))
-        twin = self._copies and bool(self._scheduler.running_at(outcome.id))
+        twin = self._copies and bool(self._scheduler.workers.running_at(outcome.id))
         if not twin and not self._scheduler.retry(work, outcome.cause, rank):
             return False
         history = self.histories.setdefault(outcome.id, History())
@@ -182,18 +182,18 @@ class Results:
             work = self._parked.pop(rollout, None) or self._scheduler.drop(rollout)
             if work is not None:
                 self._store(work, self.outcome_without_run(work, "", step.why, "cancelled"))
-            for rank in self._scheduler.running_at(rollout):
+            for rank in self._scheduler.workers.running_at(rollout):
                 self._cancelling[rollout] = step.why
                 self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
 
     def _call_off_copies(self, rollout: str) -> None:
-        for rank in self._scheduler.running_at(rollout):
+        for rank in self._scheduler.workers.running_at(rollout):
             self._void.add((rank, rollout))
             self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
 
     def _exclude(self, rank: int, error: str) -> None:
         node = self._ranks.ready.get(rank, "")
-        self._scheduler.exclude(rank)
+        self._scheduler.workers.exclude(rank)
         why = f"sandboxes do not start on {node}: {error[:300]}"
         self._pod.events.write(WorkerEvent(rank=rank, state="excluded", node=node, why=why))
 
@@ -207,7 +207,7 @@ class Results:
     def cut_short(self, preempted: bool) -> None:
         """Notes that what still runs is cut short by the end of the allocation; the next one starts it anew."""
         kind = "preemption" if preempted else "walltime"
-        for work in self._scheduler.running_work():
+        for work in self._scheduler.workers.running_work():
             self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:

@@ -74,13 +74,13 @@ class WorkStealing:
             leaving: the pod drains: it neither requests nor hands off.
         """
         now, io, scheduler = self._clock(), self._io, self._scheduler
-        if leaving or not (nothing_free and scheduler.free and not scheduler.queued and io.others):
+        if leaving or not (nothing_free and scheduler.workers.free and not scheduler.queued and io.others):
             self._without_work_since = None
             self._request(0)
         elif self._without_work_since is None or now - self._requested_at >= REQUEST_S:
             self._without_work_since = now if self._without_work_since is None else self._without_work_since
             self._requested_at = now
-            self._request(scheduler.free)
+            self._request(scheduler.workers.free)
         if leaving or not scheduler.queued:
             return
         if now - self._looked_at >= (LOOK_S if io.claimed_all else SELDOM_S):
@@ -99,7 +99,7 @@ class WorkStealing:
         waiting: dict[str, list[Work]] = {}
         for work in reversed(scheduler.waiting_work()):
             waiting.setdefault(work.rollout.group_id, []).append(work)
-        count = share_of(max(0, scheduler.queued - scheduler.free), scheduler.slots, wanted)
+        count = share_of(max(0, scheduler.queued - scheduler.workers.free), scheduler.workers.slots, wanted)
         going: list[Work] = []
         for name, samples in waiting.items():
             group = [work for work in samples if not work.attempt]

@@ -100,7 +100,7 @@ class _Pod:
         self.shape = shape
         self.scheduler = Scheduler(shape.order)
         for rank in range(math.ceil(slots / RANK_SLOTS)):
-            self.scheduler.join(rank, min(RANK_SLOTS, slots - rank * RANK_SLOTS))
+            self.scheduler.workers.join(rank, min(RANK_SLOTS, slots - rank * RANK_SLOTS))
         self.groups = Groups(shape.rules)
         self.parked: dict[str, Work] = {}
         self.estimates = Estimates()
@@ -134,14 +134,14 @@ class _Pod:
 
     def stop(self, rollout: str) -> None:
         """Ends a rollout at every worker where it runs."""
-        for rank in self.scheduler.running_at(rollout):
-            self.scheduler.finish(rank, rollout)
+        for rank in self.scheduler.workers.running_at(rollout):
+            self.scheduler.workers.finish(rank, rollout)
 
     def copy_stragglers(self, now: float) -> Iterator[tuple[int, Work]]:
         """Starts a copy of each straggler for which there is room, and yields its worker rank and its work."""
-        if self.scheduler.free and not self.scheduler.queued and now - self.looked > COPY_LOOK_S:
+        if self.scheduler.workers.free and not self.scheduler.queued and now - self.looked > COPY_LOOK_S:
             self.looked = now
-            for rollout in self.stragglers.overdue(self.scheduler.running_work(), now):
+            for rollout in self.stragglers.overdue(self.scheduler.workers.running_work(), now):
                 if (copy := self.scheduler.copy(rollout)) is not None:
                     yield copy
 
@@ -174,7 +174,7 @@ class _Simulation:
         while self._ends:
             end, _, which, rank, started, work = heapq.heappop(self._ends)
             pod = self._pods[which]
-            if pod.scheduler.finish(rank, work.rollout.id) is None:
+            if pod.scheduler.workers.finish(rank, work.rollout.id) is None:
                 continue  # it was called off
             now = end
             pod.ended(work, now, started)
@@ -188,7 +188,7 @@ class _Simulation:
         """Starts what a pod can start, claiming blocks as pods do."""
         pod, shape = self._pods[which], self._shape
         scheduler = pod.scheduler
-        while not self._all_claimed and scheduler.queued - scheduler.later < scheduler.free:
+        while not self._all_claimed and scheduler.queued - scheduler.later < scheduler.workers.free:
             block = next(self._blocks, None)
             if block is None:
                 self._all_claimed = True

@@ -24,8 +24,9 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.resources import resource
+from megaflow_hpc.tasks.releases.bugs import Bug, BugFile
 from megaflow_hpc.tasks.releases.sdists import fetch_wheels
-from megaflow_hpc.tasks.releases.tasks import WORKDIR, Bug, BugFile, Progress
+from megaflow_hpc.tasks.releases.tasks import WORKDIR, Progress
 
 INSTALL = """\
 python3 -c 'import sys, unittest, sqlite3, venv; assert sys.version_info[:2] == ({python})'

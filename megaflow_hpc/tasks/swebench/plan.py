@@ -19,7 +19,8 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench import package
-from megaflow_hpc.tasks.swebench.instances import Instance, LineSource, load
+from megaflow_hpc.tasks.swebench.instances import Instance
+from megaflow_hpc.tasks.swebench.lines import LineSource, load
 from megaflow_hpc.types import Task
 
 INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"

@@ -23,7 +23,8 @@ from typing import Any
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
-from megaflow_hpc.tasks.swebench.instances import Instance, LineSource, load
+from megaflow_hpc.tasks.swebench.instances import Instance
+from megaflow_hpc.tasks.swebench.lines import LineSource, load
 from megaflow_hpc.tasks.swebench.plan import ask, request_fields
 from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict

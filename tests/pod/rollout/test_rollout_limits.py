@@ -11,7 +11,7 @@ from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.rollout import execute
+from megaflow_hpc.pod.rollout.rollout import run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.trajectory import Trajectory
@@ -72,7 +72,8 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
         async with ApptainerProvider(tmp_path / "scratch") as provider:
             services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
             rollouts = [Rollout(task.id, name, 0, agents[name]) for name in agents]
-            done = await asyncio.gather(*(execute(services, rollout, task, 0) for rollout in rollouts))
+            ended = await asyncio.gather(*(run_attempt(services, rollout, task, 0) for rollout in rollouts))
+            done = [each.trajectory for each in ended]
             return {trajectory.policy: trajectory for trajectory in done}
 
     found = asyncio.run(main())

@@ -17,7 +17,8 @@ from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.rewards import LARGEST, read_rewards
 from megaflow_hpc.tasks.harbor.steps import steps_of
-from megaflow_hpc.tasks.swebench.instances import load, read_instances, read_tasks
+from megaflow_hpc.tasks.swebench.instances import read_instances
+from megaflow_hpc.tasks.swebench.lines import load, read_tasks
 from megaflow_hpc.tasks.swebench.runs import judge
 from megaflow_hpc.types import Task
 from tests.security.fuzz.target import PART, Broken, Feed, Target, parts

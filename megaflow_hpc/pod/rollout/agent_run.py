@@ -1,0 +1,190 @@
+"""The agent's part of a rollout: it runs on each step of the task, and what it did goes into the trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.config import Policy
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import LimitError, ModelServiceError, UserCodeError
+from megaflow_hpc.model.gateway.replay import calls_artifact
+from megaflow_hpc.model.gateway.server import SEEDS
+from megaflow_hpc.pod.rollout.partial import CutShort, Partial
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.tasks.formats import StepVerdict
+from megaflow_hpc.trajectory import Recording, Trajectory
+from megaflow_hpc.types import Agent, AgentResult, CallBudget, ModelEndpoint, ResumableAgent, Rollout, Sandbox, Task
+
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+SETTLE_S = 1.0
+"""After an agent was killed: if it is the job that ends, the signal will have reached the sandbox and us by then, and a
+preempted rollout is not to be judged."""
+
+
+@contextmanager
+def timed(trajectory: Trajectory, name: str) -> Iterator[None]:
+    """Adds the seconds of its body to one of the trajectory's timings."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        setattr(trajectory, name, (getattr(trajectory, name) or 0.0) + time.monotonic() - began)
+
+
+class AgentRun:
+    """The agent's part of each step: it runs, and what it did goes into the trajectory.
+
+    Args:
+        resumed: the partial rollout to go on with; its step comes first.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        rollout: Rollout,
+        policy: Policy,
+        sandbox: ApptainerSandbox,
+        trajectory: Trajectory,
+        resumed: Partial | None,
+    ) -> None:
+        self._services, self._rollout, self._policy = services, rollout, policy
+        self._sandbox, self._trajectory, self._resumed = sandbox, trajectory, resumed
+        self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
+        """Of the steps that are done."""
+
+    async def run(self, number: int, step: Task) -> None:
+        """Runs the agent on one step.
+
+        Raises:
+            CutShort: the allocation ends; the rollout was kept, where it can go on.
+        """
+        trajectory, sandbox = self._trajectory, self._sandbox
+        resumed, self._resumed = self._resumed, None
+        before, before_s = len(sandbox.breaches), trajectory.agent_s or 0.0
+        try:
+            with timed(trajectory, "agent_s"):
+                seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
+                result, recording = await _run_agent(
+                    self._services, self._rollout, step, self._policy, sandbox, seed, resumed
+                )
+        except CutShort as cut:
+            spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
+            if cut.agent is not None:
+                passed = _breaches(sandbox, before, resumed)
+                kept = Partial(trajectory, number, self.verdicts, spent_s, cut.agent, cut.recorded, passed)
+                cut.kept, cut.why = await self._services.suspension.keep(self._rollout.id, kept, sandbox)
+            raise
+        _report_breaches(result, _breaches(sandbox, before, resumed))
+        _add(trajectory, result, recording)
+        if result.exit_code in KILLED:
+            await asyncio.sleep(SETTLE_S)
+
+
+async def _run_agent(
+    services: Services,
+    rollout: Rollout,
+    task: Task,
+    policy: Policy,
+    sandbox: ApptainerSandbox,
+    seed: int,
+    resumed: Partial | None,
+) -> tuple[AgentResult, Recording]:
+    """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off.
+
+    Raises:
+        CutShort: the allocation ends, and a model call of the agent's was refused for that.
+    """
+    agent = create(policy.agent)
+    recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
+    endpoint = await _open_model(services, rollout, task, agent, sandbox, seed, recorded) if policy.model else None
+    timeout_s = policy.agent.timeout_s or task.agent_timeout_s
+    left_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
+    recording = Recording()
+    raised: UserCodeError | None = None
+    goes_on = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"  # its code has a state too
+    watching = services.suspension.watching(rollout.id, sandbox) if goes_on else nullcontext()
+    try:
+        try:
+            forks = forked(policy.agent.name)
+            if state is not None and not forks:
+                cast(ResumableAgent, agent).resume(state)
+            timed = partial(services.gateway.in_sandbox, rollout.id)
+            asked = (policy.agent, task, sandbox, endpoint, state, rollout.id, timed)
+            work = services.agents.run(*asked) if forks else None
+            with watching:
+                result = await asyncio.wait_for(work or agent.run(task, sandbox, endpoint), left_s)
+        except TimeoutError:
+            result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
+        except LimitError as error:
+            result = AgentResult(status="truncated", error=str(error))
+        except UserCodeError as error:
+            result, raised = AgentResult(), error  # perhaps that is what its client made of a refusal
+        if endpoint and (known := services.gateway.suspended(rollout.id)) is not None:
+            raise CutShort(result.state, known)
+        if endpoint and (failure := services.gateway.call_failure(rollout.id)):
+            raise ModelServiceError(failure) from raised  # whatever the agent's client made of the 503
+    finally:
+        if endpoint:
+            recording = await services.gateway.close(rollout.id)
+    if recording.over_budget:  # however the agent took the refusal
+        result.status, result.error = "truncated", recording.over_budget
+    elif raised is not None:
+        raise raised
+    return result, recording
+
+
+async def _open_model(
+    services: Services,
+    rollout: Rollout,
+    task: Task,
+    agent: Agent,
+    sandbox: Sandbox,
+    seed: int,
+    recorded: Mapping[str, Any] | None,
+) -> ModelEndpoint:
+    """The rollout's address at the gateway, and for an agent inside the sandbox the way to it from there."""
+    network = services.config.environment.network_of(task)
+    limits = services.policies[rollout.policy].agent
+    budget = CallBudget(calls=limits.max_turns, tokens=limits.max_tokens)
+    if network == "gateway" and getattr(agent, "in_sandbox", False):
+        return await services.gateway.open(rollout.id, rollout.policy, await sandbox.listen(), budget, seed)
+    endpoint = await services.gateway.open(rollout.id, rollout.policy, None, budget, seed, recorded)
+    return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
+
+
+def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
+    """Adds what an agent did to what it did in earlier steps."""
+    if trajectory.status != "truncated":
+        trajectory.status = result.status
+    if result.exit_code or result.error:
+        trajectory.error_kind = "agent"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
+    trajectory.messages = [*trajectory.messages, *(result.messages or recording.messages)]
+    for turn in recording.turns:
+        turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
+    trajectory.sequences = [*trajectory.sequences, *recording.sequences]
+    trajectory.turns = [*trajectory.turns, *recording.turns]
+    trajectory.inexact += recording.inexact
+    if recording.calls:
+        trajectory.artifacts.append(calls_artifact(recording))
+
+
+def _breaches(sandbox: ApptainerSandbox, before: int, resumed: Partial | None) -> list[str]:
+    """The limits that an agent's commands passed in this step, ``before`` of the sandbox having come earlier."""
+    return [*(resumed.breaches if resumed else ()), *map(str, sandbox.breaches[before:])]
+
+
+def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
+    """Makes a limit that the agent's commands passed the error of its result, even if it went on well."""
+    if breaches and not result.error:
+        more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
+        result.error = f"{breaches[0]}{more}"

@@ -1,0 +1,111 @@
+"""Bugs that tasks are made of: a short YAML file names two releases of a package, the later of which fixes a defect.
+
+``launchers/bugs.yaml`` is one, which docs/how-to/real-bugs.md explains.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from megaflow_hpc.config import Section, explain, line_of, read_yaml
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import docs
+from megaflow_hpc.tasks.releases.sdists import Release
+
+
+class Bug(Section):
+    """One defect of a released package."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The task's id."""
+    package: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name in the package index."""
+    buggy: str
+    """Release that has the defect."""
+    fixed: str
+    """Release that does not."""
+    kind: str = Field(pattern=r"^[a-z][a-z -]*$")
+    """Kind of defect: parsing, arithmetic, state, …"""
+    changelog: str = Field(min_length=1)
+    """The line of the package's changelog that names the defect."""
+    failing: tuple[str, ...] = Field(min_length=1)
+    """Ids of tests of the fixed release that fail on the buggy one."""
+    passing: tuple[str, ...] = Field(min_length=1)
+    """Ids (also files or directories) of tests that pass on both."""
+    requires: tuple[str, ...] = ()
+    """What the tests import, as pip takes it."""
+    issue: str = Field(min_length=1)
+    """The report the agent gets. Says what is wrong, not where or how to mend it."""
+
+    @field_validator("buggy", "fixed", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError("a version must be text; put it in quotes")
+        return value
+
+    @model_validator(mode="after")
+    def _two_releases(self) -> Bug:
+        if self.buggy == self.fixed:
+            raise ValueError(
+                f"buggy and fixed are the same release {self.buggy}; name the release that fixes the defect"
+            )
+        return self
+
+    @property
+    def releases(self) -> tuple[Release, Release]:
+        """The buggy and the fixed release."""
+        return Release(self.package, self.buggy), Release(self.package, self.fixed)
+
+
+class BugFile(Section):
+    """A list of bugs and the image their tests run in."""
+
+    image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name that the tasks call the image by."""
+    requires: tuple[str, ...] = ("pytest>=8,<9",)
+    """Installed for every task. pytest 9 reports subtests as tests of their own."""
+    bugs: tuple[Bug, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> BugFile:
+        ids = [bug.id for bug in self.bugs]
+        twice = next((name for name in ids if ids.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"bug id {twice!r} is given twice; rename one")
+        return self
+
+
+def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], str]]:
+    """Reads a bug file; the function gives ``file:line`` of a bug by its id.
+
+    Raises:
+        ConfigError: names file, line, value and remedy.
+    """
+    value, node = read_yaml(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a mapping with bugs: in it; see {docs('how-to/real-bugs.md')}")
+    try:
+        content = BugFile.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(explain(error, str(path), node, BugFile)) from None
+    return content, _locator(str(path), content, node)
+
+
+def _locator(path: str, content: BugFile, node: yaml.Node | None) -> Callable[[str], str]:
+    ids = [bug.id for bug in content.bugs]
+    return lambda name: f"{path}:{line_of(node, ('bugs', ids.index(name)))}"
+
+
+def select(bugs: Iterable[Bug], only: Sequence[str]) -> list[Bug]:
+    """The bugs whose id is in ``only``, or all of them."""
+    known = {bug.id: bug for bug in bugs}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]}: no such bug; there are: {', '.join(known)}")
+    return [bug for name, bug in known.items() if not only or name in only]

@@ -1,0 +1,128 @@
+"""Code that users write for a task: called within its time, with whatever it raises named by file and line.
+
+What it raises is the failure of who wrote it; a sandbox that is lost stays one of infrastructure. Plain functions run
+in a thread of their own, with a sandbox whose methods wait for their results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
+from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.types import ExecResult, Task
+
+
+async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float) -> Any:
+    """Calls one method of a task with its sandbox, in the event loop or in a thread, within its time.
+
+    Raises:
+        UserCodeError: for whatever it raises, or when its time is over.
+        SandboxError: the sandbox was lost.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            if inspect.iscoroutinefunction(method):
+                return await method(sandbox)
+            # Cut off, a thread goes on to its next use of the sandbox, which is gone then.
+            plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
+            found = await _in_thread(lambda: method(plain), task.id)
+            return await found if inspect.isawaitable(found) else found
+    except SandboxError:
+        raise
+    except (Exception, SystemExit) as error:
+        if limit.expired():
+            raise UserCodeError(
+                f"{code_of(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
+            ) from None
+        raise _user_error(task, method, error) from error
+
+
+async def _in_thread(call: Callable[[], Any], name: str) -> Any:
+    """Runs ``call`` in a thread of its own: one that never ends must not take a place in the loop's pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def body() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = call(), None
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future does not carry these
+            outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
+        except BaseException as error:
+            outcome = None, error
+        try:
+            loop.call_soon_threadsafe(finish, *outcome)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
+    return await done
+
+
+def _user_error(task: Task, method: Callable[..., Any], error: BaseException) -> UserCodeError:
+    return UserCodeError(f"{origin(error)}: {method.__name__} of task {task.id} raised {error!r}")
+
+
+def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
+    """Returns what ``call`` returns; what it raises becomes an error of ``kind`` that names ``what`` and the line."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise kind(f"{what} raised {error!r} at {origin(error)}") from error
+
+
+def origin(error: BaseException) -> str:
+    """``file:line`` of the innermost frame in the user's own code, not in a library it called."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
+    frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def code_of(method: Callable[..., Any]) -> str:
+    """``file:line`` where a method begins."""
+    code = getattr(method, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
+
+
+class WaitingSandbox:
+    """A sandbox for code without ``await``: the same methods, each returning when it is done. Used in a thread."""
+
+    def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
+        self._sandbox = sandbox
+        self._loop = loop
+
+    def exec(self, command: Any, **options: Any) -> ExecResult:
+        """Runs a command to its end; ``options`` are those of the sandbox's own ``exec``."""
+        return asyncio.run_coroutine_threadsafe(self._sandbox.exec(command, **options), self._loop).result()
+
+    def upload(self, source: str, target: str) -> None:
+        """Copies a file or directory of the host into the sandbox."""
+        asyncio.run_coroutine_threadsafe(self._sandbox.upload(source, target), self._loop).result()
+
+    def download(self, source: str, target: str) -> None:
+        """Copies a file or directory of the sandbox to the host."""
+        asyncio.run_coroutine_threadsafe(self._sandbox.download(source, target), self._loop).result()
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
+        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file."""
+        return asyncio.run_coroutine_threadsafe(self._sandbox.read(path, limit), self._loop).result()
