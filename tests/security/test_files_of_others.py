@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import zlib
@@ -334,14 +335,15 @@ LIMITED = """
 import json, resource, sys
 from megaflow_hpc.cli import main
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
 statuses = [main(words) for words in json.loads(sys.argv[1])]
 print("STATUSES", json.dumps(statuses))
 """
 
 
-def limited(*verbs: list[str]) -> list[int]:
+def limited(*verbs: list[str], cpu_s: int = 600) -> list[int]:
     """The exit statuses of verbs in a process with an address space of a gigabyte; a traceback is none."""
-    command = [sys.executable, "-c", LIMITED, json.dumps(verbs, default=str)]
+    command = [sys.executable, "-c", LIMITED, json.dumps(verbs, default=str), str(cpu_s)]
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -372,6 +374,45 @@ def test_a_hostile_column_is_an_error_in_words_within_a_gigabyte(damaged, tmp_pa
     assert anonymised == 2
     assert {validated, verified} & {1, 2}, "one of the checks tells"
     assert {*shown, compacted} <= {0, 2}
+
+
+OF_ITS_OWN = "a text that no other heap holds"
+ENDLESS = {
+    "free space of no length": (0, 0),
+    "free space of half a head": (0, 8),
+    "a length that overflows": (1, 2**64 - 16),
+}
+
+
+@pytest.mark.parametrize("where", ["an attribute", "a column"])
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_heap_of_texts_that_does_not_go_on_holds_no_reader(run, tmp_path, kind, where):
+    """libhdf5 goes round for ever in such a heap, in a call that nothing interrupts."""
+    path, (index, length) = tmp_path / "endless.h5", ENDLESS[kind]
+    shutil.copy(run.trajectories, path)
+    with h5py.File(path, "r+") as file:
+        if where == "an attribute":
+            file.attrs["software"] = OF_ITS_OWN
+        else:
+            _replace(file, "trajectories/error", data=np.array([OF_ITS_OWN] * 8, object), chunks=(8,))
+            file["trajectories/error"].flush()
+    data = bytearray(path.read_bytes())
+    heap = data.rindex(b"GCOL\x01", 0, data.index(OF_ITS_OWN.encode()))
+    place = heap + 16
+    while index == 0 and (at := struct.unpack_from("<HHIQ", data, place))[0]:
+        place += 16 + -(-at[3] // 8) * 8
+    struct.pack_into("<HHIQ", data, place, index, 0, 0, length)
+    path.write_bytes(data)
+    reading = (
+        ["verify", path],
+        ["show", path, "0"],
+        ["compact", path, "--output", tmp_path / "small.h5"],
+        ["anonymise", path, "-o", tmp_path / "anonymous.h5"],
+        ["export", path, "--format", "jsonl", "-o", tmp_path / "out"],
+    )
+    looking = ["validate", path], ["du", path], ["report", path, "-o", tmp_path / "report.html"]
+    assert set(limited(*reading, cpu_s=60)) <= {1, 2}
+    assert set(limited(*looking, cpu_s=60)) <= ({2} if where == "an attribute" else {0, 1, 2})
 
 
 # --- lines of JSON, YAML and TOML ------------------------------------------------------------------------------------

@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache, ChunkedColumn, gather
+from megaflow_hpc.trajectories.hdf5.heaps import ENTRY, Heaps
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.hdf5.structure import TARGETS
-
-_HEAP_ENTRY = np.dtype([("length", "<u4"), ("heap", "<u8"), ("index", "<u4")])
-"""A string of variable length as it lies in a dataset: its bytes are elsewhere."""
 
 
 def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:
@@ -36,12 +34,12 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArr
         return gather([ChunkedColumn(dataset, ChunkCache(0))], *bounds)[0]
     if start == end:
         return np.empty(0, object)
-    (places,) = gather([ChunkedColumn(dataset, ChunkCache(0), _HEAP_ENTRY)], *bounds)
-    size = os.fstat(h5py.h5i.get_file_id(dataset.id).get_vfd_handle()).st_size
-    if int(places["length"].sum(dtype=np.int64)) > size:
+    (places,) = gather([ChunkedColumn(dataset, ChunkCache(0), ENTRY)], *bounds)
+    file = h5py.h5i.get_file_id(dataset.id)
+    descriptor = file.get_vfd_handle()
+    if int(places["length"].sum(dtype=np.int64)) > os.fstat(descriptor).st_size:
         raise OSError(f"{dataset.name}: strings that are longer together than the file; it is damaged")
-    values: NDArray[Any] = dataset.asstr(errors="replace")[start:end]
-    return values
+    return Heaps(descriptor, file.get_create_plist().get_userblock()).texts(places)
 
 
 def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from h5py import h5pl
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_json
+from megaflow_hpc.trajectories.hdf5.heaps import Watched
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL
 from megaflow_hpc.trajectories.hdf5.structure import UnsoundError, faults, lengths, sound
 
@@ -41,8 +42,12 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         raise ConfigError(f"{path}: not an HDF5 file; expected a trajectories.h5 (see: megaflow-hpc gather RUN)")
     with _no_plugins():
         try:
-            file = h5py.File(path, "r", locking=False)
-        except OSError as error:
+            with Watched(path) as raw, h5py.File(raw, "r") as file:
+                _check(path, file, complete)
+            return h5py.File(path, "r", locking=False)
+        except UnsoundError as error:
+            raise ConfigError(f"{path}: {error}; no campaign file is made of that, do not trust it") from error
+        except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py has one for each damage
             if "lock file" in str(error):  # the environment overrules what we ask for
                 setting = os.environ.get("HDF5_USE_FILE_LOCKING")
                 raise ConfigError(
@@ -50,18 +55,6 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
                     "change and need no locks: unset the variable, or set it to FALSE"
                 ) from error
             raise ConfigError(f"{path}: truncated or damaged ({error}); {_ANEW}") from error
-        try:
-            _check(path, file, complete)
-        except UnsoundError as error:
-            file.close()
-            raise ConfigError(f"{path}: {error}; no campaign file is made of that, do not trust it") from error
-        except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py has one for each damage
-            file.close()
-            raise ConfigError(f"{path}: truncated or damaged ({error}); {_ANEW}") from error
-        except BaseException:
-            file.close()
-            raise
-    return file
 
 
 _ANEW = "make it anew with: megaflow-hpc gather RUN --rebuild"

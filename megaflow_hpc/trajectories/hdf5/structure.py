@@ -9,7 +9,6 @@ plain columns behind hard links, with the filters that we write, and of lengths 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -76,10 +75,16 @@ class Found(NamedTuple):
 def sound(file: h5py.File) -> dict[str, Found]:
     """Makes sure that reading a file reads that file, and no more than its size can hold; returns its columns by path.
 
+    Args:
+        file: of somebody else it is read through :class:`~megaflow_hpc.trajectories.hdf5.heaps.Watched`, to the end of
+            its attributes.
+
     Raises:
         UnsoundError: it is made of something that we never write.
         OSError, RuntimeError, LookupError, TypeError, ValueError: it is damaged.
     """
+    if file.id.get_create_plist().get_sizes() != (8, 8):
+        raise UnsoundError("addresses or lengths that are not of 8 bytes")
     _attributes("/", file.id, _TEXTS)
     found: dict[str, Found] = {}
     total = 0
@@ -90,9 +95,9 @@ def sound(file: h5py.File) -> dict[str, Found]:
         for path, dataset in columns:
             if not isinstance(dataset, h5d.DatasetID):
                 raise UnsoundError(f"/{path}: a group within a group, expected columns")
-            found[path], size = _dataset(f"/{path}", dataset)
-            total += size
-    size = os.fstat(file.id.get_vfd_handle()).st_size
+            found[path], claimed = _dataset(f"/{path}", dataset)
+            total += claimed
+    size = file.id.get_filesize()
     if total > max(ALWAYS, PLAUSIBLE * size):
         raise UnsoundError(f"claims columns of {total} bytes in a file of {size}; expected at most {PLAUSIBLE} times")
     return found
@@ -188,6 +193,8 @@ def _attributes(path: str, item: Any, texts: frozenset[bytes] = frozenset()) -> 
             raise UnsoundError(f"{place}: {entries} entries")
         if name in texts and not text:
             raise UnsoundError(f"{place}: expected a text")
+        if text and entries and kind.is_variable_str():  # its bytes lie in a heap, which is looked at now
+            attribute.read(np.empty(attribute.shape, attribute.dtype), mtype=h5t.py_create(attribute.dtype))
 
 
 def _plain(place: str, kind: Any, space: Any) -> int:

@@ -16,6 +16,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5 import writer as writer_module
+from megaflow_hpc.trajectories.hdf5.columns import read
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -306,3 +307,16 @@ def test_an_unknown_dataset_is_ignored(run):
     with open_trajectories(run.path) as store:
         assert len(store) == 13
     assert validate(run.trajectories) == []
+
+
+@pytest.mark.parametrize("userblock", [0, 512])
+def test_texts_of_variable_length_are_read_as_hdf5_reads_them(tmp_path, userblock):
+    """Empty, long, many in a heap, in several heaps, not in UTF-8."""
+    texts = ["", "a", "ü" * 3, "b" * 5000, "", *(f"{n} " * (n % 90) for n in range(900)), "x" * 100_000]
+    with h5py.File(tmp_path / "x.h5", "w", userblock_size=userblock) as file:
+        column = file.create_dataset("texts", data=texts, dtype=h5py.string_dtype(), chunks=(64,), compression=1)
+        column[1] = b"\xff\xfe"
+    with h5py.File(tmp_path / "x.h5") as file:
+        expected = file["texts"].asstr(errors="replace")[:].tolist()
+        assert read(file["texts"]).tolist() == expected
+        assert read(file["texts"], 60, 70).tolist() == expected[60:70]
