@@ -24,7 +24,8 @@ from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache, ChunkedColumn, gat
 from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.interleave import Rows
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT, chunk
+from megaflow_hpc.trajectories.hdf5.numbering import NUMBERED, ROWS, rebased, spans_of
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
 from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.version import __version__
@@ -43,32 +44,10 @@ _TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server")
 _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
 
 
-_ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
-"""Extents of the items that rows have, and the offset columns of the trajectories that say which."""
-
-_FLAT = {"k": "sequences/token_offset", "qb": "messages/offset", "fb": "artifacts/offset"}
-"""Extents of the large columns, and the columns of offsets into them."""
-
 _NOT_SAMPLED = {"tokens/logprob": math.nan, "tokens/weight_version": -1}
 
 _PICKED = {"attempts": "a", "artifacts": "f"}
 """Groups of which :meth:`TrajectoryWriter.extend` may keep a part, and their extents."""
-
-_NUMBERED = {
-    "trajectories/sequence_offset": "m",
-    "trajectories/turn_offset": "t",
-    "trajectories/message_offset": "q",
-    "trajectories/attempt_offset": "a",
-    "sequences/trajectory": "n",
-    "sequences/token_offset": "k",
-    "turns/sequence": "m",
-    "turns/token_start": "k",
-    "turns/token_end": "k",
-    "messages/offset": "qb",
-    "artifacts/trajectory": "n",
-    "artifacts/offset": "fb",
-}
-"""Columns that hold numbers of items of the file: they are renumbered when rows move."""
 
 
 class TrajectoryWriter:
@@ -112,7 +91,7 @@ class TrajectoryWriter:
         """Number of entries copied from other files in compressed form."""
         for column in COLUMNS.values():
             if column.is_offset:
-                self._held[column.path].append(self._counts[_NUMBERED[column.path]])
+                self._held[column.path].append(self._counts[NUMBERED[column.path]])
             elif lead and column.extent in lead:
                 nothing = _NOT_SAMPLED.get(column.path, 0)
                 self._columns[column.path].put(np.full(lead[column.extent], nothing, column.dtype))
@@ -165,7 +144,7 @@ class TrajectoryWriter:
         self._put_bytes("artifacts/bytes", "artifacts/offset", "fb", [a.data for a in trajectory.artifacts])
         counts["f"] += len(trajectory.artifacts)
         counts["n"] += 1
-        for extent, name in _ROWS.items():
+        for extent, name in ROWS.items():
             held[f"trajectories/{name}"].append(counts[extent])
         if counts["n"] - self._flushed_rows >= _FLUSH_ROWS:
             self._flush()
@@ -188,7 +167,7 @@ class TrajectoryWriter:
             return
         self._flush()
         keep = keep or {}
-        spans = _spans(source, start, end)
+        spans = spans_of(source, start, end)
         shift = {extent: self._counts[extent] - span[0] for extent, span in spans.items()}
         for path, spec in COLUMNS.items():
             extent = spec.extent.removesuffix("+1")
@@ -201,9 +180,9 @@ class TrajectoryWriter:
                 column.put(kept[read(source[path], start + 1, end + 1)] - kept[spans["a"][0]] + self._counts["a"])
             elif path not in source:
                 column.put(np.full(last - first, OPTIONAL[path], spec.dtype))
-            elif path in _NUMBERED:
+            elif path in NUMBERED:
                 values = read(source[path], first + spec.is_offset, last + spec.is_offset)
-                column.put(_rebased(path, values, shift, source, (first, last)))
+                column.put(rebased(path, values, shift, source, (first, last)))
             else:
                 self.copied += column.extend(source[path], first, last)
         for name, dataset in source.get("rewards", {}).items():
@@ -229,8 +208,8 @@ class TrajectoryWriter:
         known = rows.columns["turns/sequence"][0] >= 0
         for path, column in self._columns.items():
             for values in rows.columns[path]:
-                if path in _NUMBERED:
-                    moved = values + self._counts[_NUMBERED[path]]
+                if path in NUMBERED:
+                    moved = values + self._counts[NUMBERED[path]]
                     values = np.where(known, moved, values) if path.startswith("turns/") else moved
                 column.put(values)
         for name, values in rows.rewards.items():
@@ -353,41 +332,6 @@ class TrajectoryWriter:
         self._flushed_rows = self._counts["n"]
         for name in self._reward_columns:
             self._reward_column(name)
-
-
-def lead_behind(source: h5py.File) -> dict[str, int]:
-    """Returns the ``lead`` of a file whose rows follow those of ``source``, from how far its last chunks are filled."""
-    found = {}
-    for extent, path in _FLAT.items():
-        grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
-        found[extent] = int(read(source[path], len(source[path]) - 1)[0]) % grid
-    return found
-
-
-def _spans(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Returns the first and last item, by extent, that rows ``[start, end)`` have."""
-
-    def bounds(path: str, first: int, last: int) -> tuple[int, int]:
-        start, end = (int(read(source[path], place, place + 1)[0]) for place in (first, last))
-        return start, end
-
-    spans = {"n": (start, end)}
-    for extent, name in _ROWS.items():
-        spans[extent] = bounds(f"trajectories/{name}", start, end)
-    spans["k"] = bounds("sequences/token_offset", *spans["m"])
-    spans["qb"] = bounds("messages/offset", *spans["q"])
-    first, last = np.searchsorted(read(source["artifacts/trajectory"]), [start, end]).tolist()
-    spans["f"] = (first, last)
-    spans["fb"] = bounds("artifacts/offset", first, last)
-    return spans
-
-
-def _rebased(path: str, values: Any, shift: Mapping[str, int], source: h5py.File, span: tuple[int, int]) -> Any:
-    moved = values + shift[_NUMBERED[path]]
-    if not path.startswith("turns/"):
-        return moved
-    known = read(source["turns/sequence"], span[0], span[1]) >= 0
-    return np.where(known, moved, values)
 
 
 def _array(dtype: str, values: list[Any]) -> np.ndarray[Any, Any]:

@@ -29,8 +29,9 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.numbering import lead_behind
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter, lead_behind
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.records import Entry, Seals, counts, headings, trajectory_of
 from megaflow_hpc.trajectories.journal.writer import SUFFIX, base_of, part_path
 

@@ -1,0 +1,79 @@
+"""Numbers of items in a campaign file: which columns hold them, which items rows have, and what becomes of them when
+rows move to another file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+
+from megaflow_hpc.trajectories.hdf5.columns import read
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, chunk
+
+ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
+"""Extents of the items that rows have, and the offset columns of the trajectories that say which."""
+
+_FLAT = {"k": "sequences/token_offset", "qb": "messages/offset", "fb": "artifacts/offset"}
+"""Extents of the large columns, and the columns of offsets into them."""
+
+NUMBERED = {
+    "trajectories/sequence_offset": "m",
+    "trajectories/turn_offset": "t",
+    "trajectories/message_offset": "q",
+    "trajectories/attempt_offset": "a",
+    "sequences/trajectory": "n",
+    "sequences/token_offset": "k",
+    "turns/sequence": "m",
+    "turns/token_start": "k",
+    "turns/token_end": "k",
+    "messages/offset": "qb",
+    "artifacts/trajectory": "n",
+    "artifacts/offset": "fb",
+}
+"""Columns that hold numbers of items of the file: they are renumbered when rows move."""
+
+
+def lead_behind(source: h5py.File) -> dict[str, int]:
+    """Returns the ``lead`` of a file whose rows follow those of ``source``, from how far its last chunks are filled."""
+    found = {}
+    for extent, path in _FLAT.items():
+        grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
+        found[extent] = int(read(source[path], len(source[path]) - 1)[0]) % grid
+    return found
+
+
+def spans_of(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:
+    """Returns the first and last item, by extent, that rows ``[start, end)`` have."""
+
+    def bounds(path: str, first: int, last: int) -> tuple[int, int]:
+        start, end = (int(read(source[path], place, place + 1)[0]) for place in (first, last))
+        return start, end
+
+    spans = {"n": (start, end)}
+    for extent, name in ROWS.items():
+        spans[extent] = bounds(f"trajectories/{name}", start, end)
+    spans["k"] = bounds("sequences/token_offset", *spans["m"])
+    spans["qb"] = bounds("messages/offset", *spans["q"])
+    first, last = np.searchsorted(read(source["artifacts/trajectory"]), [start, end]).tolist()
+    spans["f"] = (first, last)
+    spans["fb"] = bounds("artifacts/offset", first, last)
+    return spans
+
+
+def rebased(path: str, values: Any, shift: Mapping[str, int], source: h5py.File, span: tuple[int, int]) -> Any:
+    """Returns a column's numbers of items as they are in the other file.
+
+    Args:
+        path: the column.
+        values: what it holds.
+        shift: by extent, what is added to a number.
+        source: the file that they come from.
+        span: the column's entries that these are.
+    """
+    moved = values + shift[NUMBERED[path]]
+    if not path.startswith("turns/"):
+        return moved
+    known = read(source["turns/sequence"], span[0], span[1]) >= 0
+    return np.where(known, moved, values)
