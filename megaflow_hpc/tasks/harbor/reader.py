@@ -124,7 +124,7 @@ def read_healthcheck(table: Table) -> Healthcheck:
 def _check_version(toml: Table) -> None:
     key = "schema_version" if "schema_version" in toml else "version"
     value = toml.data.get(key, "1.0")
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?", str(value))
+    match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})(?:\.\d+)?", str(value))
     if not match:
         raise toml.error(key, value, "a version such as '1.4'")
     if (int(match[1]), int(match[2])) > SCHEMA:

@@ -105,6 +105,7 @@ def _directories() -> list[bytes]:
     ]
     nines = b"9" * 5000
     sizes = (b'memory = "' + nines + b'G"\n', b"cpus = " + nines + b"\n", b"cpus = " + b"[" * 5000 + b"\n")
+    found.append(PART.join((b'schema_version = "1.' + nines + b'"\n', *rest, b"")))
     return found + [PART.join((b'[environment]\ndocker_image = "x"\n' + size, *rest, b"")) for size in sizes]
 
 
