@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import random
 import re
 import subprocess
 import sys
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from megaflow_hpc.model import json_text
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
+from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.share import Share
-from megaflow_hpc.model.request_body import MAX_OBJECTS, BadBody, check_values
+from megaflow_hpc.model.json_text import MAX_OBJECTS, TooMuch, aside, check_values, decoded, encoded, packed, parsed
 from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -262,7 +265,99 @@ async def test_calls_of_one_rollout_take_turns_and_none_is_lost() -> None:
 def test_values_are_counted_outside_of_strings() -> None:
     text = json.dumps({"x": '[{,"\\' * 500_000, "y": ["\\\\", '"']}).encode()
     check_values(text)
-    with pytest.raises(BadBody, match="over"):
+    with pytest.raises(TooMuch, match="over"):
         check_values(text[:-1] + b',"z":[' + b"{}," * MAX_OBJECTS + b"{}]}")
-    with pytest.raises(BadBody, match="over"):
+    with pytest.raises(TooMuch, match="over"):
         check_values(b'["",' * 3_000_000)
+
+
+# --- large documents beside the loop ---
+
+
+def _turns_during(work: Callable[[], Awaitable[Any]]) -> int:
+    """Turns that an event loop makes for others while it waits for some work."""
+
+    async def both() -> int:
+        task, turns = asyncio.ensure_future(work()), 0
+        while not task.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await task
+        return turns
+
+    return asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["A" * 24 * MIB, "x = {\"a\": [1, 'b']}\n\\" * MIB, "ä\U0001f600" * 2 * MIB],
+    ids=["plain", "escapes", "wide"],
+)
+def test_an_event_loop_goes_on_while_a_large_body_is_decoded_and_encoded(content: str) -> None:
+    """A decoder that keeps the interpreter's lock would leave it a turn or two."""
+    body = {"messages": conversation(content)}
+    raw = json.dumps(body, ensure_ascii=False).encode()
+    found: list[Any] = []
+
+    async def decoding() -> None:
+        found.append(await aside(len(raw), decoded, bytearray(raw)))
+
+    async def encoding() -> None:
+        found.append(b"".join(await aside(len(raw), encoded, body)))
+
+    for work in (decoding, encoding):
+        assert _turns_during(work) > len(raw) // MIB
+    assert found == [body, packed(body)]
+
+
+@in_loop
+async def test_other_rollouts_are_served_while_a_large_body_is_dealt_with(servers: Servers) -> None:
+    servers.script(ECHO)
+    async with servers.gateway() as gateway:
+        large, other = [await gateway.open(f"t/default/{n}", "default") for n in range(2)]
+        task = asyncio.ensure_future(call(large, {"messages": conversation('["x"], ' * 3 * MIB), "max_tokens": 5}))
+        answered = 0
+        while not task.done():
+            status, _ = await call(other, {"messages": conversation("hi"), "max_tokens": 5})
+            assert status == 200
+            answered += 1
+        status, reply = await task
+        assert (status, "context length" in str(reply)) == (400, True)
+        assert answered > 5
+
+
+def test_large_documents_are_read_as_small_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts of escapes, wide characters and halves of pairs, whole and damaged: the same value, or none."""
+    monkeypatch.setattr(json_text, "_PAUSE_S", 0)
+    draw = random.Random(5)
+    parts = ["a", '"', "\\", "é", "\U0001f600", "\n", "[", "{", ",", "\\u00", "/", "\x01", "A" * 50, "\u2028", "\ud83d"]
+    for number in range(60):
+        chosen = parts[: draw.randrange(1, len(parts) + 1)]
+        texts = ["".join(draw.choices(chosen, k=draw.choice([0, 5, 300, 20_000, 90_000]))) for _ in range(5)]
+        value = {"m": [{"content": text, "n": 1.5} for text in texts], "x": [1, [], {}]}
+        raw = bytearray(json.dumps(value) if number % 2 else packed(value).decode(), "utf-8")
+        monkeypatch.setattr(json_text, "LARGE", 10)
+        assert decoded(raw) == json.loads(raw)
+        assert json.loads(b"".join(encoded(value))) == json.loads(packed(value))
+        for _ in range(2):
+            raw[draw.randrange(len(raw))] = draw.choice(b'"\\{[,x\x00\xff')
+        assert _value(decoded, raw) == _value(parsed, raw)
+
+
+def _value(decode: Callable[[bytes | bytearray], Any], raw: bytearray) -> str:
+    try:
+        return repr(decode(raw))
+    except ValueError:
+        return "no JSON"
+
+
+def test_a_large_conversation_has_the_digest_of_its_parts_together() -> None:
+    messages = conversation("a" * MIB, "\n" * MIB, "ä")
+    assert digest(messages, 4 * MIB) == digest(messages)
+
+
+def test_a_large_document_of_short_texts_is_bounded() -> None:
+    with pytest.raises(TooMuch, match="over 8 MiB beside"):
+        decoded(json.dumps(conversation(*["a" * 10_000] * 1000)).encode())
+    with pytest.raises(TooMuch, match="a name of over"):
+        decoded(json.dumps({"k" * MIB: 1}).encode())

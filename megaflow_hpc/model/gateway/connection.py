@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -51,6 +52,8 @@ class _Exchange(asyncio.Protocol):
         """Whether the connection may serve another call; known when an answer is whole."""
         self.heard = False
         """Whether any byte of the latest answer has arrived."""
+        self._room = asyncio.Event()
+        self._room.set()
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Response] | None = None
         self._response = Response(0)
@@ -60,8 +63,17 @@ class _Exchange(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
 
+    def pause_writing(self) -> None:
+        """Holds further parts of a request back: the server takes them more slowly than they come."""
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        """Lets parts go on."""
+        self._room.set()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
+        self._room.set()
         self._fail(f"the connection was closed{f' ({exc})' if exc else ''}")
 
     def data_received(self, data: bytes) -> None:
@@ -108,8 +120,12 @@ class _Exchange(asyncio.Protocol):
 
     # --- a call ---
 
-    async def ask(self, request: bytes) -> Response:
-        """Sends a request, given as the bytes of its head and body, and returns the answer to it.
+    async def ask(self, head: bytes, body: Sequence[bytes]) -> Response:
+        """Sends a request and returns the answer to it.
+
+        Args:
+            head: Its request line and headers.
+            body: In parts, so that a large one neither is copied at once nor keeps the loop.
 
         Raises:
             Broken: The connection was closed, or what came is not a whole answer.
@@ -118,8 +134,18 @@ class _Exchange(asyncio.Protocol):
             raise Broken("the connection was closed")
         self.used, self.heard = True, False
         answer = self._answer = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return await answer
+        self.transport.write(head + body[0] if len(body) == 1 else head)
+        for part in body if len(body) > 1 else ():
+            await self._room.wait()
+            if answer.done() or self.transport is None:  # refused before it was whole, or gone
+                break
+            self.transport.write(part)
+            await asyncio.sleep(0)
+        else:
+            return await answer
+        found = await answer
+        self.keep = False
+        return found
 
     def close(self) -> None:
         """Closes the connection at once; it serves no other call."""
@@ -139,8 +165,10 @@ class Connections:
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[_Exchange]] = {}
 
-    async def post(self, url: str, body: bytes, *, key: str, fingerprint: str = "", timeout_s: float) -> Response:
-        """Posts a JSON body and returns the whole answer.
+    async def post(
+        self, url: str, body: Sequence[bytes], *, key: str, fingerprint: str = "", timeout_s: float
+    ) -> Response:
+        """Posts a JSON body, given in parts, and returns the whole answer.
 
         Args:
             url: ``http://`` or ``https://``, with port and path.
@@ -155,9 +183,8 @@ class Connections:
         server = (f"{parts.scheme}://{parts.netloc}", fingerprint)
         head = (
             f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {sum(map(len, body))}\r\n\r\n"
         )
-        request = head.encode("latin-1") + body
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -166,7 +193,7 @@ class Connections:
                     if exchange is None:
                         exchange = await self._connect(parts.scheme, parts.hostname or "", parts.port, fingerprint)
                     try:
-                        response = await exchange.ask(request)
+                        response = await exchange.ask(head.encode("latin-1"), body)
                     except Broken:
                         if fresh or exchange.heard:
                             raise

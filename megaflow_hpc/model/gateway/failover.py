@@ -4,7 +4,7 @@ No part of an answer reaches the agent before the whole is there, so a call whos
 answers 5xx or garbage is repeated, at another server if there is one.
 
 A server that failed rests, and all calls keep from it meanwhile. Not so one that gave a whole answer which is none
-(:class:`~megaflow_hpc.model.gateway.protocols.Doubtful`): an agent may have found a request at which an engine fails.
+(:class:`~megaflow_hpc.model.gateway.engine_call.Doubtful`): an agent may have found a request at which an engine fails.
 Such a call is made at each other server; then it alone pauses and is repeated. Where a server fails at it three times
 and answers other calls in between, the request is at fault, and the agent is told so.
 """
@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway import protocols
 from megaflow_hpc.model.gateway.connection import Connections
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Unavailable
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.router import Router, Server
@@ -28,7 +28,7 @@ PAUSE_S = 0.5
 """Seconds before a doubtful call is repeated, doubled each time."""
 DOUBTS, PROOFS = 6, 3
 """Doubtful answers after which a call fails: in all, and of one server that answered other calls in between."""
-Ask = Callable[[protocols.Call], Awaitable[T]]
+Ask = Callable[[Call], Awaitable[T]]
 Called = tuple[T, Server, float, float]
 """Answer, the server that gave it, its seconds there, and the seconds of waiting and failed tries before."""
 
@@ -58,24 +58,39 @@ class Caller:
         self._connections.close()
 
     async def call(
-        self, rollout: OpenRollout, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T]
+        self, rollout: OpenRollout, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T], size: int = 0
     ) -> Called[T]:
         """Makes one call.
 
+        Args:
+            rollout: Whose it is.
+            policy: Who answers.
+            path: Of the engine's API.
+            body: What is asked.
+            ask: How.
+            size: The bytes that the agent's request was.
+
         Raises:
-            protocols.Refused: The request is at fault, or its answer cannot be recorded.
+            Refused: The request is at fault, or its answer cannot be recorded.
             ModelServiceError: No server answered in time; the rollout's ``failure`` says why.
         """
         arrived = time.monotonic()
         try:
             async with self.limits.turn():
-                return await self._try(rollout, policy, path, body, ask, arrived)
+                return await self._try(rollout, policy, path, body, ask, size, arrived)
         except ModelServiceError as error:
             rollout.failure = str(error)
             raise
 
     async def _try(
-        self, rollout: OpenRollout, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T], arrived: float
+        self,
+        rollout: OpenRollout,
+        policy: str,
+        path: str,
+        body: Mapping[str, Any],
+        ask: Ask[T],
+        size: int,
+        arrived: float,
     ) -> Called[T]:
         deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
         cause, router, previous, group = "", self.router, rollout.servers.get(policy, ""), rollout.group
@@ -91,22 +106,20 @@ class Caller:
                     raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
             server.outstanding += 1
             began = time.monotonic()
-            call = protocols.Call(
-                self._connections, server, path, body, self.request_timeout_s, rollout.recorder, policy
-            )
+            call = Call(self._connections, server, path, body, self.request_timeout_s, rollout.recorder, policy, size)
             try:
                 answer = await ask(call)
-            except protocols.Unavailable as error:
+            except Unavailable as error:
                 server.failed(began, time.monotonic(), error.wait_s)
                 cause = str(error)
                 if time.monotonic() >= deadline:
                     raise ModelServiceError(f"policy {policy!r}: {cause}") from error
                 await asyncio.sleep(0)  # a server that fails at once must not hold the loop
                 continue
-            except protocols.Doubtful as error:
+            except Doubtful as error:
                 server.succeeded()  # it is there
                 doubt = error
-            except protocols.Refused:
+            except Refused:
                 server.succeeded()  # it looked at the request
                 raise
             else:
@@ -122,7 +135,7 @@ class Caller:
                 continue
             if not doubt.again or doubts.proven(server):
                 rollout.failure = "" if doubt.again else cause  # an answer without ids is no deed of the agent
-                raise protocols.Refused(400, cause.encode()) from doubt
+                raise Refused(400, cause.encode()) from doubt
             if doubts.total >= DOUBTS or now >= deadline:
                 raise ModelServiceError(f"policy {policy!r}: {cause}") from doubt
             await asyncio.sleep(PAUSE_S * 2 ** (doubts.total - 1))

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megaflow_hpc.model.gateway import protocols
-from megaflow_hpc.model.request_body import BadBody, check_values, read_body
+from megaflow_hpc.model.json_text import aside, decoded, packed
+from megaflow_hpc.model.request_body import BadBody, read_body
 
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
@@ -38,7 +38,7 @@ class CallError(Exception):
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Returns an answer with ``body`` as JSON."""
-    return web.Response(body=protocols.packed(body), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=packed(body), status=status, headers=headers, content_type="application/json")
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
@@ -62,23 +62,22 @@ def body_size(request: web.BaseRequest) -> int:
     return length
 
 
-async def read_object(request: web.BaseRequest, most: int) -> dict[str, Any]:
-    """Returns a request's body of at most ``most`` bytes.
+async def read_object(request: web.BaseRequest, most: int) -> tuple[dict[str, Any], int]:
+    """Returns a request's body of at most ``most`` bytes, and how many it had.
 
     Raises:
         CallError: It is no JSON object, too long, or has too many values.
     """
     try:
         raw = await read_body(request, most)
-        check_values(raw)
-        body = protocols.parsed(raw)
+        body = await aside(len(raw), decoded, raw)
     except BadBody as error:
         raise CallError(error.status, str(error)) from None
     except (ValueError, RecursionError) as error:
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
         raise CallError(400, "the request's body: expected a JSON object")
-    return body
+    return body, len(raw)
 
 
 def error_fields(error: Exception) -> tuple[int, str, str]:

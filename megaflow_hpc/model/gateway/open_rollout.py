@@ -41,6 +41,8 @@ class OpenRollout:
     """Further calls are refused: the rollout goes on in another allocation."""
     interrupted: bool = False
     """A call was refused for that reason."""
+    ended: bool = False
+    """It was closed: what still comes for it is not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Calls that wait for an engine's answer; nothing of them is recorded yet."""
 

@@ -23,67 +23,17 @@ What the gateway adds to a request it takes out of the answer: the agent sees wh
 
 from __future__ import annotations
 
-import json
-import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
-
-from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER, WEIGHT_VERSION
-from megaflow_hpc.model.gateway.connection import Broken, Connections
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
-from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.texts import containers_at
+from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused
+from megaflow_hpc.model.gateway.recorder import Sample
 
 LACKING = frozenset({404, 405, 501})
 """HTTP statuses of a server that has no such path."""
-RETRIED = frozenset({401, 403, 408, 429})
-"""HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
-FORBIDDEN = frozenset({401, 403})
-"""Of these, those by which an engine, and not its proxy, may mean the request."""
-
-
-DEPTH = 254
-"""Arrays and objects within one another, at most: orjson encodes no more, and what is recorded is encoded again."""
-
-
-class Reply(dict[str, Any]):
-    """A JSON object, and the version of the weights that sampled it."""
-
-    weight_version: int = 0
-
-
-class Refused(Exception):
-    """The engine refused a request as wrong (4xx); the agent is told so as it is."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"HTTP {status}")
-        self.status, self.body = status, body
-
-
-class Unavailable(Exception):
-    """The server failed, not the request: the call may be repeated there or elsewhere."""
-
-    def __init__(self, message: str, wait_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
-        """Seconds for which the server asks to be left alone (``Retry-After``)."""
-
-
-class Doubtful(Exception):
-    """The server is there and gave a whole answer that is none: either may be at fault.
-
-    It must not rest for it: one agent could keep all others from it.
-    """
-
-    def __init__(self, message: str, again: bool = True) -> None:
-        super().__init__(message)
-        self.again = again
-        """Whether the same server may do better at the same request."""
 
 
 @dataclass
@@ -96,97 +46,6 @@ class Answer:
     """The assistant's message where there is no sample."""
     protocol: str = ""
     """The protocol in which the engine was asked."""
-
-
-async def post(connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float) -> Reply:
-    """Posts one JSON request to ``server`` and returns its answer.
-
-    Raises:
-        Refused: The request is at fault.
-        Doubtful: The engine failed at the request, or refuses it as not allowed.
-        Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
-    """
-    try:
-        response = await connections.post(
-            server.url + path, packed(body), key=server.key, fingerprint=server.fingerprint, timeout_s=timeout_s
-        )
-    except Broken as error:
-        raise Unavailable(f"{server.name}: {error}") from error
-    raw, status = response.body, response.status
-    if status >= 300:
-        said = f"{server.name}: HTTP {status}: {raw[:300].decode('utf-8', 'replace')}"
-        by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
-        if status == 500 or (status in FORBIDDEN and by_engine):
-            raise Doubtful(said)
-        if status > 501 or status in RETRIED or status < 400:
-            raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
-        raise Refused(status, raw)
-    try:
-        found = parsed(raw)
-    except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
-    if not isinstance(found, dict):
-        raise Unavailable(f"{server.name}: the answer is not a JSON object")
-    reply = Reply(found)
-    version = response.headers.get(WEIGHT_VERSION.lower(), "")
-    reply.weight_version = int(version) if version.isdecimal() else server.weight_version
-    return reply
-
-
-def retry_after_s(value: str) -> float:
-    """Returns the seconds that a ``Retry-After`` header asks for, of either form (RFC 9110); 0 for any other text."""
-    try:
-        if value.isascii() and value.isdecimal():
-            return float(value)
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError, TypeError):
-        return 0.0
-
-
-def parsed(raw: bytes) -> Any:
-    """Decodes JSON, also what strict readers refuse: half a surrogate pair from a cut-off tool output, ``NaN``.
-
-    Raises:
-        ValueError, RecursionError: It is not JSON.
-    """
-    try:
-        return orjson.loads(raw)
-    except ValueError:
-        return json.loads(raw)
-
-
-def packed(value: Any) -> bytes:
-    """Encodes JSON as UTF-8; half a surrogate pair is escaped.
-
-    Raises:
-        RecursionError: It is nested more than :data:`DEPTH` deep.
-    """
-    try:
-        return orjson.dumps(value)  # refuses such a depth by itself
-    except TypeError:
-        if containers_at(value, DEPTH):
-            raise RecursionError(f"nested more than {DEPTH} deep") from None
-        return json.dumps(value).encode()
-
-
-class Call(NamedTuple):
-    """One request of an agent, at one server."""
-
-    connections: Connections
-    server: Server
-    path: str
-    body: Mapping[str, Any]
-    timeout_s: float
-    recorder: Recorder
-    policy: str
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Posts one JSON request of the call; raises as :func:`post` does."""
-        return await post(self.connections, self.server, path, body, self.timeout_s)
-
-    def asked(self, **changes: Any) -> dict[str, Any]:
-        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""
-        return {**self.body, "model": self.server.model_name, "stream": False, **changes}
 
 
 async def ask(call: Call) -> Answer:

@@ -16,8 +16,6 @@ engine's; elsewhere they are 0, NaN and -1. Tokens are stored as the engine repo
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
+from megaflow_hpc.model.gateway.meaning import Answers, call_ids, digest, meaning, original, same_message
 from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
-
-RAW_ARGUMENT = "input"
-"""Name of the one argument of a tool call whose arguments are no JSON object."""
-
-
-_Answers = dict[str, list[tuple[int, Mapping[str, Any]]]]
-"""Meaning of an answer, or ids of its tool calls → (number of preceding messages, answer as the engine wrote it)."""
 
 
 @dataclass
@@ -84,7 +74,7 @@ class Recorder:
     sampled: int = 0
     calls: int = 0
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    answers: dict[str, _Answers] = field(default_factory=dict, repr=False)
+    answers: dict[str, Answers] = field(default_factory=dict, repr=False)
     """Policy → its answers so far."""
     _last_answer: float = field(default=0.0, repr=False)
     _operations: int = field(default=0, repr=False)
@@ -125,13 +115,20 @@ class Recorder:
         return best
 
     def add(
-        self, sample: Sample, messages: Sequence[Mapping[str, Any]] = (), *, model_s: float = 0.0, wait_s: float = 0.0
+        self,
+        sample: Sample,
+        messages: Sequence[Mapping[str, Any]] = (),
+        asked: str | None = None,
+        *,
+        model_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> Turn:
         """Stores one answer and returns its turn.
 
         Args:
             sample: What the engine reported.
             messages: The conversation that was sent, in OpenAI form, without the answer.
+            asked: Its digest, where it is known already.
             model_s: Seconds from the request to its answer at the engine.
             wait_s: Seconds spent waiting for a server and on failed tries.
 
@@ -170,7 +167,7 @@ class Recorder:
             rendered = array("i", sample.rendered)
             self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop)
         self._keep_messages(messages, sample.message, policy)
-        self.recording.calls.append(_call(sample, messages))
+        self.recording.calls.append(_call(sample, digest(list(messages)) if asked is None else asked))
         self._last_answer = time.monotonic()
         return turn
 
@@ -178,6 +175,7 @@ class Recorder:
         self,
         sample: Sample,
         messages: Sequence[Mapping[str, Any]] = (),
+        asked: str | None = None,
         *,
         counted: int = 0,
         model_s: float = 0.0,
@@ -189,14 +187,14 @@ class Recorder:
             sample: What the engine reported; its token columns are empty.
             messages: The conversation that was sent, in OpenAI form, without the answer.
             counted: Tokens that the engine says it sampled.
-            model_s, wait_s: As of :meth:`add`.
+            asked, model_s, wait_s: As of :meth:`add`.
         """
         turn = Turn(-1, 0, 0, sample.finish_reason, model_s=model_s, wait_s=wait_s, server=sample.server)
         self.recording.turns.append(turn)
         self.calls += 1
         self.sampled += counted
         self._keep_messages(messages, sample.message, sample.policy or self.policy)
-        self.recording.calls.append(_call(sample, messages))
+        self.recording.calls.append(_call(sample, digest(list(messages)) if asked is None else asked))
         self._last_answer = time.monotonic()
         return turn
 
@@ -231,7 +229,7 @@ class Recorder:
         meaning is the same answer; what the agent changed stays changed.
         """
         known = self.answers.get(policy or self.policy, {})
-        return [_original(known, m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
+        return [original(known, m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
 
     def finish(self) -> Recording:
         """Returns the recording, with the agent's time after the last turn."""
@@ -280,97 +278,18 @@ class Recorder:
         if answer is not None:
             conversation.append(dict(answer))
             answers = self.answers.setdefault(policy, {})
-            for key in {meaning(answer), _call_ids(answer)} - {""}:
+            for key in {meaning(answer), call_ids(answer)} - {""}:
                 answers.setdefault(key, []).append((len(messages), dict(answer)))
         if policy == self.policy and len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
 
 
-def _call(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _call(sample: Sample, asked: str) -> dict[str, Any]:
     """An entry of :attr:`~megaflow_hpc.trajectory.Recording.calls`; text is kept once, alone or within the message."""
-    call: dict[str, Any] = {"id": sample.request_id, "asked": digest(list(messages))}
+    call: dict[str, Any] = {"id": sample.request_id, "asked": asked}
     if sample.message is None or sample.message == {"role": "assistant", "content": sample.text}:
         return {**call, "text": sample.text}
     return {**call, "message": sample.message}
-
-
-def _original(answers: _Answers, message: Mapping[str, Any], position: int) -> Mapping[str, Any]:
-    """Returns the recorded answer that ``message`` hands back, or ``message`` itself if there is none.
-
-    Of several, the one with the same call ids and then the one at this position among the messages is preferred.
-    """
-    ids = _call_ids(message)
-    known = answers.get(meaning(message)) or [
-        found for found in answers.get(ids, ()) if ids and _completes(message, found[1])
-    ]
-    thought = _reasoning(message)
-    fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
-    if not fitting:
-        return message
-    answer = dict(max(reversed(fitting), key=lambda found: (_call_ids(found[1]) == ids, found[0] == position))[1])
-    if ids:  # keep the agent's own ids, which its tool messages refer to
-        given = [call.get("id") for call in message["tool_calls"]]
-        answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
-    return answer
-
-
-def digest(messages: Any) -> str:
-    """Returns a digest of a conversation in OpenAI form, independent of the order of keys."""
-    try:
-        text = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # half a surrogate pair, or numbers as keys
-        text = repr(messages).encode("utf-8", "backslashreplace")
-    return hashlib.blake2b(text, digest_size=12).hexdigest()
-
-
-def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two OpenAI messages mean the same, reasoning included; empty fields count as absent."""
-    return meaning(one) == meaning(other) and _reasoning(one) == _reasoning(other)
-
-
-def meaning(message: Mapping[str, Any]) -> str:
-    """Returns a canonical text of an OpenAI message, without reasoning and the ids of tool calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
-        content = "".join(str(part.get("text") or "") for part in content)
-    calls = [
-        [call.get("function", {}).get("name"), arguments_of(call.get("function", {}).get("arguments"))]
-        for call in message.get("tool_calls") or ()
-    ]
-    stripped = content.strip() if isinstance(content, str) else content
-    return json.dumps([message.get("role"), stripped, calls], sort_keys=True)
-
-
-def arguments_of(text: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments; text that is no JSON object becomes the one argument :data:`RAW_ARGUMENT`."""
-    if not text:
-        return {}
-    try:
-        found = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {RAW_ARGUMENT: text}
-
-
-def _call_ids(message: Mapping[str, Any]) -> str:
-    """Returns the ids of a message's tool calls, one per line."""
-    return "\n".join(str(call.get("id") or "") for call in message.get("tool_calls") or ())
-
-
-def _completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message means the same as the answer, except for further arguments of its tool calls."""
-    pairs = zip(message["tool_calls"], answer["tool_calls"], strict=True)  # as many: their ids are the same
-    for call, own in pairs:
-        given = arguments_of(call["function"].get("arguments"))
-        wanted = arguments_of(own["function"].get("arguments"))
-        if call["function"].get("name") != own["function"]["name"] or {**given, **wanted} != given:
-            return False
-    bare = {"tool_calls": None}
-    return meaning({**message, **bare}) == meaning({**answer, **bare})
-
-
-def _reasoning(message: Mapping[str, Any]) -> str:
-    return str(message.get("reasoning") or message.get("reasoning_content") or "").strip()
 
 
 def _as_array(tokens: Sequence[int]) -> array[int]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.recorder import Sample, digest
+from megaflow_hpc.model.gateway.recorder import Sample
 from megaflow_hpc.trajectory import Recording, TokenSequence, Trajectory
 from megaflow_hpc.types import Artifact
 
@@ -126,13 +125,13 @@ class Replay:
         """Ends a session."""
         self._open.pop(token, None)
 
-    def answer(self, token: str, rollout_id: str, messages: Sequence[Mapping[str, Any]]) -> Sample:
+    def answer(self, token: str, rollout_id: str, asked: str) -> Sample:
         """Returns the recorded answer to a conversation, each call's once.
 
         Args:
             token: names the session.
             rollout_id: ``<task>/<policy>/<sample>``.
-            messages: the conversation, in OpenAI form.
+            asked: the conversation's digest.
 
         Raises:
             ModelServiceError: the rollout is not recorded, or the conversation was not asked in it.
@@ -140,7 +139,6 @@ class Replay:
         if token not in self._open:
             self.begin(token, rollout_id)
         calls = self._open[token]
-        asked = digest(list(messages))
         call = next((c for c in calls if not c.used and c.asked == asked), None)
         if call is None and self.answer_diverged:
             call = next((c for c in calls if not c.used), None)

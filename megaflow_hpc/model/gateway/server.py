@@ -24,20 +24,17 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
-from megaflow_hpc.errors import MegaflowError, ModelServiceError
+from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.address import LOOPBACK
-from megaflow_hpc.model.api import CHAT, COMPLETIONS
-from megaflow_hpc.model.gateway import protocols, stream
-from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, dialect_of, messages
-from megaflow_hpc.model.gateway.dialects.options import engine_request
-from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
+from megaflow_hpc.model.gateway.calls import Calls
+from megaflow_hpc.model.gateway.dialects import DIALECTS, dialect_of
+from megaflow_hpc.model.gateway.failover import Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
     MODEL_SERVICE_ERROR,
@@ -49,12 +46,11 @@ from megaflow_hpc.model.gateway.http_messages import (
     error_fields,
     json_response,
     read_object,
-    refusal_fields,
 )
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
-from megaflow_hpc.model.gateway.replay import Replay, body_of
+from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.http_server import HttpServer
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import CallBudget, ModelEndpoint
@@ -64,7 +60,6 @@ __all__ = ["SEEDS", "ModelGateway"]
 LOG = logging.getLogger(__name__)
 CONNECTIONS = 256
 """Connections that one rollout may have to its gateway."""
-T = TypeVar("T")
 
 
 class ModelGateway:
@@ -91,15 +86,11 @@ class ModelGateway:
         replays: Mapping[str, Replay] | None = None,
         media_domains: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        self._media_domains = dict(media_domains or {})
         self.host, self.port = host, 0
-        self._replays = dict(replays or {})
-        self.policies = frozenset(policies)
         self._caller = Caller(wait_s, request_timeout_s, limits)
+        self._calls = Calls(self._caller, policies, replays or {}, media_domains or {})
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
-        self.tokens = 0
-        """Tokens that engines have sampled here."""
         self._server: HttpServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -109,6 +100,11 @@ class ModelGateway:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that engines have sampled here."""
+        return self._calls.tokens
 
     async def start(self) -> None:
         """Listens; sets ``port``."""
@@ -180,8 +176,8 @@ class ModelGateway:
             if rollout.listener is not None:
                 self._server.unlisten(rollout.listener)
             self._server.release(rollout.token)
-        for replay in self._replays.values():
-            replay.end(rollout.token)
+        rollout.ended = True
+        self._calls.end(rollout)
         return rollout.recorder.finish()
 
     def call_failure(self, rollout_id: str) -> str:
@@ -265,142 +261,15 @@ class ModelGateway:
         if endpoint != path and request.method == "POST" and (completes or counts):
             size = body_size(request)
             async with rollout.share.turn(size):
-                body = await read_object(request, size)
-                return await (
-                    self._complete(rollout, request, endpoint, body) if completes else self._count(rollout, body)
-                )
+                body, size = await read_object(request, size)
+                if counts:
+                    return await self._calls.count(rollout, body, size)
+                return await self._calls.complete(rollout, request, endpoint, body, size)
         if endpoint != path and request.method == "GET" and (endpoint + "/").startswith("/models/"):
-            return self._models(rollout, endpoint[len("/models/") :])
+            return self._calls.models(rollout, endpoint[len("/models/") :])
         raise CallError(
             405 if completes or counts or endpoint == "/models" else 404, f"{request.method} {path} is not served here"
         )
-
-    def _models(self, rollout: OpenRollout, name: str) -> web.Response:
-        def card(name: str) -> dict[str, Any]:
-            openai = {"id": name, "object": "model", "created": 0, "owned_by": "megaflow-hpc"}
-            return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-
-        if name:
-            return json_response(card(name))
-        names = [rollout.policy, *sorted(self.policies - {rollout.policy})]
-        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return json_response({"object": "list", "data": [card(name) for name in names], **pages})
-
-    async def _complete(
-        self, rollout: OpenRollout, request: web.BaseRequest, endpoint: str, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        dialect = DIALECTS[endpoint]
-        if rollout.suspended:
-            raise self._refusal(rollout)
-        path = COMPLETIONS if endpoint == "/completions" else CHAT
-        asked = self._asked(rollout, path, dialect.request, body)
-        if over := rollout.over_budget():
-            rollout.recorder.recording.over_budget = over
-            raise CallError(429, over, BUDGET_EXCEEDED)
-        rollout.recorder.request_arrived()
-        rollout.in_flight += 1
-        try:
-            if not body.get("stream"):
-                return json_response(dialect.answer(await self._answer(rollout, path, asked), body))
-            return await stream.send(
-                request,
-                self._answer(rollout, path, asked),
-                lambda reply: dialect.events(dialect.answer(reply, body), body),
-                lambda error: dialect.error_event(*error_fields(error)),
-            )
-        finally:
-            rollout.in_flight -= 1
-
-    async def _count(self, rollout: OpenRollout, body: dict[str, Any]) -> web.Response:
-        """Counts the tokens of a prompt; nothing is recorded."""
-        asked = self._asked(rollout, CHAT, messages.conversation, body)
-        tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count)
-        return json_response({"input_tokens": tokens})
-
-    def _asked(
-        self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
-    ) -> dict[str, Any]:
-        """Returns what of an agent's request goes to an engine."""
-        try:
-            asked = convert(body)
-            domains = self._media_domains.get(self._policy(rollout, asked), ())
-            return engine_request(asked, path == CHAT, domains)
-        except BadRequest as error:
-            raise CallError(400, str(error)) from None
-
-    async def _answer(self, rollout: OpenRollout, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's answer to a chat or plain request, and records it."""
-        recorder, policy = rollout.recorder, self._policy(rollout, asked)
-        if path == CHAT:
-            asked["messages"] = recorder.restore(asked["messages"], policy)
-        rollout.set_seed(asked)
-        if policy in self._replays:
-            return self._replayed(rollout, policy, path, asked)
-        task = asyncio.current_task()
-        assert task is not None
-        rollout.waiting.add(task)
-        try:
-            answer, server, model_s, wait_s = await self._call(rollout, path, asked, protocols.ask)
-        except asyncio.CancelledError:
-            if not rollout.suspended:
-                raise
-            task.uncancel()
-            raise self._refusal(rollout) from None
-        finally:
-            rollout.waiting.discard(task)
-        if self._by_id.get(rollout.id) is not rollout:
-            raise CallError(401, "the rollout has ended", "authentication_error")
-        rollout.servers[policy], rollout.failure = server.name, ""
-        conversation = asked.get("messages") or ()
-        for number, sample in enumerate(answer.samples):
-            sample.policy = policy
-            recorder.add(sample, conversation, model_s=0.0 if number else model_s, wait_s=0.0 if number else wait_s)
-            self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
-            self.tokens += len(sample.tokens)
-        if not answer.samples:
-            total, sampled = protocols.usage(answer.body)
-            sample = replace(protocols.text_of(answer), policy=policy, server=server.name)
-            recorder.add_text(sample, conversation, counted=sampled, model_s=model_s, wait_s=wait_s)
-            self._caller.limits.charge(total)
-            self.tokens += sampled
-        recorder.count(answer.protocol, server.degraded)
-        return answer.body
-
-    @staticmethod
-    def _refusal(rollout: OpenRollout) -> CallError:
-        rollout.interrupted = True
-        return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
-
-    def _replayed(self, rollout: OpenRollout, policy: str, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the recorded answer to a call, and records it again."""
-        conversation = asked.get("messages") or ()
-        try:
-            sample = self._replays[policy].answer(rollout.token, rollout.id, conversation)
-        except ModelServiceError as error:
-            rollout.failure = str(error)
-            raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
-        rollout.failure = ""
-        sample = replace(sample, policy=policy)
-        if sample.tokens or sample.prompt:
-            rollout.recorder.add(sample, conversation)
-            rollout.recorder.count("replay")
-        else:  # its engine told no tokens
-            rollout.recorder.add_text(sample, conversation)
-            rollout.recorder.count("text")
-        return body_of(sample, path == CHAT, str(asked.get("model") or policy))
-
-    def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
-        """Returns the policy that the request names as its model, if there is one, else the rollout's own."""
-        model = asked.get("model")
-        return model if isinstance(model, str) and model in self.policies else rollout.policy
-
-    async def _call(self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T]) -> Called[T]:
-        try:
-            return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask)
-        except protocols.Refused as refusal:
-            raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
-        except ModelServiceError as error:
-            raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

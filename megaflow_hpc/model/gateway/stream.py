@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from megaflow_hpc.model.gateway.dialects import Event
-from megaflow_hpc.model.gateway.protocols import packed
+from megaflow_hpc.model.json_text import packed
 
 QUIET_S = 20.0
 """Seconds of waiting after which a comment is sent."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import secrets
 import socket
@@ -32,7 +31,8 @@ from aiohttp import web
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import HttpServer
-from megaflow_hpc.model.request_body import BadBody, check_values, read_body
+from megaflow_hpc.model.json_text import TooMuch, aside, check_values, decoded, encoded
+from megaflow_hpc.model.request_body import BadBody, read_body
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
 
@@ -239,11 +239,13 @@ class Proxy:
         try:
             body = await read_body(request, MAX_BODY if tenant is None else MAX_TENANT_BODY)
             if tenant is not None:
-                check_values(body)
+                await aside(len(body), check_values, body)
         except BadBody as error:
             return _refuse(error.status, str(error))
+        except TooMuch as error:
+            return _refuse(400, f"the request's body: {error}")
         if body and self.serving.adapter_name and (request.method, request.path) in SAMPLING:
-            body = _with_model(body, self.serving.adapter_name)
+            body = await aside(len(body), _with_model, body, self.serving.adapter_name)
         try:
             async with session.request(
                 request.method,
@@ -265,7 +267,9 @@ class Proxy:
                 await response.write_eof()
                 return response
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the engine was just given up
-            if request.transport is None or "response" in locals():
+            if request.transport is None or request.transport.is_closing():
+                return _refuse(502, "nobody is there to be answered")
+            if "response" in locals():
                 raise  # half an answer was sent: break the connection, so that nobody takes it for a whole one
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
@@ -274,13 +278,13 @@ class Proxy:
         return {"Authorization": f"Bearer {engine.key}"} if engine.key else {}
 
 
-def _with_model(body: bytes, model: str) -> bytes:
+def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
     """Sets the ``model`` of a request; a body that is no JSON object is returned as it is."""
     try:
-        request = json.loads(body)
+        request = decoded(body)
     except ValueError:
         return body
-    return json.dumps({**request, "model": model}).encode() if isinstance(request, dict) else body
+    return b"".join(encoded({**request, "model": model})) if isinstance(request, dict) else body
 
 
 def _refuse(status: int, message: str) -> web.Response:

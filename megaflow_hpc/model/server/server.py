@@ -16,21 +16,18 @@ cause, and its engine's output in ``RUN/logs/<policy>.<index>.engine.log``.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
-from megaflow_hpc.host.descriptors import raise_limit
+from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.ending import Consumers
 from megaflow_hpc.ledger.files import Files
@@ -40,7 +37,7 @@ from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess
 from megaflow_hpc.model.server.gauge import Gauge
 from megaflow_hpc.model.server.proxy import Proxy
-from megaflow_hpc.model.server.registration import Assignment, Registration, assignment, in_slurm
+from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
@@ -48,7 +45,6 @@ from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.weights import Version
 from megaflow_hpc.texts import printable
 
@@ -339,38 +335,3 @@ def scratch() -> str | None:
         if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):
             return path
     return None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one engine server")
-    parser.add_argument("run", help="run directory")
-    parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")
-    parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")
-    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
-    parser.add_argument("--poll-s", type=float, help="seconds between two looks at the run directory; default: 5")
-    parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
-    parser.add_argument(
-        "--backoff-s", type=float, default=BACKOFF_S, help="seconds before a failed engine starts again"
-    )
-    arguments = parser.parse_args(argv)
-    index = arguments.index
-    if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
-        index = int(os.environ["SLURM_ARRAY_TASK_ID"])
-    os.umask(0o077)
-    raise_limit()
-    try:
-        run = RunDir(arguments.run)
-        planned = read_run(run)
-        what = assignment(planned.servers, index, arguments.policy)
-        pool = planned.campaign.get("pool")
-        idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
-
-        async def serve() -> int:
-            times = {"poll_s": arguments.poll_s, "beat_s": arguments.beat_s, "backoff_s": arguments.backoff_s}
-            return await EngineServer(run, what, idle_s=idle_s, **times, caps=pool).run()
-
-        return asyncio.run(serve())
-    except MegaflowError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return error.exit_status

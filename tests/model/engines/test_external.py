@@ -20,7 +20,7 @@ from megaflow_hpc.campaign.planning.model_paths import absolute
 from megaflow_hpc.config import load, parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.gateway.recorder import digest
+from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Trajectory

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT
 from megaflow_hpc.model.gateway.connection import Connections
-from megaflow_hpc.model.gateway.protocols import Answer, Call, Doubtful, Unavailable, plain
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Unavailable
+from megaflow_hpc.model.gateway.protocols import Answer, plain
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
 from tests.support.serving import in_loop

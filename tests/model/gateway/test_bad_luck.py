@@ -272,6 +272,6 @@ async def test_a_time_limit_bounds_the_whole_exchange_and_no_connection_is_kept_
     connections = Connections()
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
     with pytest.raises(Broken, match=r"no answer within 0\.3 s"):
-        await connections.post(url, b"{}", key="k", timeout_s=0.3)
+        await connections.post(url, [b"{}"], key="k", timeout_s=0.3)
     assert not any(connections._idle.values())
     server.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.protocols import retry_after_s
+from megaflow_hpc.model.gateway.engine_call import retry_after_s
 from megaflow_hpc.model.gateway.router import AFFINITY, ALL_FAILED_S, Router, Server
 from tests.support.serving import in_loop
 

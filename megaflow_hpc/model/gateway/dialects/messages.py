@@ -32,7 +32,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
 )
 from megaflow_hpc.model.gateway.dialects.checks import shallow
 from megaflow_hpc.model.gateway.dialects.options import MESSAGES, allowed
-from megaflow_hpc.model.gateway.recorder import arguments_of
+from megaflow_hpc.model.gateway.meaning import arguments_of
 
 BILLING = "x-anthropic-billing-header"
 """First words of a system block in which Claude Code hashes the request, which would make every prompt differ."""

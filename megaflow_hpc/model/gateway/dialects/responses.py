@@ -35,7 +35,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
 )
 from megaflow_hpc.model.gateway.dialects.chat import error
 from megaflow_hpc.model.gateway.dialects.options import RESPONSES, allowed
-from megaflow_hpc.model.gateway.recorder import RAW_ARGUMENT, arguments_of
+from megaflow_hpc.model.gateway.meaning import RAW_ARGUMENT, arguments_of
 
 __all__ = ["answer", "error", "error_event", "events", "request"]
 FREE_TEXT = {"type": "object", "properties": {RAW_ARGUMENT: {"type": "string"}}, "required": [RAW_ARGUMENT]}

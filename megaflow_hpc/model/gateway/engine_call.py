@@ -1,0 +1,131 @@
+"""One request of an agent at one engine server: posted, and what comes back told apart by who is at fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+from megaflow_hpc.model.api import WEIGHT_VERSION
+from megaflow_hpc.model.gateway.connection import Broken, Connections
+from megaflow_hpc.model.gateway.recorder import Recorder
+from megaflow_hpc.model.gateway.router import Server
+from megaflow_hpc.model.json_text import LARGE, aside, encoded, packed, parsed
+
+RETRIED = frozenset({401, 403, 408, 429})
+"""HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
+FORBIDDEN = frozenset({401, 403})
+"""Of these, those by which an engine, and not its proxy, may mean the request."""
+
+
+class Reply(dict[str, Any]):
+    """A JSON object, and the version of the weights that sampled it."""
+
+    weight_version: int = 0
+
+
+class Refused(Exception):
+    """The engine refused a request as wrong (4xx); the agent is told so as it is."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status, self.body = status, body
+
+
+class Unavailable(Exception):
+    """The server failed, not the request: the call may be repeated there or elsewhere."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+        """Seconds for which the server asks to be left alone (``Retry-After``)."""
+
+
+class Doubtful(Exception):
+    """The server is there and gave a whole answer that is none: either may be at fault.
+
+    It must not rest for it: one agent could keep all others from it.
+    """
+
+    def __init__(self, message: str, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
+        """Whether the same server may do better at the same request."""
+
+
+async def post(
+    connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float, size: int = 0
+) -> Reply:
+    """Posts one JSON request to ``server`` and returns its answer.
+
+    Args:
+        size: Bytes of what the agent asked, by which the request is known to be large.
+
+    Raises:
+        Refused: The request is at fault.
+        Doubtful: The engine failed at the request, or refuses it as not allowed.
+        Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
+    """
+    request = await aside(size, encoded if size > LARGE else _whole, body)
+    try:
+        response = await connections.post(
+            server.url + path, request, key=server.key, fingerprint=server.fingerprint, timeout_s=timeout_s
+        )
+    except Broken as error:
+        raise Unavailable(f"{server.name}: {error}") from error
+    raw, status = response.body, response.status
+    if status >= 300:
+        said = f"{server.name}: HTTP {status}: {raw[:300].decode('utf-8', 'replace')}"
+        by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
+        if status == 500 or (status in FORBIDDEN and by_engine):
+            raise Doubtful(said)
+        if status > 501 or status in RETRIED or status < 400:
+            raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
+        raise Refused(status, raw)
+    try:
+        found = await aside(len(raw), parsed, raw)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
+    if not isinstance(found, dict):
+        raise Unavailable(f"{server.name}: the answer is not a JSON object")
+    reply = Reply(found)
+    version = response.headers.get(WEIGHT_VERSION.lower(), "")
+    reply.weight_version = int(version) if version.isdecimal() else server.weight_version
+    return reply
+
+
+def _whole(body: Mapping[str, Any]) -> list[bytes]:
+    return [packed(body)]
+
+
+def retry_after_s(value: str) -> float:
+    """Returns the seconds that a ``Retry-After`` header asks for, of either form (RFC 9110); 0 for any other text."""
+    try:
+        if value.isascii() and value.isdecimal():
+            return float(value)
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError, TypeError):
+        return 0.0
+
+
+class Call(NamedTuple):
+    """One request of an agent, at one server."""
+
+    connections: Connections
+    server: Server
+    path: str
+    body: Mapping[str, Any]
+    timeout_s: float
+    recorder: Recorder
+    policy: str
+    size: int = 0
+    """Bytes of the agent's request."""
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """Posts one JSON request of the call; raises as :func:`post` does."""
+        return await post(self.connections, self.server, path, body, self.timeout_s, self.size)
+
+    def asked(self, **changes: Any) -> dict[str, Any]:
+        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""
+        return {**self.body, "model": self.server.model_name, "stream": False, **changes}
