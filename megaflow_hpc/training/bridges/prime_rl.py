@@ -31,7 +31,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,7 @@ class Bridge:
             )
         if (last := flow.restore()) is not None:
             self._check(flow.checkpoint(last) / NOTE)
+            self._forget(below=last.step)  # a bridge that died after the last step had no time to
 
     def _check(self, path: Path) -> None:
         try:
@@ -296,16 +297,14 @@ class Bridge:
         make_directory(folder)
         write_json(folder / NOTE, self._note)
         step.commit(folder, {"trainer_s": waited})
-        for path in _notes(self._flow.files.checkpoints, below=step.number):
-            remove_tree(path, ignore_errors=True)
+        self._forget(below=step.number)
 
-
-def _notes(folder: Path, below: int) -> Iterator[Path]:
-    """Notes of earlier steps, those among them that a bridge was about to remove when it died."""
-    for path in folder.iterdir():
-        earlier = path.name.isdecimal() and int(path.name) < below
-        if earlier and ((path / NOTE).exists() or not any(path.iterdir())):
-            yield path
+    def _forget(self, below: int) -> None:
+        """Removes the notes of earlier steps, those among them that a bridge was about to remove when it died."""
+        for path in self._flow.files.checkpoints.iterdir():
+            earlier = path.name.isdecimal() and int(path.name) < below
+            if earlier and ((path / NOTE).exists() or all(NOTE in half.name for half in path.iterdir())):
+                remove_tree(path, ignore_errors=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

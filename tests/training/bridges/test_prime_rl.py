@@ -184,6 +184,31 @@ def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_n
     assert len(trained) == len(set(trained)) == steps * 2 * 3
 
 
+def test_notes_that_a_bridge_left_when_it_died_after_the_last_step_are_removed_by_the_next(tmp_path: Path) -> None:
+    run, output = training_run(tmp_path / "run", {**TRAINING, "steps": 1}), tmp_path / "prime"
+    own, trainer = pods(run), Trainer(output)
+    with meanwhile(own.work, trainer.step):
+        assert serve(run, output) == 0
+    kept = TrainingFiles(run, "default").checkpoints
+    (kept / "1").rename(kept / "4")
+    files = TrainingFiles(run, "default")
+    commit = files.read(Commit, 1)
+    assert commit is not None
+    files.commit(msgspec.structs.replace(commit, step=4, checkpoint=str((kept / "4").relative_to(run.path))))
+    for name, content in {
+        "1": [prime_rl.NOTE],
+        "2": [f".{prime_rl.NOTE}.7.0a"],
+        "3": [],
+        "5": [],
+        "0": ["other"],
+    }.items():
+        (kept / name).mkdir()
+        for file in content:
+            (kept / name / file).touch()
+    assert serve(run, output) == 0
+    assert sorted(path.name for path in kept.iterdir()) == ["0", "4", "5"], "neither another's nor a later one"
+
+
 def test_a_broadcast_that_is_written_again_under_its_old_mark_is_not_taken_in_the_middle(tmp_path: Path) -> None:
     output, target = tmp_path / "prime", tmp_path / "target"
     trainer = Trainer(output)
