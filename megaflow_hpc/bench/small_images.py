@@ -11,8 +11,9 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from megaflow_hpc.environments.images.apptainer_build import build
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.host.apptainer import find_apptainer
 
 _LINE = 64
 
@@ -35,7 +36,7 @@ class SmallImages:
         (tree / "etc" / "filler").write_bytes(os.urandom(max(size - 40_000, 4096)))
         self.template = workplace / "template.sif"
         options = ("--mksquashfs-args", "-noD -noF -comp gzip")
-        runtime.build(runtime.find_apptainer(), self.template, str(tree), *options)
+        build(find_apptainer(), self.template, str(tree), *options)
         self._bytes = self.template.read_bytes()
         self._place = self._bytes.index(self._marker)
 

@@ -16,7 +16,7 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.leftovers import make_pod_directory
+from megaflow_hpc.host.leftovers import make_directory
 from megaflow_hpc.host.mpi import find_mpiexec
 from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.layout import RunDir
@@ -56,7 +56,7 @@ class LocalPod:
         if ranks > 1:
             command = [find_mpiexec(), "-n", str(ranks), *command]
         self._run = run
-        self._directory = make_pod_directory()
+        self._directory = make_directory()
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
             **unproxied(os.environ),

@@ -30,21 +30,23 @@ def register(subparsers: Subparsers) -> None:
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.janitor import sweep
     from megaflow_hpc.environments.sandbox.provider import scratch_directories
-    from megaflow_hpc.host.leftovers import sweep_pod_directories, sweep_shared_memory
+    from megaflow_hpc.host.leftovers import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
 
     places = [arguments.scratch] if arguments.scratch else scratch_directories()
     counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, mounts=0, left=0)
     for place in places:
         counts.update(sweep(place))
     scratch = ", ".join(map(str, places)) or "no scratch here"
-    counts["pods"] = sweep_pod_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    counts["pods"] = sweep_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    counts["builds"] = sweep_directories(tempfile.gettempdir(), BUILD_DIRECTORY)
     counts["shared_memory"] = sweep_shared_memory()
     if arguments.json:
         print_json({"scratch": scratch, **counts})
     else:
         say(
             f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
-            f"{counts['processes']} processes, {counts['mounts']} mounts, {counts['pods']} pods' directories and "
-            f"{counts['shared_memory']} files of shared memory removed, {counts['left']} could not be"
+            f"{counts['processes']} processes, {counts['mounts']} mounts, {counts['pods']} directories of pods and "
+            f"{counts['builds']} of builds, {counts['shared_memory']} files of shared memory removed, "
+            f"{counts['left']} could not be"
         )
     return 1 if counts["left"] else 0

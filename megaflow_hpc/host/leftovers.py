@@ -1,4 +1,4 @@
-"""What a killed pod leaves on a node beside sandboxes: its private directory, and MPI's shared memory."""
+"""What killed processes leave on a node beside sandboxes: directories of pods and builds, MPI's shared memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megaflow_hpc.host.process import Identity, mapped_files, processes
 SHARED_MEMORY = "/dev/shm"
 STALE_S = 60.0
 """A file of shared memory that nobody has mapped for this long belongs to no world that is just starting."""
-POD_DIRECTORY = "megaflow-pod"
-"""``<this>.<host>.<pid>-<start>.<random>``: a pod's private directory, named by the process that owns it."""
+POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
+"""``<this>.<host>.<pid>-<start>.<random>``: a private directory, named by the process that owns it."""
 
 
-def make_pod_directory() -> Path:
+def make_directory(kind: str = POD_DIRECTORY) -> Path:
     """Makes a private directory of this process, as ``pods.sh`` makes one for its own."""
     me = Identity.of(os.getpid())
-    return Path(tempfile.mkdtemp(prefix=f"{POD_DIRECTORY}.{os.uname().nodename}.{me}."))
+    return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}."))
 
 
-def sweep_pod_directories(base: str | os.PathLike[str]) -> int:
-    """Removes the pod directories under ``base`` whose process on this host is gone; returns how many."""
-    prefix, removed = f"{POD_DIRECTORY}.{os.uname().nodename}.", 0
+def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -> int:
+    """Removes the directories of a kind under ``base`` whose process on this host is gone; returns how many."""
+    prefix, removed = f"{kind}.{os.uname().nodename}.", 0
     for path in _ours(base, prefix):
         owner = Identity.parse(os.path.basename(path).removeprefix(prefix).rpartition(".")[0])
         if owner and not owner.alive():

@@ -28,7 +28,7 @@ from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.leftovers import POD_DIRECTORY, sweep_pod_directories, sweep_shared_memory
+from megaflow_hpc.host.leftovers import POD_DIRECTORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
 from tests.bench.faults import KINDS, Faults, current_lab
 from tests.support.harbor_tasks import write_solved_task
@@ -263,7 +263,7 @@ def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
             return True
         for place in scratch.glob("megaflow-[0-9]*"):
             sweep(place)
-        sweep_pod_directories(scratch)
+        sweep_directories(scratch)
         sweep_shared_memory()
         return False
 

@@ -17,7 +17,7 @@ from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.provider import default_scratch
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.leftovers import POD_DIRECTORY, SHARED_MEMORY, sweep_pod_directories, sweep_shared_memory
+from megaflow_hpc.host.leftovers import POD_DIRECTORY, SHARED_MEMORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.host.process import Identity
 from tests.support.second_user import as_second_user
 
@@ -214,10 +214,10 @@ def test_a_shared_directory_that_tells_nothing_is_passed_over(tmp_path: Path, mo
     base.mkdir()
     base.chmod(mode)
     try:
-        assert sweep_pod_directories(base) == 0
+        assert sweep_directories(base) == 0
     finally:
         base.chmod(0o700)
-    assert sweep_pod_directories(tmp_path / "gone") == 0
+    assert sweep_directories(tmp_path / "gone") == 0
 
 
 # --- scratch --------------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megaflow_hpc.environments.images.apptainer_build import build
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry.image import RemoteImage, describe, fetch
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.host.apptainer import find_apptainer
 
 SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 SPARE = 1 << 30
@@ -59,7 +60,7 @@ def pull(
             return _pull_layers(registries, source, layers, _Progress(source, layers.root, say, stopped))
         _Progress(source, target.parent, say)(0, 0)
         address, options = registries.address(source)
-        runtime.build(runtime.find_apptainer(), target, address, *SIF_OPTIONS, *options, stopped=stopped)
+        build(find_apptainer(), target, address, *SIF_OPTIONS, *options, stopped=stopped)
     except SiteError as error:
         raise registries.failed(source, error) from error
     return None

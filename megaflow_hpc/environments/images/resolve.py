@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from megaflow_hpc.environments.images.apptainer_build import build
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
@@ -26,7 +27,7 @@ from megaflow_hpc.environments.images.pull import SIF_OPTIONS, pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore, digest_in
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
-from megaflow_hpc.host import apptainer as runtime
+from megaflow_hpc.host.apptainer import find_apptainer
 
 BUILD_OPTIONS = ("--fakeroot", *SIF_OPTIONS)
 """Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
@@ -416,5 +417,4 @@ def _identity(path: Path) -> str:
 
 def _build_definition(target: Path, definition: Path, stopped: threading.Event) -> None:
     # Relative paths in a definition are relative to it.
-    apptainer = runtime.find_apptainer()
-    runtime.build(apptainer, target, str(definition), *BUILD_OPTIONS, cwd=definition.parent, stopped=stopped)
+    build(find_apptainer(), target, str(definition), *BUILD_OPTIONS, cwd=definition.parent, stopped=stopped)

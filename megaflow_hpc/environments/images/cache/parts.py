@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.apptainer_build import build
 from megaflow_hpc.environments.images.cache.shelf import Room
 from megaflow_hpc.environments.images.image_file import ImageFacts, read_checked, stamp
 from megaflow_hpc.environments.images.layered import layer_path
@@ -120,7 +121,7 @@ def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     try:
         partition = sif.Partition(facts.squashfs_offset, facts.bytes - facts.squashfs_offset, facts.inodes)
         if not sif.unpack(Path(facts.path), target, partition):
-            runtime.build(apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
+            build(apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
     except SiteError as error:
         raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
     if stamp(facts.path) != before:

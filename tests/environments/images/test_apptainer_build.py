@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from megaflow_hpc.environments.images.apptainer_build import build
 from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host import apptainer
+from megaflow_hpc.host.apptainer import find_apptainer
+from megaflow_hpc.host.leftovers import BUILD_DIRECTORY
 from tests.support.oci import oci_archive
 from tests.support.places import ROOT
 from tests.support.waiting import until
@@ -73,23 +76,23 @@ def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     target = tmp_path / "x.sif"
     target.write_text("an older one")
     with pytest.raises(SiteError, match=r"x.def: apptainer build failed: .*nonexistent.sif"):
-        apptainer.build(apptainer.find_apptainer(), target, str(definition), "--force")
+        build(find_apptainer(), target, str(definition), "--force")
     with pytest.raises(SiteError, match=r"127.0.0.1:1.*connection refused"):
-        apptainer.build(apptainer.find_apptainer(), tmp_path / "y.sif", NOWHERE)
+        build(find_apptainer(), tmp_path / "y.sif", NOWHERE)
 
 
 def test_a_build_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, slow: tuple[Path, Path]) -> None:
     script, told = slow
     with pytest.raises(SiteError, match=r"x.def: apptainer build took more than 1 s"):
-        apptainer.build(str(script), tmp_path / "x.sif", "x.def", timeout_s=1)
+        build(str(script), tmp_path / "x.sif", "x.def", timeout_s=1)
     until(lambda: not lives(int(told.read_text())), "the build's own child ends")
 
 
 def test_a_build_ends_with_all_it_started_on_ctrl_c(tmp_path: Path, slow: tuple[Path, Path]) -> None:
     script, told = slow
     text = (
-        "from pathlib import Path; from megaflow_hpc.host import apptainer\n"
-        f"apptainer.build({str(script)!r}, Path('x.sif'), 'x.def')"
+        "from pathlib import Path; from megaflow_hpc.environments.images.apptainer_build import build\n"
+        f"build({str(script)!r}, Path('x.sif'), 'x.def')"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
@@ -100,11 +103,40 @@ def test_a_build_ends_with_all_it_started_on_ctrl_c(tmp_path: Path, slow: tuple[
     until(lambda: not lives(int(told.read_text())), "the build's own child ends")
 
 
+def test_what_apptainer_unpacks_goes_with_a_build_or_when_all_are_killed_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, told = tmp_path / "tmp", tmp_path / "told"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    text = f"mkdir -p $TMPDIR/build-temp-1/rootfs/etc; chmod 0 $TMPDIR/build-temp-1/rootfs; echo $$ >{told}; sleep 300"
+    script = program(tmp_path / "slow", "apptainer", text)
+    with pytest.raises(SiteError, match="more than 1 s"):
+        build(str(script), tmp_path / "x.sif", "x.def", timeout_s=1)
+    assert list(place.iterdir()) == []
+    told.unlink()
+    words = (
+        f"from pathlib import Path; from {build.__module__} import build\nbuild({str(script)!r}, Path('x.sif'), 'x')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", words], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until(lambda: told.exists() and told.read_text(), "the build runs", every_s=0.01)
+    process.kill()
+    process.wait()
+    os.killpg(int(told.read_text()), signal.SIGKILL)
+    [left] = place.iterdir()
+    assert left.name.startswith(BUILD_DIRECTORY)
+    (tmp_path / "x.def").write_text(BROKEN)
+    with pytest.raises(SiteError):
+        build(find_apptainer(), tmp_path / "x.sif", str(tmp_path / "x.def"))
+    assert list(place.iterdir()) == []
+
+
 def test_a_build_sees_nothing_of_the_callers_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shows = program(tmp_path / "shows", "apptainer", f"env >{tmp_path}/seen")
     monkeypatch.setenv("APPTAINER_BINDPATH", "/data")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    apptainer.build(str(shows), tmp_path / "x.sif", "x.def")
+    build(str(shows), tmp_path / "x.sif", "x.def")
     seen = (tmp_path / "seen").read_text()
     assert "APPTAINER_BINDPATH" not in seen
     assert "SLURM_JOB_ID" not in seen
@@ -119,7 +151,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from spython.main import Client
 
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "singularity").symlink_to(apptainer.find_apptainer())
+    (tmp_path / "bin" / "singularity").symlink_to(find_apptainer())
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return Client
@@ -140,7 +172,7 @@ def test_it_finds_no_apptainer_but_one_called_singularity(
     ):
         with pytest.raises(FileNotFoundError, match="singularity"):
             call()
-    assert apptainer.find_apptainer() == ours
+    assert find_apptainer() == ours
 
 
 def test_its_failed_pull_is_no_error(client: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +223,7 @@ def test_it_inspects_what_it_needs_a_program_for_and_not_where_commands_start(
     client: Any, small_rootfs: str, tmp_path: Path
 ) -> None:
     oci_archive(Path(small_rootfs, "etc"), tmp_path / "x.tar", "/app/src")
-    apptainer.build(apptainer.find_apptainer(), tmp_path / "x.sif", f"oci-archive:{tmp_path / 'x.tar'}")
+    build(find_apptainer(), tmp_path / "x.sif", f"oci-archive:{tmp_path / 'x.tar'}")
     found = client.inspect(str(tmp_path / "x.sif"))
     assert found["attributes"]["labels"]
     assert "/app/src" not in str(found)
