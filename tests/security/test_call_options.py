@@ -18,6 +18,7 @@ from megaflow_hpc.model.api import WEIGHT_VERSION
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, checks, content, options
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, MESSAGES, RESPONSES, engine_request
 from megaflow_hpc.model.gateway.server import ModelGateway
@@ -319,7 +320,8 @@ async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other
 
 
 @in_loop
-async def test_an_engine_that_fails_at_everything_is_the_services_failure() -> None:
+async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
     async with serving(upstream := Reluctant()) as gateway:
         model = await gateway.open("t/p/0", "p")
         status, reply = await call(model, "/chat/completions", {"messages": [{"role": "user", "content": "worse"}]})

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.model.server.proxy import Proxy
 from tests.support.backends import proxy_of_script, proxy_of_witness
-from tests.support.crowds import raw
 from tests.support.serving import Servers, conversation, in_loop
 
 BODY = json.dumps({"messages": conversation("hello")}).encode()
@@ -110,25 +110,28 @@ def check_answers(told: bytes) -> None:
     assert statuses[1:] in ([], [400], [401], [404]), told
 
 
-async def sent(port: int, data: bytes) -> bytes:
-    """What a server answers until it closes, or nothing further comes."""
-    try:
-        return await raw(port, data, timeout_s=1.0)
-    except TimeoutError:
-        return b""
+async def each_case(check: Callable[[str], Awaitable[None]]) -> None:
+    """Checks all, a few at a time: each is a wait of a second for what does not come."""
+    turns = asyncio.Semaphore(8)
+
+    async def one(name: str) -> None:
+        async with turns:
+            await check(name)
+
+    await asyncio.gather(*map(one, CASES))
 
 
 @pytest.mark.slow
 @in_loop
 async def test_the_proxy_passes_on_one_unambiguous_request_or_none() -> None:
-    for name in CASES:
+    async def check(name: str) -> None:
         async with proxy_of_witness() as (proxy, witness):
             told = await listen_to(proxy, request(name, "/v1/chat/completions", proxy.key))
             check_answers(told)
             requests = witness.requests()
             assert len(requests) <= 1, (name, requests)
             if not requests:
-                continue
+                return
             (heard,) = witness.heard
             head, _, body = bytes(heard).partition(b"\r\n\r\n")
             assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n"), (name, head)
@@ -144,6 +147,8 @@ async def test_the_proxy_passes_on_one_unambiguous_request_or_none() -> None:
             }
             assert b"\r\nContent-Length: %d\r\n" % len(body) in head + b"\r\n", (name, head)
             assert body == BODY, (name, body)
+
+    await each_case(check)
 
 
 async def listen_to(proxy: Proxy, data: bytes) -> bytes:
@@ -166,20 +171,25 @@ async def listen_to(proxy: Proxy, data: bytes) -> bytes:
 async def test_the_gateway_makes_one_call_or_none_of_an_ambiguous_request(servers: Servers) -> None:
     servers.script({"default": ["fine"]})
     async with servers.gateway() as gateway:
-        for number, name in enumerate(CASES):
-            model = await gateway.open(f"t/default/{number}", "default")
+
+        async def check(name: str) -> None:
+            rollout = f"t/default/{list(CASES).index(name)}"
+            model = await gateway.open(rollout, "default")
             path = "/" + model.base_url.split("/", 3)[3] + "/chat/completions"
             check_answers(await listen_to(gateway, request(name, path, model.api_key)))  # type: ignore[arg-type]
-            recording = await gateway.close(f"t/default/{number}")
+            recording = await gateway.close(rollout)
             assert len(recording.calls) <= 1, name
             assert all(turn.server == "default.0" for turn in recording.turns)
+
+        await each_case(check)
 
 
 @pytest.mark.slow
 @in_loop
 async def test_the_scripted_engine_answers_one_request_or_none(tmp_path: Path) -> None:
     async with proxy_of_script(tmp_path):
-        for name in CASES:
+
+        async def check(name: str) -> None:
             reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
             writer.write(request(name, "/v1/chat/completions", "k"))
             told = b""
@@ -191,3 +201,5 @@ async def test_the_scripted_engine_answers_one_request_or_none(tmp_path: Path) -
             finally:
                 writer.transport.abort()
             check_answers(told)
+
+        await each_case(check)

@@ -7,6 +7,9 @@ import shutil
 import subprocess
 import sys
 
+CLOSED = "{ [ ! -e /dev/fuse ] || mount --bind /etc/shadow /dev/fuse; }"
+"""For :func:`restricted`: nobody but root opens FUSE's device."""
+
 
 def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with ``argv`` in a user namespace, after the shell command ``before`` has changed something there."""
@@ -22,6 +25,6 @@ def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedP
     )
 
 
-def fuse_overlay() -> bool:
+def fuse_overlay(device: str = "/dev/fuse") -> bool:
     """Whether Apptainer can take fuse-overlayfs where the kernel gives no overlay: installed, and FUSE open."""
-    return shutil.which("fuse-overlayfs") is not None and os.access("/dev/fuse", os.R_OK | os.W_OK)
+    return shutil.which("fuse-overlayfs") is not None and os.access(device, os.R_OK | os.W_OK)

@@ -103,7 +103,8 @@ def below(folder: Path) -> list[int]:
 def test_an_interruption_leaves_nothing_running(folder: Path, base_sif: Path) -> None:
     with subprocess.Popen(words(folder), cwd=folder, stdout=subprocess.PIPE, text=True) as learning:
         assert learning.stdout
-        run = Path(learning.stdout.readline().removeprefix("run directory: ").strip())
+        said = next(line for line in learning.stdout if line.startswith("run directory: "))
+        run = Path(said.removeprefix("run directory: ").strip())
         until(lambda: list((run / "training" / "default" / "batches").glob("*.json")), "rollouts are asked for")
         assert len(below(folder)) >= 3, "pod, engine and trainer"
         learning.send_signal(signal.SIGINT)

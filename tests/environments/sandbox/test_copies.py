@@ -27,7 +27,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import ExecResult
 from tests.support.harbor_tasks import write_task
-from tests.support.namespaces import fuse_overlay, restricted
+from tests.support.namespaces import CLOSED, fuse_overlay, restricted
 from tests.support.sandboxes import runs
 
 InSandbox = Callable[..., Any]
@@ -267,18 +267,24 @@ asyncio.run(main())
 """
 
 
-def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, busybox_rootfs: str) -> None:
+@pytest.mark.parametrize("fuse", ["closed", "open"])
+def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, busybox_rootfs: str, fuse: str) -> None:
     """Really: scratch is an overlay itself, on which none can lie; with FUSE open its overlay is used instead."""
     for name in ("l", "u", "w", "m"):
         (tmp_path / name).mkdir()
     options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
-    before = f"mount -t overlay overlay -o {options} {tmp_path}/m"
+    lent = os.environ.get("MEGAFLOW_FUSE")
+    device = CLOSED if fuse == "closed" else f"mount --bind {lent} /dev/fuse" if lent else ":"
+    before = f"{device} && mount -t overlay overlay -o {options} {tmp_path}/m"
     done = restricted(before, "-c", START, str(tmp_path / "m"), busybox_rootfs)
     remove_tree(tmp_path / "w")
     assert done.returncode == 0, done.stderr
     writes, said, why_no_copy = json.loads(done.stdout)
-    assert writes == ("overlay" if fuse_overlay() else "copy")
-    assert said == "mine\npasswd\nprofile\n"
+    overlay = fuse == "open" and fuse_overlay(lent or "/dev/fuse")
+    assert writes == ("overlay" if overlay else "copy")
+    # Where Apptainer makes the root, of an overlay, it mounts the node's resolv.conf, if there is one.
+    settings = ["resolv.conf"] if overlay and Path("/etc/resolv.conf").exists() else []
+    assert said.splitlines() == ["mine", "passwd", "profile", *settings]
     assert why_no_copy == ""
 
 
