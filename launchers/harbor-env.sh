@@ -39,7 +39,7 @@ if ! done_before "$VENV_DIR/.complete" "$key" || [[ ! -x $VENV_DIR/bin/harbor ]]
   wheel=$(find "$(dirname "$(dirname "$python")")/share/python-wheels" -name 'pip-*.whl' 2>/dev/null | sed -n 1p || true)
   if [[ -n $wheel ]]; then pip=("$VENV_DIR/bin/python" "$wheel/pip"); else pip=("$python" -m pip --python "$VENV_DIR/bin/python"); fi
   # Its newest dependency is a CA bundle of a few days' age, which package indexes with a delay lack: any will do.
-  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install --no-deps "harbor==$HARBOR"
+  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install --no-compile --no-deps "harbor==$HARBOR"
   mapfile -t needed < <("$VENV_DIR/bin/python" - "$SOURCES/pyproject.toml" <<'PYTHON'
 import importlib.metadata, sys, tomllib
 
@@ -50,7 +50,7 @@ print("click")  # its command line imports what typer no longer brings
 print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")
 PYTHON
   )
-  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install "${needed[@]}"
+  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install --no-compile "${needed[@]}"
   "$VENV_DIR/bin/python" -c 'import harbor.cli.main' || die "Harbor cannot be imported: see $LOGS/harbor.log"
   mark_done "$VENV_DIR/.complete" "$key"
 fi

@@ -315,7 +315,8 @@ MaxJobCount=2000
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=450
-SchedulerParameters=bf_interval=5,sched_interval=5
+# A job is looked at in the second in which it is queued, not in the third: there are never many.
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 AccountingStorageType=accounting_storage/slurmdbd

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.harbor_tasks import write_solved_task
+from tests.support.labs import lab_to_oneself
 from tests.support.requirements import REMEDY, required
 
 pytest_plugins = [
@@ -46,9 +47,11 @@ def base_sif() -> Path:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> None:
-    """The single-machine Slurm lab."""
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A single-machine Slurm lab of this worker's."""
     required("SLURM_CONF")
+    with lab_to_oneself(tmp_path_factory.mktemp("lab")):
+        yield
 
 
 @pytest.fixture(scope="session")

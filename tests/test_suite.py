@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import ROOT
+from tests.support.suite import LANES, file_lanes, recorded_seconds
 
 FLAKY = """
 import pathlib, pytest
@@ -93,3 +94,20 @@ def test_long_tests_begin_first_and_time_is_added_up_by_room(tmp_path: Path) -> 
     assert ran == ["tests/lab/test_lab.py", "tests/b/test_engine.py", "tests/b/test_slow.py", "tests/a/test_short.py"]
     assert "tests/b (2 tests)" in done.stdout
     assert done.stdout.count("should be marked slow") == 4
+
+
+def test_files_of_the_lab_run_in_lanes_and_each_lane_with_one_worker(tmp_path: Path) -> None:
+    lanes = [[name for name, lane in file_lanes().items() if lane == number][:2] for number in range(LANES)]
+    assert all(len(lane) == 2 for lane in lanes)
+    done = suite(tmp_path, {name: "def test_it():\n    pass\n" for lane in lanes for name in lane}, "-v", "-n", "2")
+    told = [line.split() for line in done.stdout.splitlines() if " PASSED " in line]
+    workers = {words[-1].partition("::")[0]: words[0] for words in told}
+    assert len(workers) == 2 * LANES, done.stdout
+    assert [len({workers[name] for name in lane}) for lane in lanes] == [1] * LANES
+    assert len(set(workers.values())) == LANES
+
+
+def test_what_is_recorded_are_files_that_are_there() -> None:
+    assert [name for name in recorded_seconds() if not (ROOT / name).is_file()] == []
+    full = [sum(recorded_seconds()[name] for name, lane in file_lanes().items() if lane == n) for n in range(LANES)]
+    assert max(full) < 1.2 * min(full)

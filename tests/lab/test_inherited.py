@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.slurm.ids import scancel
 from tests.support.campaigns import cli
+from tests.support.labs import sbatch
 from tests.support.places import ROOT
 from tests.support.waiting import until
 
@@ -31,9 +31,10 @@ def completed(run: Path | str) -> int:
 def test_a_script_by_hand_runs_though_its_job_inherits_nothing(tmp_path: Path, make_campaign: Make) -> None:
     run = cli("plan", make_campaign(2, PODS, agent="oracle")).stdout.strip()
     script = ROOT / "sbatch" / "sandbox_pods.sbatch"
-    command = ["sbatch", "--wait", "--export=NONE", "--get-user-env=1", "-t", "10", "-o", tmp_path / "log", script, run]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, (tmp_path / "log").read_text()
+    log = tmp_path / "log"
+    assert sbatch("--export=NONE", "--get-user-env=1", "-t", "10", "-o", log, script, run) == "COMPLETED", (
+        log.read_text()
+    )
     assert cli("gather", run).returncode == 0
     assert completed(run) == 2
 
@@ -51,8 +52,7 @@ def test_a_campaign_is_run_from_inside_an_allocation(tmp_path: Path, make_campai
         f"cd {ROOT} && srun -n1 {' '.join(words)} >{tmp_path}/out\n"
     )
     log = tmp_path / "log"
-    done = subprocess.run(["sbatch", "--wait", "-o", log, script], timeout=240, check=False)
-    assert done.returncode == 0, log.read_text()
+    assert sbatch("-o", log, script, timeout_s=240) == "COMPLETED", log.read_text()
     result = json.loads((tmp_path / "out").read_text())
     assert result["rollouts"]["completed"] == 2
     assert [pod["pod"].rpartition(".")[2] for pod in result["pods"]] == ["0"]

@@ -71,13 +71,13 @@ def test_its_daemons_hold_nothing_of_the_terminal(lab: Lab) -> None:
 
 
 def test_an_array_runs_and_is_accounted_for(lab: Lab) -> None:
-    job = lab.batch("echo element $SLURM_ARRAY_TASK_ID", "--wait", "--array=0-3", "--output=%A_%a.out", "--mem=100")
-    assert [(lab.dir / f"{job}_{i}.out").read_text() for i in range(4)] == [f"element {i}\n" for i in range(4)]
+    job = lab.batch("echo element $SLURM_ARRAY_TASK_ID", "--array=0-3", "--output=%A_%a.out", "--mem=100")
 
     def states() -> list[str]:
         return lab.slurm("sacct", "-nXP", "-j", job, "-o", "state,account").split()
 
     assert eventually(lambda: states() == ["COMPLETED|lab"] * 4), states()
+    assert [(lab.dir / f"{job}_{i}.out").read_text() for i in range(4)] == [f"element {i}\n" for i in range(4)]
 
 
 def test_a_gpu_is_assigned_by_number(lab: Lab) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
 from tests.support.campaigns import CALL, Make, cli, rows
-from tests.support.labs import pods
+from tests.support.labs import pods, sbatch
 from tests.support.places import ROOT
 from tests.support.waiting import until
 
@@ -79,7 +79,7 @@ def test_a_pod_runs_inside_a_job_that_is_there_already(tmp_path: Path, make_camp
         f"MEGAFLOW_REQUEUES=0 bash {ROOT}/sbatch/sandbox_pods.sbatch {run}\necho my own work goes on\n"
     )
     log = tmp_path / "log"
-    assert subprocess.run(["sbatch", "--wait", "-o", log, script], timeout=180, check=False).returncode == 0
+    assert sbatch("-o", log, script) == "COMPLETED"
     assert log.read_text().rstrip().endswith("my own work goes on")
     assert cli("gather", run).returncode == 0
     assert rows(run) == {f"task{n}/oracle/0": ("completed", 1) for n in range(3)}

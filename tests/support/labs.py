@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 from megaflow_hpc.slurm import site
 from tests.support.places import LAUNCHERS
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 LAB = LAUNCHERS / "lab.py"
 
@@ -96,6 +97,23 @@ def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
         lab.call("stop")
 
 
+@contextmanager
+def lab_to_oneself(directory: Path) -> Iterator[None]:
+    """The Slurm that ``SLURM_CONF`` names, or, where another worker of the suite has that, a lab in ``directory``."""
+    home = Path(os.environ["SLURM_CONF"]).parent
+    if not (home / "lab.json").exists():  # the site's own
+        yield
+        return
+    with open(home / "tests.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with own_lab(directory):
+                yield
+        else:
+            yield
+
+
 def alive(daemon: dict[str, Any]) -> bool:
     """Whether the process with this pid started at this tick; judged apart from the code under test."""
     try:
@@ -117,6 +135,19 @@ def of_lab(directory: Path) -> list[str]:
             if str(directory).encode() in text:
                 found.append((entry / "cmdline").read_text(errors="replace"))
     return found
+
+
+def sbatch(*words: object, timeout_s: float = 180.0) -> str:
+    """Queues a batch job and waits until it has ended; its state. (``sbatch --wait`` asks less and less often.)"""
+    command = ["sbatch", "--parsable", *map(str, words)]
+    job = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def state() -> str:
+        shown = subprocess.check_output(["scontrol", "-o", "show", "job", job], text=True)
+        return shown.partition("JobState=")[2].split()[0]
+
+    until(lambda: state() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"job {job} ends", timeout_s, 0.3)
+    return state()
 
 
 PODS = """\

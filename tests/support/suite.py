@@ -1,24 +1,32 @@
 """How launchers/test runs the whole suite: several tests at a time, failed ones once more, and where the time went.
 
-A pytest plugin, loaded by ``-p tests.support.suite`` alone. With pytest-xdist, a unit of work is a file, or all of
-``tests/lab``, whose tests share one Slurm and mostly wait for it. What takes long begins first.
+A pytest plugin, loaded by ``-p tests.support.suite`` alone. With pytest-xdist, a unit of work is a file, or a lane of
+``tests/lab``: files whose tests share one Slurm, wait for it most of the time, and so run one after another beside all
+the rest. What takes long begins first, as ``seconds.json`` beside this file knows; ``--record-seconds`` writes it anew.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 LAB = "tests/lab"
-LONG = ("lab", "engine", "slow")
-"""Marks of tests that begin first, in this order."""
+LANES = 2
+"""So many labs run side by side, each of a worker of its own (the fixture ``slurm``)."""
+SECONDS = Path(__file__).with_name("seconds.json")
+"""File → seconds that its tests take, of those that take long enough to matter."""
+MATTERS_S = 5.0
+LIKELY_S = {"lab": 60.0, "engine": 30.0, "slow": 10.0}
+"""By mark, of a file that ``SECONDS`` does not know."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,16 +39,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick-limit", type=float, default=0, metavar="SECONDS",
         help="name passed tests that took longer: they should be marked slow",
     )  # fmt: skip
+    group.addoption(
+        "--record-seconds", action="store_true", help=f"write what each file took to {SECONDS.name} (of a whole run)"
+    )  # fmt: skip
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts files with long tests first; the order within a file stays."""
-    ranks: dict[str, int] = {}
+    """Puts the units that take longest first; the order within a unit stays."""
+    files: dict[str, float] = {}
     for item in items:
-        rank = next((n for n, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG))
-        ranks[_unit(item.nodeid)] = min(rank, ranks.get(_unit(item.nodeid), rank))
-    items.sort(key=lambda item: ranks[_unit(item.nodeid)])
+        likely = max([LIKELY_S[mark] for mark in LIKELY_S if item.get_closest_marker(mark)], default=0.0)
+        name = _file(item.nodeid)
+        files[name] = recorded_seconds().get(name) or max(likely, files.get(name, 0.0))
+    units: dict[str, float] = defaultdict(float)
+    for name, spent in files.items():
+        units[_unit(name)] += spent
+    items.sort(key=lambda item: (-units[_unit(item.nodeid)], _unit(item.nodeid)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,6 +65,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Units(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return _unit(nodeid)
+
+        def _reschedule(self, node: Any) -> None:
+            """Gives a worker its next unit with its last test, which it could not begin else, and not before."""
+            if self._pending_of(self.assigned_work[node]) != 2 or not self.workqueue:
+                super()._reschedule(node)
 
     return Units(config, log)
 
@@ -65,6 +85,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         slow = [f"should be marked slow ({s:.0f} s): {name}" for name, s in sorted(seconds.items()) if 0 < limit < s]
         for line in [*_by_room(seconds), "", *_slowest(seconds), *slow]:
             terminalreporter.write_line(line)
+    if config.getoption("record_seconds"):
+        _record(seconds)
     failed = _failed(stats)
     if 0 < len(failed) <= config.getoption("once_more"):
         terminalreporter.section("failed tests, each once more by itself")
@@ -77,8 +99,31 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             session.exitstatus = pytest.ExitCode.OK
 
 
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 def _unit(nodeid: str) -> str:
-    return LAB if nodeid.startswith(f"{LAB}/") else nodeid.partition("::")[0]
+    name = _file(nodeid)
+    return f"{LAB} {file_lanes().get(name, 0)}" if name.startswith(f"{LAB}/") else name
+
+
+@functools.cache
+def recorded_seconds() -> dict[str, float]:
+    """What ``SECONDS`` says."""
+    found: dict[str, float] = json.loads(SECONDS.read_text())
+    return found
+
+
+@functools.cache
+def file_lanes() -> dict[str, int]:
+    """File of the lab → its lane, of which all take about as long."""
+    lanes, full = {}, [0.0] * LANES
+    for name, spent in sorted(recorded_seconds().items(), key=lambda entry: -entry[1]):
+        if name.startswith(f"{LAB}/"):
+            lanes[name] = full.index(min(full))
+            full[lanes[name]] += spent
+    return lanes
 
 
 def _failed(stats: dict[str, list[Any]]) -> list[str]:
@@ -111,6 +156,16 @@ def _seconds(reports: Iterable[Any]) -> dict[str, float]:
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid] += report.duration
     return seconds
+
+
+def _record(seconds: dict[str, float]) -> None:
+    files: dict[str, float] = defaultdict(float)
+    for name, spent in seconds.items():
+        files[_file(name)] += spent
+    longest = sorted(files.items(), key=lambda entry: -entry[1])
+    SECONDS.write_text(
+        json.dumps({name: round(spent) for name, spent in longest if spent >= MATTERS_S}, indent=1) + "\n"
+    )
 
 
 def _by_room(seconds: dict[str, float]) -> list[str]:
