@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
 from megaflow_hpc.campaign.local import living_pods
-from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
+from megaflow_hpc.campaign.queued import trainers, waiting_servers
+from megaflow_hpc.campaign.resumption import ask_for, mark_gone, repeat
+from megaflow_hpc.campaign.tally import job_uses, recount, usage
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.ledger import Ledger, OpenLease, read_blocks, write_blocks
-from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger import Ledger, OpenLease
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.engine_pool import EnginePool
-from megaflow_hpc.rundir.events import RolloutEvent, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, Marks
-from megaflow_hpc.rundir.overrides import Changes, overridden, override
+from megaflow_hpc.rundir.overrides import Changes, overridden
 from megaflow_hpc.rundir.record import check_version, read_run
-from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.ids import array_of, scancel
 
 if TYPE_CHECKING:
@@ -126,7 +123,10 @@ class Run:
         """The contract of ``status --json``."""
         live = self.live_jobs(self._slurm_age_s)
         status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
-        status["servers"] += self._waiting_servers({server["server"] for server in status["servers"]})
+        if servers := self.record.servers:
+            known = {server["server"] for server in status["servers"]}
+            states = self.slurm_jobs.servers(self._slurm_age_s) or {}
+            status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, known)
         status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
         status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
         if status["state"] in ("finished", "cancelled", "stopped"):
@@ -140,37 +140,12 @@ class Run:
         if self.local is not None:
             here = os.uname().nodename
             return {policy: TrainerJob("running", node=here) for policy in self.local.training}
-        states = self.slurm_jobs.trainer_states(self._slurm_age_s) if self.config.training else {}
-        if states is None:
-            return None
-        return {
-            policy: TrainerJob("queued", state.id, reason=state.reason)
-            if state.state == "PENDING"
-            else TrainerJob("running", state.id, state.node)
-            for policy, state in states.items()
-        }
+        return trainers(self.slurm_jobs.trainer_states(self._slurm_age_s) if self.config.training else {})
 
     @property
     def _slurm_age_s(self) -> float:
         """How old Slurm's word may be: while pods are seen to write there is little to ask."""
         return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
-
-    def _waiting_servers(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Engine servers that are in Slurm's queue, or on their way from there to an endpoint file."""
-        found = []
-        servers = self.record.servers
-        for number, state in sorted((self.slurm_jobs.servers(self._slurm_age_s) or {}).items() if servers else ()):
-            name = f"{servers[number].policy}.{number}"
-            if name in known or not state.live:
-                continue
-            shown = {"server": name, "policy": servers[number].policy, "node": state.node, "job_id": state.id}
-            if state.held:
-                by = LeaderLease(self.dir, SCALER).holder()
-                remedy = f"nobody lets it go: keep megaflow-hpc watch {self.dir} open, or use scale --servers"
-                found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
-            else:
-                found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
-        return found
 
     def usage(self) -> dict[str, float]:
         """Core-seconds and GPU-seconds that all jobs held, and how many of them were idle; see :mod:`.monitor.usage`.
@@ -178,15 +153,7 @@ class Run:
         Raises:
             SiteError: the site keeps no accounting, or it does not answer.
         """
-        from megaflow_hpc.monitor.usage import totals
-        from megaflow_hpc.trajectories import open_trajectories
-
-        uses, now = self.job_uses(), time.time()
-        with open_trajectories(self.dir.path) as store:
-            ran = [(a.job_id, (a.started_at, a.finished_at)) for t in store for a in t.attempts]
-        self.monitor.refresh()
-        ran += [(pod, (began_at, now)) for pod, began_at in self.monitor.at_work()]
-        return totals(uses, ran)
+        return usage(self.dir, self.job_uses(), self.monitor)
 
     def job_uses(self) -> list[JobUse]:
         """Every start of every job of this run: what it held, and what it used of that; none without jobs.
@@ -194,24 +161,8 @@ class Run:
         Raises:
             SiteError: the site keeps no accounting, or it does not answer.
         """
-        from megaflow_hpc.monitor.usage import JobUse
-
-        role_of = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
-        now = time.time()
-        return [
-            JobUse(
-                (one.use.started_at, one.use.ended_at or now),
-                one.use.cores,
-                one.use.gpus,
-                one.use.id,
-                role_of.get(array_of(one.use.id), "pods"),
-                one.state,
-                one.cpu_s if one.use.ended_at and one.cpu_s else None,  # none at all: Slurm gathers nothing
-                one.memory_asked_mb,
-                one.memory_peak_mb,
-            )
-            for one in (accounting.efficiencies(role_of) if role_of else ())
-        ]
+        roles = ("gather", "servers", "trainer", "pods")
+        return job_uses({job: role for role in roles for job in self.job_ids(role)})
 
     def pods_live(self) -> bool | None:
         """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
@@ -256,7 +207,20 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Follows until the campaign ends (or no pod is left), gathers, and returns :meth:`summary`.
+        """Follows until the campaign ends (:meth:`follow`), and returns what came of it (:meth:`conclude`)."""
+        self.follow(timeout_s, progress, interrupted)
+        result = self.conclude()
+        if progress:
+            progress(result)
+        return result
+
+    def follow(
+        self,
+        timeout_s: float | None = None,
+        progress: Callable[[dict[str, Any]], None] | None = None,
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Follows until the campaign ends, or no pod is left.
 
         Args:
             progress: gets the status at each look.
@@ -288,13 +252,14 @@ class Run:
             if self.local is not None:
                 self.local.stop()
             raise
+
+    def conclude(self) -> dict[str, Any]:
+        """Ends what this process has started of it, gathers, and returns the status by what is stored, with results."""
         if self.local is not None:
             self.local.stop()
         self.gather()
-        self._recount()
+        recount(self.dir, self.monitor)
         status = self.monitor.status(self.live_jobs(0), self.slurm_jobs.asked_at, self._trainers())
-        if progress:
-            progress(status)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def gather(self, rebuild: bool = False) -> Path:
@@ -305,24 +270,6 @@ class Run:
         if self.ledger.finished:  # the last pod removes it, unless it was killed then
             remove_tree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
-
-    def _recount(self) -> None:
-        """Lets what is stored decide: the event files are flushed, not fsynced, and know nothing of seals."""
-        from megaflow_hpc.trajectories import open_trajectories
-
-        with open_trajectories(self.dir.path) as store:
-            self.monitor.settle(
-                RolloutEvent(
-                    id=t.id,
-                    status=t.status,
-                    kind=t.error_kind,
-                    error=shown(t.error),
-                    reward=None if math.isnan(t.reward) else t.reward,
-                    seconds=round(t.finished_at - t.started_at, 2),
-                    turns=len(t.turns),
-                )
-                for t in store
-            )
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
         """Trajectories as they become durable; ends with the campaign. ``after``: ids to leave out.
@@ -419,10 +366,11 @@ class Run:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             raise ConfigError(f"{passed}; go on with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
         if requests:
-            self._ask_for(requests, chosen)
+            self.config = ask_for(requests, chosen, self.dir, self.record, self.slurm_jobs)
+            self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
-        self._mark_gone()
+        mark_gone(self.ledger)
         for consumer in self._marks.closed:
             OpenLease(self.dir, consumer).put()
         self._marks.uncancel()
@@ -430,7 +378,7 @@ class Run:
             EnginePool(self.path).reopen()
         self._marks.forget_unstarted()
         if failed or only:
-            self._repeat(only)
+            repeat(self.dir, self.ledger, self.config, only)
         if self.ledger.finished:
             return False
         if self.pods_live():
@@ -442,62 +390,3 @@ class Run:
             self.slurm_jobs.until_gone()
         self.start(chosen, ranks)
         return True
-
-    def _ask_for(self, requests: Changes, launcher: str) -> None:
-        """Changes what new jobs ask for; those that only wait in the queue with what it was before are cancelled."""
-        if launcher != "slurm":
-            raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
-        pods = self.slurm_jobs.live_pods(0)
-        if pods is None:
-            pods = [] if not self.job_ids() else None
-        if pods is None:
-            raise SiteError(f"{self.dir}: Slurm does not say which pods there are; nothing was changed")
-        if running := [pod.id for pod in pods if pod.state != "PENDING"]:
-            raise ConfigError(
-                f"{self.dir}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
-                f"stop them first (megaflow-hpc cancel {self.dir}), nothing that is stored is lost"
-            )
-        override(self.dir, self.record.config, requests)
-        self.config = overridden(self.dir, self.record.config)
-
-        def where(key: str) -> str:
-            return f"{self.dir.changed_requests}: {key}"
-
-        site.check_site(self.config, where)
-        demand.check_resources(self.config, self.record.server_groups, where)
-        if pods:
-            scancel(self.job_ids())
-            self.slurm_jobs.until_gone()
-        self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
-
-    def _mark_gone(self) -> None:
-        """Frees the blocks of pods that are provably no more."""
-        leases, gone = self.ledger.leases(), self.ledger.gone()
-        jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
-        live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
-        for name, lease in leases.items():
-            if name in gone:
-                continue
-            process = process_here(lease)
-            if lease["job_id"] not in live if lease["job_id"] else process is not None and not process.alive():
-                self.ledger.mark_gone(name)
-
-    def _repeat(self, only: Sequence[str]) -> None:
-        """Appends blocks with the rollouts that failed (of those, the ones that ``only`` names)."""
-        from megaflow_hpc.trajectories.journal.winners import index
-
-        winners = index(self.dir, self.ledger.seals()).winners
-        again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
-        done = self.ledger.view().done
-        blocks = read_blocks(self.dir)
-        # A block that is not done yet will run its failures again by itself.
-        again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
-        rollouts = {
-            rollout.id: rollout
-            for block in blocks
-            for rollout in block.rollouts
-            if rollout.id in again and wanted(rollout, only)
-        }
-        if rollouts:
-            whole = whole_groups(self.config)
-            write_blocks(self.dir, list(rollouts.values()), self.config.slurm.pods.total, whole=whole)

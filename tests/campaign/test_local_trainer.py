@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaflow_hpc.campaign.trainers import LocalTrainer
+from megaflow_hpc.campaign.local import LocalTrainer
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.training.plan import TrainingFiles

@@ -16,7 +16,7 @@ from megaflow_hpc.cli.output import (
     training_lines,
     unstarted_lines,
 )
-from megaflow_hpc.cli.progress import Progress
+from megaflow_hpc.cli.progress import Progress, under_way
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.errors import MegaflowError, SiteError
 
@@ -37,16 +37,23 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         note(said[-1])
 
     try:
-        if not start():
+        with under_way(f"starting {run.config.name}"):
+            started = start()
+        if not started:
             return 0
-        result = run.wait(progress=progress, interrupted=interrupted)
+        run.follow(progress=progress, interrupted=interrupted)
+        progress.close()
+        with under_way(f"gathering {run.path}"):
+            result = run.conclude()
+        progress(result)
     except KeyboardInterrupt:
         try:
             if not said:
                 interrupted()
-            for step in (run.cancel, run.gather):
+            for what, step in (("cancelling", run.cancel), ("gathering", run.gather)):
                 try:
-                    step()
+                    with under_way(f"{what} {run.path}"):
+                        step()
                 except MegaflowError as error:
                     note(f"{error}")
         except KeyboardInterrupt:

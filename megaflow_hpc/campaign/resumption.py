@@ -1,0 +1,83 @@
+"""What a run needs before it goes on: other requests of Slurm, the blocks of pods that are gone, failures once more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megaflow_hpc.campaign import demand
+from megaflow_hpc.campaign.jobs import Jobs
+from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
+from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.overrides import Changes, overridden, override
+from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm.ids import array_of, scancel
+
+
+def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, jobs: Jobs) -> CampaignConfig:
+    """Changes what new jobs ask for, and returns the campaign with that; those that only wait are cancelled.
+
+    Raises:
+        ConfigError: Slurm does not run this campaign, or some of its pods run.
+        SiteError: Slurm does not say which pods there are.
+    """
+    if launcher != "slurm":
+        raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
+    pods, known = jobs.live_pods(0), jobs.ids()
+    if pods is None and known:
+        raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
+    if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:
+        raise ConfigError(
+            f"{run}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
+            f"stop them first (megaflow-hpc cancel {run}), nothing that is stored is lost"
+        )
+    override(run, planned.config, requests)
+    config = overridden(run, planned.config)
+
+    def where(key: str) -> str:
+        return f"{run.changed_requests}: {key}"
+
+    site.check_site(config, where)
+    demand.check_resources(config, planned.server_groups, where)
+    if pods:
+        scancel(known)
+        jobs.until_gone()
+    return config
+
+
+def mark_gone(ledger: Ledger) -> None:
+    """Frees the blocks of pods that are provably no more."""
+    leases, gone = ledger.leases(), ledger.gone()
+    jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
+    live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
+    for name, lease in leases.items():
+        if name in gone:
+            continue
+        process = process_here(lease)
+        if lease["job_id"] not in live if lease["job_id"] else process is not None and not process.alive():
+            ledger.mark_gone(name)
+
+
+def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[str]) -> None:
+    """Appends blocks with the rollouts that failed (of those, the ones that ``only`` names)."""
+    from megaflow_hpc.trajectories.journal.winners import index
+
+    winners = index(run, ledger.seals()).winners
+    again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
+    done = ledger.view().done
+    blocks = read_blocks(run)
+    # A block that is not done yet will run its failures again by itself.
+    again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
+    rollouts = {
+        rollout.id: rollout
+        for block in blocks
+        for rollout in block.rollouts
+        if rollout.id in again and wanted(rollout, only)
+    }
+    if rollouts:
+        whole = whole_groups(config)
+        write_blocks(run, list(rollouts.values()), config.slurm.pods.total, whole=whole)
