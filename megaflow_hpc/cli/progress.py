@@ -138,7 +138,8 @@ class ImageProgress:
                 from rich.console import Console
                 from rich.live import Live
 
-                self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=True)
+                taken = {"redirect_stdout": sys.stdout.isatty()}  # what is piped on stays where it goes
+                self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=True, **taken)
                 self._live.start()
             from rich.text import Text
 
@@ -156,7 +157,7 @@ class PlanProgress(ImageProgress):
 
     def __init__(self) -> None:
         super().__init__()
-        self._step, self._since = "", time.monotonic()
+        self._step, self._detail, self._since = "", "", time.monotonic()
         self._guard = threading.RLock()
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -173,9 +174,13 @@ class PlanProgress(ImageProgress):
     def step(self, text: str) -> None:
         """Gets what is done from now on."""
         with self._guard:
-            self._step, self._since = text, time.monotonic()
+            self._step, self._detail, self._since = text, "", time.monotonic()
             if self._live is not None:
                 self._now(text)
+
+    def detail(self, text: str) -> None:
+        """Gets how far the step is; as cheap as it is called often."""
+        self._detail = f", {text}"
 
     def say(self, line: str) -> None:
         """Prints a line, above that in place."""
@@ -192,12 +197,12 @@ class PlanProgress(ImageProgress):
             with self._guard:
                 silent = time.monotonic() - self._said >= self.EVERY_S
                 if silent and self._step and not self._over.is_set():
-                    self._now(f"{self._step}: {seconds(time.monotonic() - self._since)}")
+                    self._now(f"{self._step}{self._detail}: {seconds(time.monotonic() - self._since)}")
 
 
 @contextmanager
-def under_way(step: str) -> Iterator[None]:
+def under_way(step: str) -> Iterator[PlanProgress]:
     """Says on stderr every two seconds for how long a step has been under way; nothing of one that takes less."""
     with PlanProgress() as watch:
         watch.step(step)
-        yield
+        yield watch

@@ -98,8 +98,9 @@ def register(subparsers: Subparsers) -> None:
 def _resume(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
-    run = Run(arguments.run_dir)
-    status = run.status()
+    with under_way(f"reading {arguments.run_dir}"):
+        run = Run(arguments.run_dir)
+        status = run.status()
     for line in [*unstarted_lines(status), *status["warnings"]]:
         note(line)
     if edited := run.edits.tasks():
@@ -136,7 +137,8 @@ def _scale(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run_dir)
     if arguments.servers is not None:
         return _scale_servers(run, arguments)
-    changed = run.scale(arguments.pods)
+    with under_way(f"scaling {run.path}"):
+        changed = run.scale(arguments.pods)
     say_notices(run.slurm_jobs)
     if arguments.json:
         print_json({"run": str(run.path), "pods": arguments.pods, **changed})
@@ -160,7 +162,8 @@ def _cancel(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
     run = Run(arguments.run_dir)
-    done = run.cancel()
+    with under_way(f"cancelling {run.path}"):
+        done = run.cancel()
     if arguments.json:
         print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
         return 0
@@ -178,10 +181,11 @@ def _gather(arguments: argparse.Namespace) -> int:
 
     run = Run(arguments.run_dir)
     if arguments.wait:
+        note(f"waiting for the pods of {run.path}")
         run.slurm_jobs.until_pods_left()
-    # First: gathering may take long, and nobody asks the engines any more.
-    ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
     with under_way(f"gathering {run.path}"):
+        # First: gathering may take long, and nobody asks the engines any more.
+        ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
         path = run.gather(arguments.rebuild)
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})

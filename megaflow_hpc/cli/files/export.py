@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -70,29 +69,6 @@ def register(subparsers: Subparsers) -> None:
     back.add_argument("--force", action="store_true", help="replace a file that is there")
 
 
-class Progress:
-    """Progress on stderr: in place on a terminal, a line every 15 s in a log, nothing for quick work."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, name: str, done: int, total: int | None = None) -> None:
-        if time.monotonic() - self._last < (0.5 if self._terminal else 15.0):
-            return
-        self._last = time.monotonic()
-        text = f"{name}: {done}{f'/{total}' if total else ''} trajectories"
-        if self._terminal:
-            print(f"\r{text}", end="", file=sys.stderr, flush=True)
-        else:
-            note(text)
-
-    def close(self) -> None:
-        """Clears the line of progress on a terminal."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories import open_trajectories
     from megaflow_hpc.trajectories.exports import export, module_of
@@ -102,12 +78,12 @@ def _export(arguments: argparse.Namespace) -> int:
         module_of(name)
     path = Path(arguments.run_dir)
     directory = Path(arguments.output) if arguments.output else (path if path.is_dir() else path.parent) / "export"
-    progress = Progress()
-    with open_trajectories(path) as store:
-        try:
-            written = export(store, formats, directory, arguments.where, arguments.compress, progress)
-        finally:
-            progress.close()
+    with under_way(f"exporting {path}") as watch, open_trajectories(path) as store:
+
+        def progress(name: str, done: int, total: int) -> None:
+            watch.detail(f"{name} {done}/{total} trajectories")
+
+        written = export(store, formats, directory, arguments.where, arguments.compress, progress)
         count = len(store) if arguments.where is None else len(store.select(arguments.where))
     if arguments.json:
         print_json({"trajectories": count, "files": {name: list(map(str, paths)) for name, paths in written.items()}})
@@ -123,17 +99,14 @@ def _import(arguments: argparse.Namespace) -> int:
     target = Path(arguments.output)
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
-    progress = Progress()
-    try:
+    with under_way(f"importing {arguments.file}") as watch:
         count = importing.import_jsonl(
             Path(arguments.file),
             target,
             arguments.campaign,
-            lambda done: progress("import", done),
+            lambda done: watch.detail(f"{done} trajectories"),
             arguments.longest_line << 20,
         )
-    finally:
-        progress.close()
     if arguments.json:
         print_json({"file": str(target), "trajectories": count})
     else:

@@ -155,7 +155,8 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path}: --drop-journals is for a run directory")
     run = RunDir(path)
     if arguments.dry_run or not arguments.yes:
-        held = drop_journals(run, dry_run=True)
+        with under_way(f"checking {path}"):
+            held = drop_journals(run, dry_run=True)
         files = held["journals"] + held["shards"]
         what = f"{path}: {files} journals and shards, {held['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
@@ -73,9 +74,9 @@ def run_import(arguments: argparse.Namespace) -> int:
         source = Path(file).absolute()
         if source.suffix != ".jsonl":
             raise ConfigError(f"{source}: expected a .jsonl file")
-        instances = [instance.fill_in(arguments.image, **options) for _, instance in read_instances(source)]
-        text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
-        with tempfile.TemporaryDirectory() as scratch:
+        with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
+            instances = [instance.fill_in(arguments.image, **options) for _, instance in read_instances(source)]
+            text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
             if changed:  # judged as it will be written; what the options leave wrong is named there
                 copy = Path(scratch, source.name)
                 copy.write_text(text, encoding="utf-8", errors="surrogatepass")

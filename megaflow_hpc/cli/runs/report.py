@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import estimate, note, print_json, say, table
+from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.values import zero_or_more
 from megaflow_hpc.cli.verb import add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -79,10 +80,10 @@ def _report(arguments: argparse.Namespace) -> int:
     if not arguments.prometheus:
         check_installed()
     prices = Prices(core_hour=arguments.core_hour, gpu_hour=arguments.gpu_hour, currency=arguments.currency)
-    with ExitStack() as stack:
+    with ExitStack() as stack, PlanProgress() as watch:
         runs: list[Loaded] = []
         for path in paths:
-            note(f"report: reading {path}")
+            watch.step(f"report: reading {path}")
             runs.append(stack.enter_context(Loaded(path, _uses(path), prices)))
         figures = [run.figures for run in runs]
         differences = compare(figures)
@@ -91,7 +92,7 @@ def _report(arguments: argparse.Namespace) -> int:
         else:
             folder = Path(arguments.output) if arguments.output else files.default_folder(paths[0])
             written = files.write_report(
-                folder, runs, differences, arguments.transcripts, not arguments.no_pictures, lambda said: note(said)
+                folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
     if arguments.json:
         told = {"runs": to_builtins(figures), "comparison": to_builtins(differences), "files": list(map(str, written))}

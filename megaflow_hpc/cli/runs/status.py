@@ -19,6 +19,7 @@ from megaflow_hpc.cli.output import (
     training_lines,
     unstarted_lines,
 )
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.runs.usage import hours
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.texts import in_one_line
@@ -45,10 +46,11 @@ def register(subparsers: Subparsers) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
 
-    run = Run(arguments.run_dir)
-    status = run.status()
-    if arguments.usage:
-        status["usage"] = run.usage()
+    with under_way(f"reading {arguments.run_dir}"):
+        run = Run(arguments.run_dir)
+        status = run.status()
+        if arguments.usage:
+            status["usage"] = run.usage()
     if arguments.rollouts:
         status["rollout_list"] = [msgspec.to_builtins(event) for _, event in sorted(run.monitor.rollouts.items())]
     if arguments.json:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli.output import print_json, say, table
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 
 HEAD = ("run", "core-hours", "idle", "GPU-hours", "idle GPU-hours")
@@ -32,7 +33,10 @@ def _usage(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
     from megaflow_hpc.monitor.usage import added
 
-    found = {run: Run(run).usage() for run in dict.fromkeys(arguments.run_dir)}
+    found = {}
+    for run in arguments.run_dir:
+        with under_way(f"accounting for {run}"):
+            found[run] = Run(run).usage()
     total = added(found.values())
     if arguments.json:
         print_json(

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -71,9 +72,10 @@ def _publish(arguments: argparse.Namespace) -> int:
     if marks.cancelled:
         note(f"the campaign is cancelled: its engines load them once it goes on (megaflow-hpc resume {run})")
     named = {"token": arguments.token, "digest": arguments.digest}
-    made = weights.publish(
-        run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep, **named
-    )
+    with under_way(f"publishing {arguments.directory}"):
+        made = weights.publish(
+            run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep, **named
+        )
     if arguments.json:
         print_json(asdict(made))
     else:
