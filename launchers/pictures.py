@@ -1,94 +1,101 @@
 #!/usr/bin/env python3
-"""Draws the pictures of `megaflow-hpc watch` in docs/pictures from a run of its own: watch.svg, watch-rollout.svg.
+"""Draws the pictures of docs/pictures from a run that works: the live view, a rollout in it, and the report's top.
 
-usage: python launchers/pictures.py [DIRECTORY]
+usage: python launchers/pictures.py RUNS DIRECTORY
 
-In the environment of `launchers/test`. Builds the tasks of launchers/bugs.yaml in DIRECTORY (default: one that is
-removed), lets mini-swe-agent work on them with the answers of a scripted engine that takes its time, and draws the view
-while it works. Without Slurm; three minutes.
+Waits for a run that begins under RUNS from now on, and writes watch.svg and watch-rollout.svg into DIRECTORY while it
+works, and report.png when it has ended. `launchers/demo --pictures` does so with its second campaign. The last picture
+needs Chromium.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import yaml
-from solutions import solution
-
-from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.view.app import WatchApp, write_picture
 
-ROOT = Path(__file__).resolve().parents[1]
-UNSOLVED = "wcwidth-hangul-jamo"
-"""A task of which the engine knows nothing."""
-BROKEN = "isodate-decimal-months"
-"""A task whose tests are made to say nothing."""
-THINKING_S = 6.0
-CAMPAIGN = """\
-name: fix-bugs
-tasks: tasks/*
-agent: {name: mini-swe-agent, max_turns: 6}
-samples: 2
-model: {engine: scripted, script: answers.yaml}
-environment: {images: {megaflow-bugs: images/megaflow-bugs.sif}}
-slurm: {pods: {slots_per_rank: 8}}
-"""
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+QUIET = ("--headless", "--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage")
+SIZE = "1280,1780"
+"""Of the report's picture, in pixels."""
+WAIT_S = 1800.0
+START_S = 5.0
+"""This program may take so long to start, while the run is planned beside it."""
 
 
-def prepare(folder: Path) -> Path:
-    """Builds the tasks and writes the campaign file."""
-    command = [sys.executable, "-m", "megaflow_hpc", "tasks", "build", str(ROOT / "launchers" / "bugs.yaml")]
-    command += ["--output", str(folder / "tasks"), "--base", os.environ["MEGAFLOW_TEST_BASE_SIF"]]
-    subprocess.run(command, check=True)
-    tasks = [task.parent for task in sorted((folder / "tasks").glob("*/task.toml"))]
-    (folder / "tasks" / BROKEN / "tests" / "test.sh").write_text("exit 0\n")
-    known = [solution(task) for task in tasks if task.name != UNSOLVED]
-    for number, script in enumerate(known):
-        script["answers"] = [{"text": text, "delay_s": THINKING_S + number} for text in script["answers"]]
-    looks = {"text": "I look first.\n\n```mswea_bash_command\nls -R | head -40\n```", "delay_s": 2 * THINKING_S}
-    (folder / "answers.yaml").write_text(yaml.safe_dump({"tasks": known, "default": [looks]}))
-    (folder / "campaign.yaml").write_text(CAMPAIGN)
-    return folder / "campaign.yaml"
+def next_run(runs: Path) -> Run:
+    """The next run that is planned under ``runs``."""
+    begin, end = time.time() - START_S, time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        for found in runs.glob("*/run.json"):
+            if found.stat().st_mtime > begin:
+                return Run(found.parent)
+        time.sleep(0.5)
+    raise SystemExit(f"{runs}: no run began")
+
+
+def at_work(app: WatchApp) -> list[int]:
+    """The model calls of the rollouts that run and stand first, as far as their pod tells."""
+    return [row.turns or 0 for row in app.snapshot.rollouts[:8] if row.stored is None] if app.snapshot else []
+
+
+def has_ended(app: WatchApp) -> bool:
+    """Whether nothing more will be seen at work."""
+    return app.snapshot is not None and app.snapshot.status["state"] in ("finished", "cancelled")
 
 
 async def draw(run: Run, pictures: Path) -> None:
-    """Draws the list when half is stored, and a rollout that has made some turns."""
-    app = WatchApp(Run(run.path))
+    """Draws the list while rollouts run, and of these the one with most calls."""
+    app = WatchApp(run)
     async with app.run_test(size=(100, 30)) as pilot:
-        while app.snapshot is None or len(app.snapshot.rollouts) < 22 or max(turns(app), default=0) < 2:
+        while not has_ended(app) and max(at_work(app), default=0) < 1:
             await pilot.pause(0.5)
         write_picture(app, pictures / "watch.svg")
-        made = turns(app)
-        await pilot.press(*["down"] * made.index(max(made)), "enter")
-        end = time.monotonic() + 15
+        made = at_work(app)
+        await pilot.press(*["down"] * (made.index(max(made)) if made else 0), "enter")
+        end = time.monotonic() + 60
         while time.monotonic() < end and "assistant" not in str(app.screen.query_one("#body").lines):
             await pilot.pause(0.5)
         write_picture(app, pictures / "watch-rollout.svg")
 
 
-def turns(app: WatchApp) -> list[int]:
-    """The model calls of the rollouts that run, as far as their pod tells."""
-    assert app.snapshot is not None
-    return [row.turns or 0 for row in app.snapshot.rollouts[:8] if row.stored is None]
+def draw_report(run: Run, picture: Path) -> None:
+    """Draws the top of the report, once the run has ended."""
+    end = time.monotonic() + WAIT_S
+    while not run.dir.trajectories.exists() and time.monotonic() < end:
+        time.sleep(1.0)
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise SystemExit(f"no report.png: none of {', '.join(BROWSERS)} is on PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "megaflow_hpc", "report", run.path, "-o", folder], check=True)
+        shown = [f"--window-size={SIZE}", "--hide-scrollbars", f"--screenshot={picture}", f"file://{folder}/index.html"]
+        quiet = [
+            "--headless",
+            "--disable-gpu",
+            "--no-sandbox",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={folder}/b",
+        ]
+        subprocess.run([browser, *quiet, *shown], check=True, timeout=120, stderr=subprocess.DEVNULL)
 
 
 def main() -> None:
-    if sys.argv[1:] and sys.argv[1].startswith("-"):
+    if len(sys.argv) != 3 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Campaign.from_yaml(prepare(Path(sys.argv[1] if sys.argv[1:] else scratch).resolve())).submit("local")
-        try:
-            asyncio.run(draw(run, ROOT / "docs" / "pictures"))
-        finally:
-            assert run.local is not None
-            run.local.kill()
+    pictures = Path(sys.argv[2]).absolute()
+    pictures.mkdir(parents=True, exist_ok=True)
+    run = next_run(Path(sys.argv[1]))
+    asyncio.run(draw(run, pictures))
+    draw_report(Run(run.path), pictures / "report.png")
+    print(f"pictures: {pictures}")
 
 
 if __name__ == "__main__":

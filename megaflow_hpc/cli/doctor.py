@@ -88,7 +88,7 @@ def _python() -> Iterator[Finding]:
             yield Finding(name, "FAIL", "not installed; rollouts need it", 'pip install "megaflow-hpc[mpi]"')
     (made,), _ = probe([AgentConfig(name="mini-swe-agent")])  # as planning asks, its dependencies with it
     if made.error:
-        yield Finding("agents", "warn", made.error, "pip install 'megaflow-hpc[agents]'")
+        yield Finding("agents", "warn", made.error.partition("; install")[0], "pip install 'megaflow-hpc[agents]'")
     else:
         yield Finding("agents", "ok", f"mini-swe-agent {importlib.metadata.version('mini-swe-agent')}")
 
@@ -101,7 +101,12 @@ def _slurm() -> Iterator[Finding]:
             "slurm", "warn", "sbatch is not on PATH", "load the site's module; without it use --launcher local"
         )
         return
-    yield Finding("slurm", "ok", site.ask("sbatch", "--version").strip())
+    remedy = "load the site's module, or set SLURM_CONF; without Slurm use --launcher local"
+    try:
+        yield Finding("slurm", "ok", site.ask("sbatch", "--version").strip())
+    except SiteError as error:
+        yield Finding("slurm", "FAIL", str(error), remedy)
+        return
     try:
         known, absent = site.partitions(), health.absent_nodes()
     except SiteError as error:

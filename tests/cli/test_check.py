@@ -122,6 +122,16 @@ def test_a_mistake_of_the_file_is_said_before_what_slurm_says(
     assert ("controller" in done.stderr) == (words == ["check"])
 
 
+def test_a_site_that_cannot_be_asked_is_told_from_a_mistake_of_the_file(
+    campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    write_program(slurm / "sinfo", "echo 'sinfo: fatal: Could not establish a configuration source' >&2; exit 1")
+    done = megaflow("check", campaign)
+    assert done.returncode == 3
+    assert "configuration source" in done.stderr
+    assert done.stderr.endswith("--no-site looks at it alone, and run --launcher local needs no Slurm\n")
+
+
 def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_left(
     campaign: Path, slurm: Path, megaflow: Megaflow
 ) -> None:

@@ -26,6 +26,19 @@ def test_every_finding_has_a_level_and_what_fails_a_remedy(capsys: pytest.Captur
     assert sum(not line.startswith(" ") for line in lines) == len(report["findings"])
 
 
+def test_programs_of_slurm_without_a_cluster_come_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sbatch", "sinfo", "squeue", "srun", "scontrol"):
+        program = "#!/bin/sh\necho 'fatal: Could not establish a configuration source' >&2\nexit 1\n"
+        (tmp_path / "bin" / name).write_text(program)
+        (tmp_path / "bin" / name).chmod(0o755)
+    assert main(["doctor", "--json"]) == 3
+    (found,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["check"] == "slurm"]
+    assert (found["level"], "configuration source" in found["found"]) == ("FAIL", True)
+    assert found["remedy"] == "load the site's module, or set SLURM_CONF; without Slurm use --launcher local"
+
+
 def test_an_agent_that_lacks_a_dependency_is_not_ok(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,4 +49,5 @@ def test_an_agent_that_lacks_a_dependency_is_not_ok(
     (found,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["check"] == "agents"]
     assert found["level"] == "warn"
     assert "No module named 'jinja2'" in found["found"]
+    assert "pip install" not in found["found"]
     assert found["remedy"] == "pip install 'megaflow-hpc[agents]'"

@@ -52,6 +52,8 @@ def _check(arguments: argparse.Namespace) -> int:
             note(f"… and {len(wrong) - MOST_LINES} more; --json prints them all")
         for line in found.warnings:
             note(f"warning: {line}")
+        if not found.file and any(not line.startswith(arguments.campaign) for line in found.site):
+            note("nothing is wrong with the file; --no-site looks at it alone, and run --launcher local needs no Slurm")
         if not found.file and not found.site:
             say(f"{arguments.campaign}: ok: {found.tasks} tasks, {found.rollouts} rollouts")
     if found.file:
