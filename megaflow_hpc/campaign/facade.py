@@ -10,10 +10,11 @@ from typing import Any
 from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import demand
 from megaflow_hpc.campaign import plan as plan_module
+from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.foresight import foresee
-from megaflow_hpc.campaign.run import Launcher, Run, resolve_launcher
+from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config.campaign import Loaded
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
 from megaflow_hpc.rundir.layout import RunDir, new_run_name

@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
@@ -25,6 +26,9 @@ from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
 from megaflow_hpc.rundir.training import FOR_GOOD, TrainingView, say_last
+from megaflow_hpc.slurm import site
+
+Launcher = Literal["auto", "local", "slurm"]
 
 STOP_S = 60.0
 MISTAKE = 2
@@ -32,6 +36,19 @@ MISTAKE = 2
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
 """Starts a command under the name of its log, with variables of its own."""
+
+
+def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
+    """Returns the launcher: ``auto`` is Slurm where there is one.
+
+    Raises:
+        SiteError: Slurm is asked for and not there.
+    """
+    if launcher == "auto":
+        return "slurm" if site.has_slurm() else "local"
+    if launcher == "slurm" and not site.has_slurm():
+        raise SiteError("sbatch, squeue, srun: not found; load the site's Slurm module, or use --launcher local")
+    return launcher
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
+from megaflow_hpc.campaign.interruption import Cancelled, ask_for, cancel, mark_gone, repeat
 from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
-from megaflow_hpc.campaign.local import living_pods
+from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.queued import trainers, waiting_servers
-from megaflow_hpc.campaign.resumption import ask_for, mark_gone, repeat
 from megaflow_hpc.campaign.tally import job_uses, recount, usage
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
-from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
 from megaflow_hpc.monitor.status import Monitor
@@ -28,11 +25,10 @@ from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import DRAIN, Marks
+from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.overrides import Changes, overridden
 from megaflow_hpc.rundir.record import check_version, read_run
-from megaflow_hpc.slurm import site
-from megaflow_hpc.slurm.ids import array_of, scancel
+from megaflow_hpc.slurm.ids import scancel
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.local import LocalPod
@@ -40,35 +36,8 @@ if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob
     from megaflow_hpc.trajectories.reading.row import Row
 
-Launcher = Literal["auto", "local", "slurm"]
-
 HEARD_S = 10.0
 """Seconds since its last event within which a pod counts as running, whatever Slurm says."""
-
-
-def resolve_launcher(launcher: Launcher) -> Literal["local", "slurm"]:
-    """Returns the launcher: ``auto`` is Slurm where there is one.
-
-    Raises:
-        SiteError: Slurm is asked for and not there.
-    """
-    if launcher == "auto":
-        return "slurm" if site.has_slurm() else "local"
-    if launcher == "slurm" and not site.has_slurm():
-        raise SiteError("sbatch, squeue, srun: not found; load the site's Slurm module, or use --launcher local")
-    return launcher
-
-
-@dataclass(frozen=True)
-class Cancelled:
-    """What there was to cancel."""
-
-    before: str
-    """State of the run until then."""
-    jobs: list[str]
-    """Jobs and arrays that waited or ran; every one that there ever was, where Slurm cannot tell."""
-    pods: list[str]
-    """Pods on this host, outside of Slurm."""
 
 
 class Run:
@@ -315,23 +284,9 @@ class Run:
             SiteError: Slurm has its jobs, and is not here or does not answer.
         """
         self.dir.check_ours()
-        before, live, known = self.status()["state"], self.live_jobs(0), set(self.job_ids())
-        leases = self.ledger.leases().values()
-        pods, local = living_pods(leases), bool(leases) and not known
-        if before != "finished":
-            self._marks.cancel()
-            if self.config.is_pool:
-                EnginePool(self.path).close()
-        if self.local is not None:
-            self.local.stop()
-        for directory in pods.values():
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
-                write_atomic(directory / DRAIN, "stopped")
-        ids = self.slurm_jobs.cancel() if known or not (local or before == "finished") else []
-        if ids and not site.has_slurm():
-            raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
-        had = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - known)
-        return Cancelled(before, sorted(had), sorted(pods))
+        stop = self.local.stop if self.local is not None else None
+        before, live = self.status()["state"], self.live_jobs(0)
+        return cancel(self.dir, self.ledger, self.slurm_jobs, self.config.is_pool, before, live, stop)
 
     def resume(
         self,
