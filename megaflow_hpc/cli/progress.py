@@ -138,8 +138,8 @@ class ImageProgress:
                 from rich.console import Console
                 from rich.live import Live
 
-                taken = {"redirect_stdout": sys.stdout.isatty()}  # what is piped on stays where it goes
-                self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=True, **taken)
+                console, piped = Console(stderr=True), not sys.stdout.isatty()  # what is piped on stays where it goes
+                self._live = Live(console=console, refresh_per_second=4, transient=True, redirect_stdout=not piped)
                 self._live.start()
             from rich.text import Text
 
