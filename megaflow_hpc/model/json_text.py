@@ -26,7 +26,9 @@ from megaflow_hpc.texts import containers_at
 
 T = TypeVar("T")
 LARGE = 256 * 2**10
-"""Bytes of a document from which on it is dealt with in pieces, beside the loop."""
+"""Bytes of a document from which on it is dealt with in pieces."""
+ASIDE = 2**20
+"""Bytes from which on that is done beside the loop; smaller ones need not wait for another's."""
 MAX_OBJECTS, MAX_VALUES = 100_000, 1_000_000
 """Arrays and objects, and values after a comma, in one document: an empty array is 3 bytes of JSON and 80 of memory."""
 MAX_SHORT = 8 * 2**20
@@ -50,7 +52,7 @@ class TooMuch(ValueError):
 
 async def aside(size: int, work: Callable[..., T], *args: Any) -> T:
     """Does some work: at once for a document of few bytes, else in the thread that is there for large ones."""
-    if size <= LARGE:
+    if size <= ASIDE:
         return work(*args)
     return await asyncio.get_running_loop().run_in_executor(_thread, work, *args)
 

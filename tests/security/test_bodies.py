@@ -23,7 +23,7 @@ from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.share import Share
 from megaflow_hpc.model.json_text import MAX_OBJECTS, TooMuch, aside, check_values, decoded, encoded, packed, parsed
-from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY
+from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY, _with_model
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.types import ModelEndpoint
@@ -315,7 +315,7 @@ async def test_other_rollouts_are_served_while_a_large_body_is_dealt_with(server
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         large, other = [await gateway.open(f"t/default/{n}", "default") for n in range(2)]
-        task = asyncio.ensure_future(call(large, {"messages": conversation('["x"], ' * 3 * MIB), "max_tokens": 5}))
+        task = asyncio.ensure_future(call(large, {"messages": conversation('["x"], ' * MIB), "max_tokens": 5}))
         answered = 0
         while not task.done():
             status, _ = await call(other, {"messages": conversation("hi"), "max_tokens": 5})
@@ -361,3 +361,10 @@ def test_a_large_document_of_short_texts_is_bounded() -> None:
         decoded(json.dumps(conversation(*["a" * 10_000] * 1000)).encode())
     with pytest.raises(TooMuch, match="a name of over"):
         decoded(json.dumps({"k" * MIB: 1}).encode())
+
+
+def test_a_proxy_names_the_adapter_in_a_large_request_and_passes_what_is_no_request() -> None:
+    body = {"model": "m", "messages": conversation('"x"\n' * MIB)}
+    assert json.loads(_with_model(json.dumps(body).encode(), "adapter")) == {**body, "model": "adapter"}
+    for other in (b'{"a":' * 5000 + b"1" + b"}" * 5000, b"[" * 200_000, b"{" + b"[]," * 200_000, b"[1]"):
+        assert _with_model(other, "adapter") is other

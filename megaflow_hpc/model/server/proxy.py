@@ -282,9 +282,9 @@ def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
     """Sets the ``model`` of a request; a body that is no JSON object is returned as it is."""
     try:
         request = decoded(body)
-    except ValueError:
+        return b"".join(encoded({**request, "model": model})) if isinstance(request, dict) else body
+    except (ValueError, RecursionError):
         return body
-    return b"".join(encoded({**request, "model": model})) if isinstance(request, dict) else body
 
 
 def _refuse(status: int, message: str) -> web.Response:
