@@ -258,8 +258,12 @@ def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
     """What remains after the janitor has passed, as it does before each pod."""
     from megaflow_hpc.environments.sandbox.janitor import sweep
 
+    left: list[str] = []
+
     def clean() -> bool:
-        if not remains(run, scratch, mark, since):
+        nonlocal left
+        left = remains(run, scratch, mark, since)
+        if not left:
             return True
         for place in scratch.glob("megaflow-[0-9]*"):
             sweep(place)
@@ -268,7 +272,7 @@ def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
         return False
 
     eventually(clean, 90, every_s=1.0)
-    return remains(run, scratch, mark, since)
+    return left
 
 
 def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: argparse.Namespace) -> list[Figure]:
