@@ -177,14 +177,16 @@ def main() -> None:
     cases = {name: case for name, case in CASES.items() if re.search(rest[0] if rest else "", name)}
     known = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
     place = Path(tempfile.mkdtemp(prefix="builders"))
-    place.chmod(0o755)
-    base = make_base(place / "base", Path(os.environ["MEGAFLOW_TEST_BASE_SIF"]).with_name("busybox"))
-    words = shlex.split(os.environ.get(which.upper(), which))
-    builder = (
-        {"docker": Docker, "buildah": Buildah}[which](words, base, place) if which != "ours" else Ours(base, place)
-    )
-    answers = build_cases(builder.build, place, cases)
-    remove_tree(place)
+    try:
+        place.chmod(0o755)
+        base = make_base(place / "base", Path(os.environ["MEGAFLOW_TEST_BASE_SIF"]).with_name("busybox"))
+        words = shlex.split(os.environ.get(which.upper(), which))
+        builder = (
+            {"docker": Docker, "buildah": Buildah}[which](words, base, place) if which != "ours" else Ours(base, place)
+        )
+        answers = build_cases(builder.build, place, cases)
+    finally:
+        remove_tree(place)
     if "--record" in sys.argv:
         known |= answers
         lines = [
