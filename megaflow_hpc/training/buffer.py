@@ -7,7 +7,7 @@ rollouts that wait. A group is *complete* when each of its rollouts has ended, b
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -25,6 +25,9 @@ from megaflow_hpc.trajectories.journal.winners import Index
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout
+
+KEPT_TOKENS = 16 << 20
+"""Tokens of the rollouts that stay in memory, of 13 bytes each."""
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Buffer:
 
     Args:
         run: the run directory.
-        policy: whose tokens are trained on.
+        sequences: of the policy whose tokens are trained on.
         owners: policies whose rollouts hold them; ``None`` for all, as for a model that agents of others ask as well.
         ordinal: number of a weight version → the policy's own count.
         settled: what an earlier plan says is over.
@@ -63,14 +66,14 @@ class Buffer:
     def __init__(
         self,
         run: RunDir,
-        policy: str,
+        sequences: Sequences,
         owners: frozenset[str] | None,
         ordinal: Ordinal,
         settled: Settled,
         held_out: frozenset[str] = frozenset(),
     ) -> None:
         self._held_out = held_out
-        self._run, self._policy, self._owners, self._ordinal = run, policy, owners, ordinal
+        self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[Entry] = deque()
         """What the follower has returned and is not read yet; the cursor is behind it already."""
@@ -147,7 +150,7 @@ class Buffer:
         found: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
             if not rollout.replayed:
-                read = read_sample(self._run, rollout.place, self._policy, self._ordinal)
+                read = read_sample(self._sequences, rollout.place, self._ordinal)
                 found.setdefault(rollout.group, {})[rollout.id] = read
         return [
             (
@@ -193,7 +196,7 @@ class Buffer:
         return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
     def _add(self, place: Place) -> bool:
-        sample, arrived = read_sample(self._run, place, self._policy, self._ordinal)
+        sample, arrived = read_sample(self._sequences, place, self._ordinal)
         if sample.id not in self._group_of:
             return False
         self.arrived[sample.id] = arrived
@@ -201,36 +204,60 @@ class Buffer:
         return True
 
 
-def sequences_of(run: RunDir, place: Place, policy: str) -> list[TokenSequence]:
-    """Reads a policy's sequences of a rollout that a plan names.
+class Sequences:
+    """A policy's sequences of rollouts, read from the journals; what was read last stays in memory for a while.
 
-    Raises:
-        ConfigError: its record is no longer there.
+    A step reads each rollout to plan it, for its proximal log-probabilities and for each epoch. Nobody changes what is
+    handed out.
     """
-    return _of_policy(_load(run, place), policy)
+
+    def __init__(self, run: RunDir, policy: str) -> None:
+        self._journals, self._policy = Index(run.journal), policy
+        self._kept: OrderedDict[Place, list[TokenSequence]] = OrderedDict()
+        self._tokens = 0
+        """Of all that is kept."""
+
+    def at(self, place: Place) -> list[TokenSequence]:
+        """Returns the sequences of a rollout that a plan names.
+
+        Raises:
+            ConfigError: its record is no longer there.
+        """
+        if place not in self._kept:
+            self.read(place)
+        return self._kept[place]
+
+    def read(self, place: Place) -> tuple[Trajectory, list[TokenSequence]]:
+        """Reads a whole rollout, and returns the policy's sequences of it too; raises as :meth:`at`."""
+        trajectory = self._journals.load(Entry("", "", place.epoch, 0, 0, place.journal, place.start))
+        found = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
+        self._tokens -= _tokens(self._kept.pop(place, []))
+        self._kept[place] = found
+        self._tokens += _tokens(found)
+        while self._tokens > KEPT_TOKENS and len(self._kept) > 1:
+            self._tokens -= _tokens(self._kept.popitem(last=False)[1])
+        return trajectory, found
 
 
-def _load(run: RunDir, place: Place) -> Trajectory:
-    return Index(run.journal).load(Entry("", "", place.epoch, 0, 0, place.journal, place.start))
+def _tokens(sequences: Iterable[TokenSequence]) -> int:
+    return sum(len(sequence.tokens) for sequence in sequences)
 
 
-def _of_policy(trajectory: Trajectory, policy: str) -> list[TokenSequence]:
-    return [sequence for sequence in trajectory.sequences if sequence.policy == policy]
-
-
-def read_sample(run: RunDir, place: Place, policy: str, ordinal: Ordinal) -> tuple[Sample, Arrived]:
+def read_sample(sequences_of: Sequences, place: Place, ordinal: Ordinal) -> tuple[Sample, Arrived]:
     """Reads what data algorithms and packing ask of a rollout.
 
     Raises:
         ConfigError: its record is no longer there.
     """
-    trajectory = _load(run, place)
-    sequences = _of_policy(trajectory, policy)
+    trajectory, sequences = sequences_of.read(place)
     sampled = tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
     versions: set[int] = set()
     for sequence in sequences:
         column = np.frombuffer(sequence.weight_versions, np.int32)
-        versions.update(np.unique(column[column >= 0]).tolist())
+        column = column[column >= 0]
+        if len(column):
+            lowest, highest = int(column.min()), int(column.max())
+            versions.update([lowest] if lowest == highest else np.unique(column).tolist())  # which sorts
     ordinals = [ordinal(version) for version in versions]
     sample = Sample(
         id=trajectory.id,

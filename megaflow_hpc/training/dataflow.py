@@ -39,7 +39,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import current, ordinals
-from megaflow_hpc.training.buffer import Buffer, sequences_of
+from megaflow_hpc.training.buffer import Buffer, Sequences
 from megaflow_hpc.training.evaluation import ask
 from megaflow_hpc.training.pace import Pace
 from megaflow_hpc.training.plan import Place, Plan, Settled, TrainingFiles
@@ -100,6 +100,7 @@ class Dataflow:
         self._asks = planned is not None and training is None
         self._say, self._said_at = say or logger.info, 0.0
         self._ordinals: dict[int, int] = {}
+        self._sequences = Sequences(self.run, self.policy)
         self._buffer: Buffer | None = None
         self._planner: Planner | None = None
         self._committed = 0
@@ -235,7 +236,7 @@ class Dataflow:
 
     def sequences(self, place: Place) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout."""
-        return sequences_of(self.run, place, self.policy)
+        return self._sequences.at(place)
 
     # --- planning ---
 
@@ -260,7 +261,7 @@ class Dataflow:
         if self._buffer is None or self._planner is None:
             before = self.files.read(Plan, number - 1)
             settled, learned = (before.settled, before.state) if before else (Settled(), {})
-            self._buffer = Buffer(self.run, self.policy, self._owners, self.ordinal, settled, self._held_out)
+            self._buffer = Buffer(self.run, self._sequences, self._owners, self.ordinal, settled, self._held_out)
             earlier = (self.files.read(Plan, step) for step in range(number - 1, 0, -1))
             known = (plan for plan in earlier if plan is not None)
             self._planner = Planner(self.config, self.settings, self._buffer, learned, known)

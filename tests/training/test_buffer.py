@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.buffer import Buffer, sequences_of
+from megaflow_hpc.training.buffer import Buffer, Sequences
 from megaflow_hpc.training.plan import Settled
 from megaflow_hpc.trajectory import TokenSequence
 from megaflow_hpc.types import Rollout
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def buffer(run: RunDir, settled: Settled | None = None, owners: frozenset[str] | None = MINE) -> Buffer:
-    return Buffer(run, "default", owners, lambda version: version, settled or Settled())
+    return Buffer(run, Sequences(run, "default"), owners, lambda version: version, settled or Settled())
 
 
 def names(found: Buffer) -> list[str]:
@@ -121,5 +121,5 @@ def test_only_the_policys_own_rollouts_and_tokens_are_seen(run: RunDir) -> None:
     first = seen.complete()[0].samples[0]
     assert (first.oldest, first.newest) == (5, 5)
     place = seen.arrived["a/default/0"].place
-    assert [s.policy for s in sequences_of(run, place, "default")] == ["default"]
-    assert sequences_of(run, place, "judge")[0].tokens.tolist() == [1, 2]
+    assert [s.policy for s in Sequences(run, "default").at(place)] == ["default"]
+    assert Sequences(run, "judge").at(place)[0].tokens.tolist() == [1, 2]
