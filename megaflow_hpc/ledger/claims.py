@@ -29,7 +29,7 @@ from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.rules import Claim, Survey
+from megaflow_hpc.ledger.rules import Claim, Outlook, Survey
 from megaflow_hpc.ledger.survey import SurveyingRules
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
@@ -55,7 +55,6 @@ class Ledger:
         clock: see :func:`~megaflow_hpc.ledger.files.boot_clock`.
         times: when a lease is renewed, fenced and expired.
         pods: how many pods may claim at the same time.
-        say: gets a line of text when the file system does not answer, and when it is back.
         files: carries calls out, in place of the default.
     """
 
@@ -65,13 +64,12 @@ class Ledger:
         identity: PodIdentity | None = None,
         clock: Callable[[], float] = boot_clock,
         times: Times = TIMES,
-        say: Callable[[str], None] = lambda text: None,
         files: Files | None = None,
         pods: int = 1,
     ) -> None:
         self.run, self._marks = run, Marks(run)
         self.identity = identity
-        self._files = files or Files(run, clock, say)
+        self._files = files or Files(run, clock)
         self._rules = SurveyingRules(identity, times, pods) if identity else None
 
     def create(self) -> None:
@@ -166,14 +164,9 @@ class Ledger:
         self._files.carry_out(self._mine.mark_done(claim))
 
     @property
-    def unsettled(self) -> bool:
-        """After :meth:`claim`: some block is held by a pod that was neither seen to renew nor is known to be gone."""
-        return self._mine.unsettled
-
-    @property
-    def unclaimed(self) -> int:
-        """After :meth:`claim`: free blocks that it saw and left."""
-        return self._mine.unclaimed
+    def seen(self) -> Outlook:
+        """What the last :meth:`claim` has seen; it changes with the next."""
+        return self._mine.seen
 
     @property
     def free(self) -> list[int]:
@@ -184,35 +177,16 @@ class Ledger:
         """Claims these blocks before others from now on, where they are free."""
         self._mine.preferred = tuple(blocks)
 
-    @property
-    def others(self) -> bool:
-        """After :meth:`claim`: some block is held by another pod that may be alive."""
-        return self._mine.others
-
-    @property
-    def unfinished(self) -> bool:
-        """After :meth:`claim`: some block that it saw is not done."""
-        return self._mine.unfinished
-
-    @property
-    def opened(self) -> bool:
-        """After :meth:`claim` found nothing: a consumer may add blocks."""
-        return self._mine.opened
-
-    @property
-    def awaited(self) -> bool:
-        """After :meth:`claim` found nothing: one that may add blocks has renewed its lease not long ago."""
-        return self._mine.awaited
-
     # --- requests for work ---
 
     def request_work(self, slots: int) -> None:
         """Tells other pods that this one has so many free slots and finds nothing to claim; 0 withdraws that."""
-        self._files.carry_out(self._mine.request_work(slots))
+        self._files.carry_out(self._mine.sharing.request_work(slots))
 
     def work_requests(self) -> dict[str, int]:
         """Returns the slots that other pods ask to be filled, by request."""
-        return self._files.carry_out(self._mine.work_requests())
+        surveyed = self._mine.surveyed
+        return self._files.carry_out(self._mine.sharing.work_requests(surveyed.requests if surveyed else None))
 
     # --- for all ---
 

@@ -5,9 +5,9 @@
 
 *Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
 of the predecessor's journal counts, its *seal*: what the predecessor said when it released, else what there is after it
-was found to be gone. *Handing off.* A pod hands rollouts that it has not started to others by a new block, numbered
-from ``FIRST_HANDED_OFF`` on, that names the block they come from. Whoever takes that one over leaves them out, and
-lists the blocks handed off that it knows; one that appears later belongs to nobody and is marked done without a run.
+was found to be gone. Whoever takes a block over leaves out what it handed off (:mod:`~megaflow_hpc.ledger.sharing`),
+and lists the blocks handed off that it knows; one that appears later belongs to nobody and is marked done without a
+run.
 
 *The end.* Whoever finishes a block claims its next epoch and says that it is done: so a block is either done or taken
 over, whatever its holder and its successor know of each other. A mark ``done/<block>.<epoch>.<n>`` repeats this for
@@ -21,11 +21,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Remove, Steps, Touch
+from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Steps, Touch
 from megaflow_hpc.ledger.ending import Consumers, finish
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
@@ -33,7 +33,6 @@ from megaflow_hpc.ledger.names import (
     DONE,
     FIRST_HANDED_OFF,
     RELEASED,
-    REQUESTS,
     TASKS,
     all_done,
     block_numbers,
@@ -42,8 +41,8 @@ from megaflow_hpc.ledger.names import (
     done_path,
     latest,
     pairs,
-    task_path,
 )
+from megaflow_hpc.ledger.sharing import NotYet, Sharing
 from megaflow_hpc.types import Rollout
 
 
@@ -75,12 +74,24 @@ class Survey:
     """One of these has renewed its lease not long ago."""
 
 
+@dataclass
+class Outlook:
+    """What a pod's last look for a block to claim has shown."""
+
+    unsettled: bool = False
+    """Some block is held by a pod that was neither seen to renew nor is known to be gone."""
+    others: bool = False
+    """Some block is held by another pod that may be alive."""
+    unfinished: bool = True
+    """Some block is not done."""
+    opened: bool = False
+    """Where nothing was found: a consumer may add blocks, so the campaign is not finished."""
+    awaited: bool = False
+    """Where nothing was found: one of these has renewed its lease not long ago; it is worth staying."""
+
+
 REFUSALS = 3
 """Claims that may be refused before the claims are listed again."""
-
-
-class NotYet(Exception):
-    """A file is listed and cannot be opened: a cache will let it through at a later look."""
 
 
 class Rules(Lease):
@@ -95,17 +106,8 @@ class Rules(Lease):
         self.held: set[Claim] = set()
         self._let_go: set[Claim] = set()
         """Held earlier: what a cache still shows of them is not to be believed."""
-        self.unsettled = False
-        """After :meth:`claim`: some block is held by a pod that was neither seen to renew nor is known to be gone."""
-        self.unclaimed = 0
-        """After :meth:`claim`: free blocks that it saw and left."""
-        self.others = False
-        """After :meth:`claim`: some block is held by another pod that may be alive."""
-        self.unfinished = True
-        """After :meth:`claim`: some block that it saw is not done."""
+        self.seen = Outlook()
         self.consumers = Consumers(times.open_s)
-        self.opened = self.awaited = False
-        """After :meth:`claim` found nothing: what is known of consumers, of which one may add blocks."""
         self.free: list[int] = []
         """After :meth:`claim`: the free blocks that it saw and left."""
         self.preferred: tuple[int, ...] = ()
@@ -116,13 +118,7 @@ class Rules(Lease):
         """Every block that any look has shown."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
         """Block and epoch → who claimed it and, if that ended the block, how many others it had handed off."""
-        self._parents: dict[int, tuple[int, int, frozenset[str]]] = {}
-        """Block handed off → block and epoch that it comes from, ids of its rollouts."""
-        self._given: dict[int, int] = {}
-        """Block → number of blocks that it handed off, as far as its holder must know."""
-        self._request = ""
-        """Path of the request that stands."""
-        self._requests = 0
+        self.sharing = Sharing(identity.name)
 
     # --- claims ---
 
@@ -133,31 +129,31 @@ class Rules(Lease):
         try:
             return (yield from self._claim())
         except NotYet:
-            self.unsettled = True
+            self.seen.unsettled = True
             return None
 
     def _claim(self) -> Steps[Claim | None]:
         if self.free and (claim := (yield from self._first(self.free))):
             return claim
         if (found := self.surveyed) and (found.open or found.opened) and not found.claimable:
-            self.unsettled, self.others, self.unclaimed = False, found.open > len(self.held), 0
-            self.opened, self.awaited = found.opened, found.awaited
+            self.seen.unsettled, self.seen.others = False, found.open > len(self.held)
+            self.seen.opened, self.seen.awaited = found.opened, found.awaited
             return None
         claim = yield from self._look()
         if claim is None:
             yield from self.consumers.look()
-            self.opened, self.awaited = self.consumers.opened, self.consumers.awaited
-            if not (self.unfinished or self.opened or (yield from self._finish())):
-                self.unsettled = True  # blocks were added before the last consumer left
+            self.seen.opened, self.seen.awaited = self.consumers.opened, self.consumers.awaited
+            if not (self.seen.unfinished or self.seen.opened or (yield from self._finish())):
+                self.seen.unsettled = True  # blocks were added before the last consumer left
         return claim
 
     def _look(self) -> Steps[Claim | None]:
         self._done = done_blocks((yield Names(DONE)))
         self._blocks = block_numbers((yield Names(TASKS)))  # after the marks: whoever is done has given before
-        self.unsettled, self.others, self.unclaimed = False, False, 0
+        self.seen.unsettled = self.seen.others = False
         self._known.update(self._blocks)
-        self.unfinished = not all_done(self._done, self._blocks)
-        if not self.unfinished:
+        self.seen.unfinished = not all_done(self._done, self._blocks)
+        if not self.seen.unfinished:
             return None
         claimed = latest((yield Names(CLAIMS)))
         open_blocks = [block for block in self._blocks if block not in self._done]
@@ -168,7 +164,7 @@ class Rules(Lease):
         if taken or not free:
             return taken
         claim = yield from self._first(free)
-        self.unsettled |= claim is None  # others were faster; there may be more
+        self.seen.unsettled |= claim is None  # others were faster; there may be more
         return claim
 
     def _first(self, free: Sequence[int]) -> Steps[Claim | None]:
@@ -186,13 +182,12 @@ class Rules(Lease):
             if block >= FIRST_HANDED_OFF and not (yield from self._belongs(block)):
                 continue
             if (yield from self._take(block, 0, {"owner": self.identity.name}, every="")):
-                self.free, self.unclaimed = left, len(left)
+                self.free = left
                 return self._hold(Claim(block, 0))
             refused += 1
             if refused % REFUSALS == 1:
                 claimed = latest((yield Names(CLAIMS)))
                 left = [block for block in left if block not in claimed]
-        self.unclaimed = 0
         return None
 
     def _take(self, block: int, epoch: int, content: Mapping[str, Any], every: str | None = None) -> Steps[bool]:
@@ -229,8 +224,8 @@ class Rules(Lease):
                 if claim := (yield from self._succeed(block, claimed[block], owner, content)):
                     return claim
             else:
-                self.unsettled |= owner not in (me, *self._alive)
-                self.others |= owner != me
+                self.seen.unsettled |= owner not in (me, *self._alive)
+                self.seen.others |= owner != me
         given_back = [(block, epoch) for block, epoch in claimed.items() if (block, epoch) in released]
         place = self._place % max(1, len(given_back))
         for block, epoch in given_back[place:] + given_back[:place]:
@@ -246,27 +241,19 @@ class Rules(Lease):
     def _succeed(self, block: int, epoch: int, owner: str, content: Mapping[str, Any]) -> Steps[Claim | None]:
         whole = {"owner": self.identity.name, "predecessor": owner, **content}
         if (yield from self._take(block, epoch + 1, whole)):
-            return self._hold(self._taken(block, epoch + 1, whole))
+            return self._hold((yield from self._taken(block, epoch + 1, whole)))
         return None
 
     def _what_counts(self, block: int, owner: str) -> Steps[dict[str, Any]]:
         """Returns, of a block whose holder is gone, the seal of its journal and the blocks handed off."""
         self._blocks = block_numbers((yield Names(TASKS)))
-        given = yield from self._given_by(block)
+        given = yield from self.sharing.handed_off_by(block, self._blocks)
         return {"sealed": (yield Length(owner)), "left": None, "given": given}
 
-    def _given_by(self, block: int) -> Steps[list[int]]:
-        found = []
-        for number in self._blocks:
-            if number >= FIRST_HANDED_OFF and (yield from self._parent(number))[0] == block:
-                found.append(number)
-        return found
-
-    def _taken(self, block: int, epoch: int, content: Mapping[str, Any]) -> Claim:
-        left, given = content["left"], content["given"]
-        self._given[block] = given if isinstance(given, int) else len(given)
-        without = [] if isinstance(given, int) else [self._parents[number][2] for number in given]
-        return Claim(block, epoch, None if left is None else tuple(left), frozenset().union(*without))
+    def _taken(self, block: int, epoch: int, content: Mapping[str, Any]) -> Steps[Claim]:
+        without = yield from self.sharing.take_over(block, content["given"])
+        left = content["left"]
+        return Claim(block, epoch, None if left is None else tuple(left), without)
 
     def _again(self, block: int, epoch: int) -> Steps[Claim]:
         if not epoch:
@@ -274,23 +261,11 @@ class Rules(Lease):
         content = yield Read(claim_path(block, epoch))
         if content is None:
             raise NotYet
-        if not isinstance(content["given"], int):
-            for number in content["given"]:
-                yield from self._parent(number)
-        return self._taken(block, epoch, content)
-
-    def _parent(self, number: int) -> Steps[tuple[int, int, frozenset[str]]]:
-        if number not in self._parents:
-            content = yield Read(task_path(number))
-            if content is None:
-                raise NotYet
-            ids = frozenset(Rollout(**rollout).id for rollout in content["rollouts"])
-            self._parents[number] = int(content["from"][0]), int(content["from"][1]), ids
-        return self._parents[number]
+        return (yield from self._taken(block, epoch, content))
 
     def _belongs(self, number: int) -> Steps[bool]:
         """Tells whether a block handed off counts; one that its origin's next holder did not know is marked done."""
-        block, epoch, _ = yield from self._parent(number)
+        block, epoch, _ = yield from self.sharing.parent(number)
         successor = yield Read(claim_path(block, epoch + 1))
         if successor is None or "done" in successor or isinstance(successor["given"], int):
             return True
@@ -318,7 +293,7 @@ class Rules(Lease):
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
-        content = {"sealed": sealed, "left": sorted(left), "given": self._given.get(claim.block, 0)}
+        content = {"sealed": sealed, "left": sorted(left), "given": self.sharing.given(claim.block)}
         yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
 
     def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
@@ -329,12 +304,7 @@ class Rules(Lease):
         """
         if not (yield from self.may_commit()):
             return False
-        numbers = block_numbers((yield Names(TASKS)))
-        number = max([FIRST_HANDED_OFF - 1, *numbers]) + 1
-        content = {"from": [claim.block, claim.epoch], "rollouts": [asdict(rollout) for rollout in rollouts]}
-        while not (yield Link(task_path(number), content, f"{self.identity.name}.{token}")):
-            number += 1
-        self._given[claim.block] = self._given.get(claim.block, 0) + 1
+        yield from self.sharing.hand_off(claim.block, claim.epoch, rollouts, token)
         return True
 
     def mark_done(self, claim: Claim) -> Steps[None]:
@@ -343,7 +313,7 @@ class Rules(Lease):
         Raises:
             LedgerError: the block was taken over; what this pod stored late does not count.
         """
-        if not (yield from self._end(claim.block, claim.epoch + 1, self._given.get(claim.block, 0))):
+        if not (yield from self._end(claim.block, claim.epoch + 1, self.sharing.given(claim.block))):
             raise LedgerError(
                 f"block {claim.block} was taken over from epoch {claim.epoch}; this pod was too slow to renew"
             )
@@ -361,32 +331,6 @@ class Rules(Lease):
 
     def _finish(self) -> Steps[bool]:
         return (yield from finish(self.identity.name, self._known))
-
-    # --- requests for work ---
-
-    def request_work(self, slots: int) -> Steps[None]:
-        """Tells others that this pod has so many free slots and found nothing to claim; 0 withdraws that."""
-        before, self._request = self._request, ""
-        if slots:
-            self._requests += 1
-            self._request = f"{REQUESTS}/{self.identity.name}.{self._requests}.{slots}"
-            yield Touch(self._request)
-        if before:
-            yield Remove(before)
-
-    def work_requests(self) -> Steps[dict[str, int]]:
-        """Returns the slots that other pods ask to be filled, by request."""
-        found = self.surveyed.requests if self.surveyed else (yield from self.requests_of_all())
-        mine = self.identity.name
-        return {name: slots for name, slots in found.items() if name.rpartition(".")[0] != mine}
-
-    def requests_of_all(self) -> Steps[dict[str, int]]:
-        """Returns the slots that pods ask to be filled, by request, this pod's own included."""
-        found = {}
-        for name in (yield Names(REQUESTS)):
-            request, _, slots = name.rpartition(".")
-            found[request] = int(slots)
-        return found
 
 
 def _number(pod: str) -> int:

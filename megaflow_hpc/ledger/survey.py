@@ -18,7 +18,8 @@ from megaflow_hpc.ledger.names import (
     latest,
     pairs,
 )
-from megaflow_hpc.ledger.rules import NotYet, Rules, Survey
+from megaflow_hpc.ledger.rules import Rules, Survey
+from megaflow_hpc.ledger.sharing import NotYet, requests_of_all
 
 
 class SurveyingRules(Rules):
@@ -57,7 +58,7 @@ class SurveyingRules(Rules):
             except NotYet:
                 owner, given = "", 0
             claimable += given is not None or owner in gone
-        requests = yield from self.requests_of_all()
+        requests = yield from requests_of_all()
         yield from self.consumers.look()
         still = 0 if all_done(done, blocks) else max(1, len(open_blocks))
         return Survey(still, claimable, requests, self.consumers.opened, self.consumers.awaited)

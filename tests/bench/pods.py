@@ -53,7 +53,7 @@ class Pod:
             self.listed_at = self.clock.now
             self.coordination.list_engines()
             self.ledger.work_requests()
-        if self.clock.now - self.looked_at >= (SOON_S if self.ledger.awaited else LISTING_S):
+        if self.clock.now - self.looked_at >= (SOON_S if self.ledger.seen.awaited else LISTING_S):
             self.looked_at = self.clock.now
             assert self.ledger.claim(lambda owner: 0) is None
 

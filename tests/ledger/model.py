@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.adding import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
-from megaflow_hpc.ledger.ending import finish
+from megaflow_hpc.ledger.ending import Consumers, finish
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -32,6 +32,7 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
+from megaflow_hpc.ledger.sharing import Sharing
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.records import Entry, counts
@@ -119,13 +120,13 @@ def pod(
     mine = make(identity, times)
     yield from mine.renew(force=True)
     while True:
-        yield Here(repr(vars(mine)))
+        yield Here(_memory(mine))
         yield from mine.renew()
         if not (yield from mine.may_commit()):
             return "fenced"
         claim = yield from mine.claim()
         if claim is None:
-            if not (mine.unfinished or mine.opened or mine.unsettled):
+            if not (mine.seen.unfinished or mine.seen.opened or mine.seen.unsettled):
                 return "done"
             yield Wait()
             continue
@@ -142,7 +143,7 @@ def pod(
             if (yield from mine.hand_off(claim, [rollout], f"gift.{claim.block}")):
                 todo.pop()
         for count, each in enumerate(todo):
-            yield Here(repr((vars(mine), claim.block, claim.epoch, todo, count)))
+            yield Here(repr((_memory(mine), claim.block, claim.epoch, todo, count)))
             if drains and count:
                 yield from mine.release(claim, (yield Length(identity.name)), todo[count:])
                 return "drained"
@@ -150,11 +151,17 @@ def pod(
             if not (yield from mine.committed(Append(each, claim.block, claim.epoch))):
                 return "fenced"
             yield Acknowledged()
-        yield Here(repr((vars(mine), claim, "done")))
+        yield Here(repr((_memory(mine), claim, "done")))
         try:
             yield from mine.mark_done(claim)
         except LedgerError:
             return "taken over"
+
+
+def _memory(mine: Rules) -> str:
+    """All that a pod knows, by value: what stands in parts of their own too."""
+    parts = (Consumers, Sharing)
+    return repr({name: vars(value) if isinstance(value, parts) else value for name, value in vars(mine).items()})
 
 
 def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", how: Adding = add) -> Program:

@@ -123,29 +123,31 @@ def test_a_campaign_is_open_until_the_last_consumer_closes_it_and_pods_wait_for_
     for lease in (ours, theirs):
         lease.open()
     assert work(run, pod) == 0
-    assert (pod.opened, pod.awaited, pod.finished) == (True, True, False)
+    assert (pod.seen.opened, pod.seen.awaited, pod.finished) == (True, True, False)
     add_blocks(run, batch(0), "default.0", size=4)
     assert work(run, pod) == 3
-    assert (pod.awaited, pod.finished) == (True, False)
+    assert (pod.seen.awaited, pod.finished) == (True, False)
     theirs.close()
     for _ in range(int(OPEN_S // 60) - 1):
         clock.now += 60.0
         pod.renew()
         assert work(run, pod) == 0
-        assert pod.awaited
+        assert pod.seen.awaited
     clock.now += 60.0
     pod.renew()
     assert work(run, pod) == 0
-    assert (pod.opened, pod.awaited, pod.finished) == (True, False, False), "it need not wait; nothing is finished"
+    assert (pod.seen.opened, pod.seen.awaited, pod.finished) == (True, False, False), (
+        "it need not wait; nothing is finished"
+    )
     ours.put()
     clock.now += 60.0
     pod.renew()
     assert work(run, pod) == 0
-    assert pod.awaited
+    assert pod.seen.awaited
     ours.close()
     assert pod.finished, "whoever closes it says so: of pods there may be none left"
     assert work(run, pod) == 0
-    assert not pod.opened
+    assert not pod.seen.opened
 
 
 def test_what_one_pod_finds_out_for_all_tells_of_consumers(run: RunDir) -> None:
@@ -163,14 +165,14 @@ def test_what_one_pod_finds_out_for_all_tells_of_consumers(run: RunDir) -> None:
 
     survey()
     assert work(run, other) == 0
-    assert other.awaited
+    assert other.seen.awaited
     write_blocks(run, rollouts(1))
     survey()
     assert work(run, other) == 1
     lease.close()
     survey()
     assert work(run, other) == 0
-    assert (other.opened, other.finished) == (False, True)
+    assert (other.seen.opened, other.finished) == (False, True)
 
 
 def test_a_cancelled_campaign_is_closed_and_remembers_its_consumers(run: RunDir) -> None:

@@ -164,10 +164,10 @@ def test_a_pod_knows_whether_the_holders_of_the_rest_are_alive(run: RunDir) -> N
     assert other.claim(nothing) == Claim(0, 0)
     assert observer.claim(nothing) == Claim(1, 0)
     assert observer.claim(nothing) is None
-    assert observer.unsettled
+    assert observer.seen.unsettled
     other.renew(force=True)
     assert observer.claim(nothing) is None
-    assert not observer.unsettled
+    assert not observer.seen.unsettled
 
 
 def test_the_last_block_done_finishes_the_campaign_and_new_blocks_reopen_it(run: RunDir) -> None:

@@ -27,6 +27,7 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
+from megaflow_hpc.ledger.sharing import Sharing
 from megaflow_hpc.rundir.marks import FINISHED
 from tests.ledger.model import TIMES, Adding, Broken, Model, adder, pod, reader
 
@@ -143,7 +144,7 @@ def test_every_interleaving_keeps_every_rollout_once(scene: str) -> None:
     make, ends, epochs = SCENES[scene]
     model = make().explore()
     print(f"{scene}: {model.states} states")
-    assert model.states > 1000
+    assert model.states > 500  # paths that lead to the same are one
     assert model.ends >= ends  # that it was met at all: a model in which nothing happens proves nothing
     assert model.epochs == epochs
 
@@ -208,19 +209,25 @@ class TakesOverAtOnce(Rules):
         return set(owners) if self.identity.pod == "b" else set()
 
 
+class ForgetfulSharing(Sharing):
+    def handed_off_by(self, block: int, blocks: Any) -> Steps[list[int]]:
+        yield from ()
+        return []
+
+
 class ForgetsWhatWasGiven(Rules):
     """Takes a block over with what its holder had handed to others."""
 
-    def _given_by(self, block: int) -> Steps[list[int]]:
-        yield from ()
-        return []
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sharing = ForgetfulSharing(self.identity.name)
 
 
 class RunsWhatNobodyKnew(Rules):
     """Runs a given block that its giver's successor had not seen."""
 
     def _belongs(self, number: int) -> Steps[bool]:
-        yield from self._parent(number)
+        yield from self.sharing.parent(number)
         return True
 
 

@@ -60,7 +60,7 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
     assert giver.claim() is not None
     assert taker.claim() is None
     taker.turn()
-    assert taker.io.others
+    assert taker.io.seen.others
     taker.io.request_work(3)
     taker.turn()
     giver.io.look_for_work_requests()

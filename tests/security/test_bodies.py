@@ -29,6 +29,7 @@ from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.backends import proxy_of_script
 from tests.support.crowds import raw
+from tests.support.places import ROOT
 from tests.support.serving import Servers, call, conversation, in_loop
 
 ECHO = {"default": ["fine"]}
@@ -50,8 +51,8 @@ class GatewayProcess:
     """A gateway in a process of its own, whose memory can be read."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "megaflow_hpc.bench.programs.gateway_rank"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "tests.bench.gateway_rank"]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **message: object) -> dict[str, Any]:
         assert self._process.stdin

@@ -153,7 +153,11 @@ async def test_the_proxy_passes_on_one_unambiguous_request_or_none() -> None:
 
 async def listen_to(proxy: Proxy, data: bytes) -> bytes:
     """All that is answered; the connection is closed by us where the proxy keeps it open for more."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    return await answers_on(*await asyncio.open_connection("127.0.0.1", proxy.port), data)
+
+
+async def answers_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
+    """The same on a connection."""
     told = b""
     try:
         writer.write(data)
@@ -190,16 +194,7 @@ async def test_the_scripted_engine_answers_one_request_or_none(tmp_path: Path) -
     async with proxy_of_script(tmp_path):
 
         async def check(name: str) -> None:
-            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
-            writer.write(request(name, "/v1/chat/completions", "k"))
-            told = b""
-            try:
-                while part := await asyncio.wait_for(reader.read(1 << 16), 1.0):
-                    told += part
-            except (TimeoutError, ConnectionError):
-                pass
-            finally:
-                writer.transport.abort()
-            check_answers(told)
+            connection = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
+            check_answers(await answers_on(*connection, request(name, "/v1/chat/completions", "k")))
 
         await each_case(check)

@@ -24,7 +24,7 @@ from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master import coordination, loop, ranks, run_io_thread
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.pod.master.settings import Walltime
 from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling import stragglers

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import Comm
@@ -25,10 +24,8 @@ WINDOW_S = 30.0
 class Activities:
     """Belongs to rank 0's loop."""
 
-    def __init__(
-        self, comm: Comm, scheduler: Scheduler, io: RunIo, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._comm, self._scheduler, self._io, self._clock = comm, scheduler, io, clock
+    def __init__(self, comm: Comm, scheduler: Scheduler, io: RunIo) -> None:
+        self._comm, self._scheduler, self._io = comm, scheduler, io
         self.asked = Asked()
         """What viewers want to know."""
         self.tokens = 0
@@ -45,7 +42,7 @@ class Activities:
         """Takes in what a rank says of its rollouts."""
         self.tokens += message["tokens"] - self._of_rank.get(rank, 0)
         self._of_rank[rank] = message["tokens"]
-        now = self._clock()
+        now = time.monotonic()
         for rollout, (calls, tokens, waits) in message["rollouts"].items():
             self._known[rollout] = (calls, tokens, waits, now)
 
@@ -68,7 +65,7 @@ class Activities:
 
     def tick(self) -> None:
         """Takes the pace, and tells viewers when that is due; once a second."""
-        now = self._clock()
+        now = time.monotonic()
         self._past.append((now, self.tokens))
         while now - self._past[0][0] > WINDOW_S:
             self._past.popleft()

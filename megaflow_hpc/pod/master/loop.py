@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import Backoff
 from megaflow_hpc.pod.master.activities import Activities
-from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
+from megaflow_hpc.pod.master.dispatch import Dispatch
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.ranks import Ranks
 from megaflow_hpc.pod.master.results import Results
@@ -30,35 +29,27 @@ from megaflow_hpc.pod.master.work_stealing import WorkStealing
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.stragglers import Stragglers
-from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.budget import cores_of
 from megaflow_hpc.rundir.events import (
     FORMAT_VERSION,
-    CopyEvent,
     EndpointsEvent,
     EngineEvent,
     PodEvent,
-    StartEvent,
     WorkerEvent,
 )
 from megaflow_hpc.rundir.live import Asked
 from megaflow_hpc.rundir.marks import PROGRESS, WHY_DRAIN
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
-from megaflow_hpc.types import Rollout
 
 TICK_S = 1.0
 """How often the drain file and heartbeats are looked at."""
 LISTING_S = 10.0
-SOON_S = 1.0
-"""When the ledger is looked at again after there was no block to claim, or after the last rollout here; each further
-time twice as late, up to ``LISTING_S``: the end of a campaign is mostly near, and nodes must not wait for it."""
+"""How often engines are looked for."""
 WAITING_S = 2.0
-"""How often engines are looked for while rollouts wait for one."""
+"""The same while rollouts wait for one."""
 AHEAD_S = 5.0
-AHEAD_ROLLOUTS = 256
-"""How often ranks are told which images come next, and how many rollouts that looks ahead."""
+"""How often ranks are told which images come next."""
 AHEAD_BLOCKS = 4
 """Of the last, small blocks, so many that this pod has not claimed yet."""
 DRAIN_S = 25.0
@@ -74,8 +65,6 @@ STUCK_S = 120.0
 """How long the run directory may refuse or not answer before the pod gives up and is started anew."""
 SLOW_S = 5.0
 """A run directory that does not answer for this long is spoken of."""
-HOARD = 4
-"""Rollouts a slot that stand back for others and may be queued here beside what starts next."""
 TURN = 256
 """Messages taken in one turn of the loop: a flood of results must not keep dispatch waiting."""
 
@@ -93,26 +82,19 @@ class Master:
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
             pod.scheduling.groups == "together",
         )
-        self._stragglers = Stragglers(self._estimates) if pod.scheduling.copies else None
         self._io = RunIo(_io_thread(pod))
         self._cores, self._began = cores_of(), time.monotonic()
         self._ranks = Ranks(pod.comm)
         self._results = Results(pod, self.scheduler, self._io, self._ranks, self._estimates, self._drain)
+        self._dispatch = Dispatch(pod, self.scheduler, self._io, self._results, self._estimates)
         self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups)
         self.scheduler.waiting = set(pod.servers)
         self._endpoints: list[dict[str, Any]] = []
         """The decoded endpoint files, as they were listed last."""
-        self._upcoming: tuple[str, ...] = ()
-        """Tasks of blocks that this pod will claim next."""
         self._last: dict[str, float] = {}
         self._draining_since: float | None = None
-        self._nothing_free = False
-        """The last claim found no block."""
-        self._look_s = SOON_S
         self._slow = self._progressed = False
         self._grace_s = DRAIN_S
-        self._started = 0
-        self._per_s = 0.0
         self._announced: list[str] = []
         self._activities = Activities(pod.comm, self.scheduler, self._io)
 
@@ -127,8 +109,8 @@ class Master:
         pod = self.pod
         pod.ledger.register()
         pod.run.partial.mkdir(mode=0o700, exist_ok=True)
-        started = PodEvent(state="started", format_version=FORMAT_VERSION, job_id=pod.job_id, node=node_name())
-        started.ranks = pod.comm.size
+        started = PodEvent(state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
+        started.format_version = FORMAT_VERSION
         pod.events.write(started)
         self._io.start()
         self._ranks.greet(pod.init)
@@ -136,7 +118,8 @@ class Master:
         while True:
             busy = self._receive()
             busy |= self._collect()
-            busy |= self._dispatch()
+            if not (self._results.draining or self._io.full or self._io.stuck):
+                busy |= self._dispatch.start_all()
             if self._due("tick", TICK_S):
                 self._tick()
             pod.comm.push()
@@ -160,12 +143,12 @@ class Master:
             if busy and not over:
                 return None
             return "paused" if self._results.paused else "drained"
-        if busy or self.scheduler.queued or not (self._nothing_free or self.scheduler.too_long):
+        if busy or self.scheduler.queued or not (self._dispatch.nothing_free or self.scheduler.too_long):
             return None
-        if not self._io.held and (self._work_stealing.may_get_work or self._io.unsettled):
+        if not self._io.held and (self._work_stealing.may_get_work or self._io.seen.unsettled):
             return None  # others may hand something off, or whoever holds the rest may be dead
-        if not self._io.held and self._io.opened:
-            if self._io.awaited:
+        if not self._io.held and self._io.seen.opened:
+            if self._io.seen.awaited:
                 return None
             self._drain("nothing to do, and who may add something has not renewed its lease for long")
             return "drained"
@@ -186,8 +169,7 @@ class Master:
         comm, heard = self.pod.comm, self._ranks.heard
         any_ = False
         for _ in range(TURN):
-            received = comm.poll()
-            if received is None:
+            if (received := comm.poll()) is None:
                 break
             rank, message = received
             any_ |= message["op"] != "beat"  # with nothing else to do the loop sleeps on
@@ -199,11 +181,11 @@ class Master:
         pass
 
     def _on_ready(self, rank: int, message: Message) -> None:
-        self._ranks.join(rank, str(message["node"]))
-        self._announced = []  # so that this rank is told as well
-        self.scheduler.workers.join(rank, int(message["slots"]), *self.pod.room)
-        self._results.refuse()
         slots, node = int(message["slots"]), str(message["node"])
+        self._ranks.join(rank, node)
+        self._announced = []  # so that this rank is told as well
+        self.scheduler.workers.join(rank, slots, *self.pod.room)
+        self._results.refuse()
         self.pod.events.write(WorkerEvent(rank=rank, state="ready", slots=slots, node=node))
         if self._endpoints:
             self.pod.comm.send(rank, {"op": "endpoints", "endpoints": self._endpoints})
@@ -240,10 +222,11 @@ class Master:
                     self._results.count(results)
                     self._mark_progress()
                     if not self.scheduler.workers.running:
-                        self._look_s = SOON_S
+                        self._dispatch.look_soon()
                 case Claimed(block):
                     busy = True
-                    self._on_claimed(block)
+                    if self._dispatch.claimed(block):
+                        self._work_stealing.claimed()
                 case EndpointsChanged():
                     self._on_endpoints(report)
                 case LimitExceeded(why):
@@ -252,98 +235,7 @@ class Master:
                     self._activities.asked = report
         return busy
 
-    # --- work ---
-
-    def _dispatch(self) -> bool:
-        if self._draining_since is not None or self._io.full or self._io.stuck:
-            return False
-        self._claim()
-        walltime = self.pod.walltime
-        remaining_s = walltime.remaining_s
-        started = 0
-        while (next_ := self.scheduler.next(remaining_s, walltime.whole_s)) is not None:
-            self._start(*next_)
-            started += 1
-            if self._stragglers is not None:
-                self._stragglers.started(next_[1].rollout.id, time.monotonic())
-        self._started += started
-        return started > 0
-
-    def _start(self, rank: int, work: Work) -> None:
-        rollout = work.rollout
-        history = self._results.histories.get(rollout.id)
-        message = {
-            "op": "start",
-            "task": self.pod.tasks[rollout.task_id],
-            "rollout": vars(rollout),
-            "attempt": work.attempt,
-            "attempts": [vars(attempt) for attempt in history.attempts] if history else [],
-            "epoch": work.epoch,
-            "rank": rank,
-            "partial": history.partial if history else "",
-            "job_id": self.pod.job_id,
-        }
-        self.pod.comm.send(rank, message)
-        self._results.began[rollout.id] = time.monotonic()
-        self.pod.events.write(StartEvent(id=rollout.id, rank=rank, attempt=work.attempt))
-        if history is not None:
-            history.partial = ""  # used once
-        if self._results.grouped:
-            self._results.groups.started(rollout.group_id, rollout.id)
-
-    def _claim(self) -> None:
-        """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
-        waits here, another pod cannot start."""
-        ahead = int(2 * self._per_s * self._io.claim_s)
-        waiting = self.scheduler.queued - min(self.scheduler.later, HOARD * self.scheduler.workers.slots)
-        if waiting >= self.scheduler.workers.free + ahead or self._io.claiming:
-            return
-        if not self._io.may_commit or self.scheduler.too_long:
-            return
-        if not self._nothing_free or self._due("claim", self._look_s):
-            self._io.claim()
-
-    def _on_claimed(self, block: ClaimedBlock | None) -> None:
-        self._nothing_free = block is None
-        if block is None:
-            later = "claim" in self._last and not self._io.awaited  # whoever consumes rollouts waits for the next
-            self._look_s = min(LISTING_S, 2 * self._look_s) if later else SOON_S
-            self._last["claim"] = time.monotonic()
-            return
-        self._last.pop("claim", None)
-        self._upcoming = block.upcoming
-        if self._draining_since is not None:
-            return  # it goes back when the pod leaves
-        self._work_stealing.claimed()
-        self._results.histories.update(block.histories)
-        for _, group in groupby(block.rollouts, key=lambda rollout: rollout.group_id):
-            self.scheduler.add(self._group(list(group), block))
-        self._results.refuse()
-
-    def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
-        """Yields the work of one group: its samples are alike in what is known of them."""
-        first = rollouts[0]
-        expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
-        demand, share = self.pod.demand(first.task_id), self.pod.share(first.task_id, first.policy)
-        # Samples that are not here ran elsewhere, or will: they count as rewarded.
-        elsewhere = max(0, self.pod.planned(first.policy) - len(rollouts))
-        ids = [rollout.id for rollout in rollouts]
-        later: set[str] = set()
-        if first.task_id not in self.pod.held_out:
-            later = self._results.groups.admit(first.group_id, first.policy, ids, elsewhere)
-        for rollout in rollouts:
-            history = block.histories.get(rollout.id)
-            yield Work(
-                rollout,
-                block.claim.block,
-                block.claim.epoch,
-                history.next_attempt if history else 0,
-                causes=tuple(history.causes) if history else (),
-                expected_s=expected_s,
-                demand=demand,
-                share=share,
-                later=rollout.id in later,
-            )
+    # --- what is due ---
 
     def _tick(self) -> None:
         pod = self.pod
@@ -359,11 +251,11 @@ class Master:
             self._io.list_endpoints()
         if self._due("images", AHEAD_S):
             self._announce_images()
-        if self._stragglers is not None and self._nothing_free and self._draining_since is None:
-            self._copy_stragglers(self._stragglers)
-        self._work_stealing.tick(self._nothing_free, self._draining_since is not None)
+        if not self._results.draining:
+            self._dispatch.copy_stragglers()
+        self._work_stealing.tick(self._dispatch.nothing_free, self._results.draining)
         self._say_slow()
-        self._per_s, self._started = self._started / TICK_S, 0
+        self._dispatch.tick(TICK_S)
         self._activities.tick()
         self._show_progress()
 
@@ -378,16 +270,6 @@ class Master:
                 tokens_per_s=self._activities.tokens_per_s,
             )
         )
-
-    def _copy_stragglers(self, stragglers: Stragglers) -> None:
-        """Where nothing is left to start, starts what takes unusually long once more, elsewhere."""
-        if self.scheduler.queued or not self.scheduler.workers.free:
-            return
-        for rollout in stragglers.overdue(self.scheduler.workers.running_work(), time.monotonic()):
-            copy = self.scheduler.copy(rollout)
-            if copy is not None:
-                self._start(*copy)
-                self.pod.events.write(CopyEvent(id=rollout, rank=copy[0], attempt=copy[1].attempt))
 
     def _mark_progress(self) -> None:
         """Tells the supervisor that this start is not in vain."""
@@ -412,8 +294,7 @@ class Master:
 
     def _announce_images(self) -> None:
         """Tells the ranks which images they need next, so that they stage them meanwhile."""
-        tasks = [*self.scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
-        order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in tasks))
+        order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in self._dispatch.coming()))
         if order != self._announced and len(order) > 1:
             self._announced = order
             self._ranks.tell({"op": "images", "order": order})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from queue import Empty
 
 from megaflow_hpc.ledger.files import boot_clock
+from megaflow_hpc.ledger.rules import Outlook
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.master.run_io_messages import (
     ClaimBlock,
@@ -173,24 +174,9 @@ class RunIo:
         return self._clock() < self._state.closes_at
 
     @property
-    def unsettled(self) -> bool:
-        """Some block is held by a pod that is neither known to be alive nor to be gone."""
-        return self._state.unsettled
-
-    @property
-    def others(self) -> bool:
-        """Some block is held by another pod that may be alive."""
-        return self._state.others
-
-    @property
-    def opened(self) -> bool:
-        """A consumer may add blocks: the campaign is not finished though there may be nothing to do."""
-        return self._state.opened
-
-    @property
-    def awaited(self) -> bool:
-        """A consumer that has renewed its lease not long ago may add blocks: it is worth staying."""
-        return self._state.awaited
+    def seen(self) -> Outlook:
+        """What the last claim has seen of blocks, other pods and consumers."""
+        return self._state.seen
 
     @property
     def claimed_all(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megaflow_hpc.ledger.rules import Outlook
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.outcome import Outcome
@@ -156,14 +157,8 @@ class RunState:
     """Blocks that are claimed and not done."""
     closes_at: float = float("-inf")
     """When this pod's fence closes, by the ledger's clock."""
-    unsettled: bool = False
-    """Some block is held by a pod that is neither known to be alive nor to be gone."""
-    others: bool = False
-    """Some block is held by another pod that may be alive."""
-    opened: bool = False
-    """A consumer may add blocks."""
-    awaited: bool = False
-    """One of these has renewed its lease not long ago."""
+    seen: Outlook = field(default_factory=Outlook)
+    """At the last claim."""
     claimed_all: bool = False
     """No block was free at the last claim."""
     stuck_since: float | None = None

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -327,11 +328,8 @@ class RunIoThread(threading.Thread):
         return RunState(
             held=len(self._blocks),
             closes_at=ledger.closes_at,
-            unsettled=ledger.unsettled,
-            others=ledger.others,
-            opened=ledger.opened,
-            awaited=ledger.awaited,
-            claimed_all=not ledger.unclaimed,
+            seen=replace(ledger.seen),
+            claimed_all=not ledger.free,
             stuck_since=self._stuck_since,
         )
 

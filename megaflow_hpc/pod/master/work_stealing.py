@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 from megaflow_hpc.ledger.blocks import MAX_BLOCK
 from megaflow_hpc.pod.master.run_io import RunIo
@@ -42,16 +41,10 @@ def share_of(waiting: int, slots: int, wanted: int) -> int:
 
 
 class WorkStealing:
-    """Requests work for idle slots, and answers the requests of others.
+    """Requests work for idle slots, and answers the requests of others."""
 
-    Args:
-        clock: seconds of a clock that never jumps.
-    """
-
-    def __init__(
-        self, io: RunIo, scheduler: Scheduler, groups: Groups, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._io, self._scheduler, self._groups, self._clock = io, scheduler, groups, clock
+    def __init__(self, io: RunIo, scheduler: Scheduler, groups: Groups) -> None:
+        self._io, self._scheduler, self._groups = io, scheduler, groups
         self._without_work_since: float | None = None
         self._requested = False
         self._requested_at = self._looked_at = -SELDOM_S
@@ -60,7 +53,7 @@ class WorkStealing:
     def may_get_work(self) -> bool:
         """The pod has requested work, and may yet get some."""
         since = self._without_work_since
-        return since is not None and self._clock() - since < REQUEST_S
+        return since is not None and time.monotonic() - since < REQUEST_S
 
     def claimed(self) -> None:
         """Notes that a block was claimed."""
@@ -73,8 +66,8 @@ class WorkStealing:
             nothing_free: the last claim found no block.
             leaving: the pod drains: it neither requests nor hands off.
         """
-        now, io, scheduler = self._clock(), self._io, self._scheduler
-        if leaving or not (nothing_free and scheduler.workers.free and not scheduler.queued and io.others):
+        now, io, scheduler = time.monotonic(), self._io, self._scheduler
+        if leaving or not (nothing_free and scheduler.workers.free and not scheduler.queued and io.seen.others):
             self._without_work_since = None
             self._request(0)
         elif self._without_work_since is None or now - self._requested_at >= REQUEST_S:

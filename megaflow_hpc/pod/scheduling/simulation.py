@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -81,10 +81,10 @@ class SimulationResult:
         return self.makespan_s / self.ideal_s
 
 
-def pareto(count: int, alpha: float, seed: int, shortest_s: float = 60.0) -> list[float]:
-    """Draws durations with a Pareto tail, in seconds."""
+def pareto(count: int, alpha: float, seed: int) -> list[float]:
+    """Draws durations with a Pareto tail, of a minute and more, in seconds."""
     draw = random.Random(seed)
-    return [shortest_s * draw.paretovariate(alpha) for _ in range(count)]
+    return [60.0 * draw.paretovariate(alpha) for _ in range(count)]
 
 
 def estimated(durations_s: Sequence[float], sigma: float, seed: int) -> list[float]:
@@ -166,8 +166,8 @@ class _Simulation:
         self._claimed = 0
         self._all_claimed = False
 
-    def run(self, progress: Callable[[int], None] | None) -> SimulationResult:
-        """Runs the campaign to its end; ``progress`` as in :func:`simulate`."""
+    def run(self) -> SimulationResult:
+        """Runs the campaign to its end."""
         now, ended = 0.0, 0
         for which in range(len(self._pods)):
             self._fill(which, now)
@@ -180,8 +180,6 @@ class _Simulation:
             pod.ended(work, now, started)
             ended += 1
             self._fill(which, now)
-            if progress and not ended % 100_000:
-                progress(ended)
         return self._result(now, ended)
 
     def _fill(self, which: int, now: float) -> None:
@@ -222,13 +220,9 @@ class _Simulation:
         return SimulationResult(now, ideal_s, used_s / (slots * last) if last else 1.0, ended, self._claimed)
 
 
-def simulate(shape: Shape, progress: Callable[[int], None] | None = None) -> SimulationResult:
-    """Runs a campaign of this shape to its end.
-
-    Args:
-        progress: is called with the number of rollouts that have ended, every 100,000.
-    """
-    return _Simulation(shape).run(progress)
+def simulate(shape: Shape) -> SimulationResult:
+    """Runs a campaign of this shape to its end."""
+    return _Simulation(shape).run()
 
 
 def _blocks(shape: Shape) -> Iterator[list[Work]]:

@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     # After the arguments: torch takes seconds, and --help should not.
     from megaflow_hpc.training.dataflow import Dataflow
-    from megaflow_hpc.training.trainer.loop import Board, Stopped, Trainer
+    from megaflow_hpc.training.trainer.loop import Stopped, Trainer
+    from megaflow_hpc.training.trainer.metrics import Board
     from megaflow_hpc.training.trainer.model import join
 
     ranks = join()

@@ -15,7 +15,6 @@ that very forward pass. The engine's serve importance weights and the metric ``m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -35,6 +34,7 @@ from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.training.trainer import checkpoint, losses
+from megaflow_hpc.training.trainer.metrics import Clock, Tally
 from megaflow_hpc.training.trainer.model import Ranks, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
@@ -54,22 +54,6 @@ Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 
 class Stopped(Exception):
     """The trainer was asked to stop while it waited for rollouts."""
-
-
-class Clock:
-    """Seconds of a step by what they were spent on."""
-
-    def __init__(self, device: Any) -> None:
-        self.seconds: dict[str, float] = {}
-        self._device = device
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 class Trainer:
@@ -203,19 +187,15 @@ class Trainer:
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._judge(step, clock) if several else None
         found: list[dict[str, float]] = []
-        versions: dict[int, list[float]] = {}
-        rows = 0.0
+        whole = Tally()
         for minibatch in minibatches:
-            sums, seen, row = self._update(minibatch, proximal, rate, clock)
-            found.append(sums)
-            rows += row
-            for version, (apart, tokens) in seen.items():
-                both = versions.setdefault(version, [0.0, 0.0])
-                both[0], both[1] = both[0] + apart, both[1] + tokens
+            tally, norm = self._update(minibatch, proximal, rate, clock)
+            found.append(tally.report() | {"grad_norm": norm})
+            whole.join(tally)
         names = found[0] if found else {}
         metrics = {name: sum(each[name] for each in found) / len(found) for name in names}
         metrics |= {name: max(each[name] for each in found) for name in names if name in losses.MAXIMA}
-        metrics |= {f"mismatch/version-{version}": apart / tokens for version, (apart, tokens) in versions.items()}
+        metrics |= whole.mismatches()
         rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
         passed = sum(reward >= PASSED for reward in rewards) / len(rewards) if rewards else math.nan
         busy = sum(clock.seconds.get(name, 0.0) for name in ("proximal", "forward", "backward", "optimizer"))
@@ -224,7 +204,7 @@ class Trainer:
             "version": float(step.plan.version),
             "lr": rate,
             "updates": float(len(found)),
-            "tokens_per_s": rows / busy if busy else 0.0,
+            "tokens_per_s": whole.rows / busy if busy else 0.0,
         }
 
     @torch.no_grad()
@@ -239,8 +219,8 @@ class Trainer:
 
     def _update(
         self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: Clock
-    ) -> tuple[dict[str, float], dict[int, tuple[float, float]], float]:
-        """Makes one optimizer step; returns its statistics, the mismatch by version, and the tokens of its rows."""
+    ) -> tuple[Tally, float]:
+        """Makes one optimizer step; returns what its tokens come to, on all ranks, and the norm of the gradient."""
         packed = minibatch.microbatches(self.flow.settings.microbatch)
         limit = math.inf
         if self.loss.kind == "m2po":
@@ -248,9 +228,7 @@ class Trainer:
             here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
             together = [tokens for part in self.ranks.gather(here) for tokens in part]
             limit, packed = losses.second_moment_limit(together, self.loss.second_moment), iter(held)
-        total: dict[str, Any] | None = None
-        seen: dict[int, tuple[float, float]] = {}
-        rows = 0
+        tally = Tally()
         while True:
             with clock("data"):
                 batch = next(packed, None)
@@ -269,26 +247,13 @@ class Trainer:
                     )
             with clock("backward"):
                 loss.backward()
-            total = sums if total is None else losses.add(total, sums)
-            rows += len(batch.tokens)
-            for version, apart, count in _mismatches(batch, tokens):
-                sum_, tokens_ = seen.get(version, (0.0, 0.0))
-                seen[version] = sum_ + apart, tokens_ + count
+            tally.add(batch, tokens, sums)
         with clock("optimizer"):
-            parts = self.ranks.gather(({name: value.cpu() for name, value in (total or {}).items()}, seen, rows))
-            sums = parts[0][0]
-            for part in parts[1:]:
-                sums = losses.add(sums, part[0])
-            report = losses.report(sums)
-            self._check_engine(report["mismatch"])
-            report["grad_norm"] = self.optimizer.step(rate)
+            tally = tally.of_all(self.ranks)
+            self._check_engine(tally.report()["mismatch"])
+            norm = self.optimizer.step(rate)
             self._moved = True
-        merged: dict[int, tuple[float, float]] = {}
-        for _, by_version, _ in parts:
-            for version, (apart, count) in by_version.items():
-                was = merged.get(version, (0.0, 0.0))
-                merged[version] = was[0] + apart, was[1] + count
-        return report, merged, float(sum(part[2] for part in parts))
+        return tally, norm
 
     def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
         """What the policy takes; a token that nobody asks about where the micro-batch is empty."""
@@ -338,17 +303,6 @@ def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
         yield key, slice(begin, end)
 
 
-def _mismatches(batch: MicroBatch, tokens: losses.Tokens) -> Iterator[tuple[int, float, float]]:
-    """Yields version, sum of |engine − proximal| over its tokens, and their count."""
-    if not len(batch.tokens):
-        return
-    chosen = batch.mask == 1
-    apart = np.abs(batch.logprobs - tokens.proximal.cpu().numpy())[chosen].astype(np.float64)
-    versions = batch.versions[chosen]
-    for version in np.unique(versions).tolist():
-        yield version, float(apart[versions == version].sum()), float((versions == version).sum())
-
-
 def _check_same(base: Path, served: Path) -> None:
     """Checks that what is trained can be served in the place of what is served.
 
@@ -376,22 +330,3 @@ def _vocabulary(folder: Path) -> Any:
     """Words and numbers of a tokenizer, where it says (``tokenizer.json`` of Hugging Face's tokenizers)."""
     path = folder / "tokenizer.json"
     return json.loads(path.read_text()).get("model", {}).get("vocab") if path.is_file() else None
-
-
-class Board:
-    """TensorBoard's files, where it is installed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writer = None
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter  # type: ignore[import-not-found]
-
-            self._writer = SummaryWriter(str(folder))
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics."""
-        if self._writer is not None:
-            for name, value in metrics.items():
-                if math.isfinite(value):
-                    self._writer.add_scalar(name, value, int(metrics["step"]))
-            self._writer.flush()

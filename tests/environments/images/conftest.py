@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
 from tests.support.registries import Front, Registry, front, registry_server
+from tests.support.small_images import SmallImages
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
@@ -24,6 +23,7 @@ from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
+from tests.support.small_images import SmallImages
 
 MB = 1_000_000
 

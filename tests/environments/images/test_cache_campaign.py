@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import open_trajectories
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.images.cache.copy_log import CopyLog
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.blocks import split
 from megaflow_hpc.pod.master.loop import AHEAD_BLOCKS
 from megaflow_hpc.types import Rollout
+from tests.support.small_images import SmallImages
 
 COUNT = 16
 WORKERS = 2

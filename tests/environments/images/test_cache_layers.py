@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.parts import Form
 from megaflow_hpc.environments.images.image_config import working_directory
@@ -23,6 +22,7 @@ from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SandboxError
 from tests.support.layers import OPAQUE, Entries, add_image, add_layer
+from tests.support.small_images import SmallImages
 
 MB = 1_000_000
 ENVIRONMENT: Entries = {"etc/": "", "etc/environment": "e", "lib/": "", "lib/old": "x", "lib/one": "1", "gone": "x"}

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.layered import read_layered
@@ -25,6 +24,7 @@ from megaflow_hpc.environments.images.room import mount_of
 from megaflow_hpc.environments.images.store import PLACES, VARIABLE, ImageStore, default_stores, digest_of
 from megaflow_hpc.errors import ConfigError, SiteError
 from tests.support.registries import Front, Registry, tree_layer
+from tests.support.small_images import SmallImages
 
 Verb = Callable[..., tuple[int, str, str]]
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.sharing import prune
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from tests.support.builds import unpacked
+from tests.support.small_images import SmallImages
 
 Verb = Callable[..., tuple[int, str, str]]
 

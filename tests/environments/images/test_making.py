@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.making import Making, at_once, make_all
@@ -23,6 +22,7 @@ from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from tests.support.places import ROOT
 from tests.support.registries import Registry, layer, noise
+from tests.support.small_images import SmallImages
 
 Verb = Callable[..., tuple[int, str, str]]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench.small_images import SmallImages
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import pull
 from megaflow_hpc.environments.images.cache.manifest import fetch, manifest
@@ -31,6 +30,7 @@ from tests.support.layers import add_layer
 from tests.support.places import ROOT
 from tests.support.registries import Front, Layer, Registry, layer, noise, tree_layer
 from tests.support.sandboxes import runs
+from tests.support.small_images import SmallImages
 from tests.support.waiting import until
 
 Resolve = Callable[[str], Path]

@@ -33,10 +33,10 @@ Ids = NDArray[np.int32]
 
 
 class Transcripts:
-    """Draws rollouts; the same for the same seed and standard library."""
+    """Draws rollouts; the same for the same standard library."""
 
-    def __init__(self, seed: int = 0) -> None:
-        draw = np.random.default_rng(seed)
+    def __init__(self) -> None:
+        draw = np.random.default_rng(0)
         paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_FILES]
         texts = [_PIECE.findall(path.read_text("utf-8", "replace")) for path in paths]
         ranked = [piece for piece, _ in Counter(piece for text in texts for piece in text).most_common()]

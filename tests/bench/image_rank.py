@@ -1,6 +1,6 @@
 """One rank of the benchmark ``images``: takes leases on images, holds them as long as it is told, stages ahead.
 
-``python -m megaflow_hpc.bench.programs.image_rank CACHE BYTES SLOTS FORM``; JSON lines on standard input and output.
+``python -m tests.bench.image_rank CACHE BYTES SLOTS FORM``; JSON lines on standard input and output.
 """
 
 from __future__ import annotations

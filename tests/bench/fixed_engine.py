@@ -16,7 +16,7 @@ import json
 import sys
 from typing import Any, cast
 
-from megaflow_hpc.bench.load import run_fast
+from tests.bench.load import run_fast
 
 ANSWERS = 16
 VOCABULARY = 151_000
@@ -139,7 +139,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Serves until standard input ends; prints the port."""
-    parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.bench.programs.fixed_engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.fixed_engine", description=__doc__)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens that every prompt counts as")
     parser.add_argument("--sampled", type=int, default=200, help="tokens of every answer")
     parser.add_argument("--delay-s", type=float, default=0.5)

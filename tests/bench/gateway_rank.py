@@ -1,6 +1,6 @@
 """A gateway as a worker rank has one, for the benchmark beside it: rollouts open and close while calls come in.
 
-``python -m megaflow_hpc.bench.programs.gateway_rank``. Standard input has one JSON object a line: ``{servers: […]}``
+``python -m tests.bench.gateway_rank``. Standard input has one JSON object a line: ``{servers: […]}``
 (endpoint records), ``{open: SLOT}`` (ends the slot's rollout, checks what was recorded of it, and opens the next),
 ``{cpu: true}``, ``{end: true}``. Standard output answers each.
 """
@@ -13,9 +13,9 @@ import resource
 import sys
 from typing import Any
 
-from megaflow_hpc.bench.programs.fixed_engine import ANSWERS, sampled
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
+from tests.bench.fixed_engine import ANSWERS, sampled
 
 
 class Checked:

@@ -1,0 +1,103 @@
+"""What a step is measured by: seconds by what they were spent on, statistics of its tokens, TensorBoard's files."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+
+from megaflow_hpc.training.microbatch import MicroBatch
+from megaflow_hpc.training.trainer import losses
+from megaflow_hpc.training.trainer.model import Ranks
+
+
+class Clock:
+    """Seconds of a step by what they were spent on."""
+
+    def __init__(self, device: Any) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Tally:
+    """Sums over micro-batches, then over ranks and minibatches.
+
+    Attributes:
+        rows: tokens that passed the model.
+    """
+
+    def __init__(self) -> None:
+        self._sums: losses.Statistics = {}
+        self._versions: dict[int, tuple[float, int]] = {}
+        """Weight version → sum of |log-probability of the engine − proximal| over its tokens, and their count."""
+        self.rows = 0
+
+    def add(self, batch: MicroBatch, tokens: losses.Tokens, sums: losses.Statistics) -> None:
+        """Adds a micro-batch, with the statistics of its loss."""
+        found = Tally()
+        found._sums, found.rows = sums, len(batch.tokens)
+        if found.rows:
+            chosen = batch.mask == 1
+            apart = np.abs(batch.logprobs - tokens.proximal.cpu().numpy())[chosen].astype(np.float64)
+            versions = batch.versions[chosen]
+            for version in np.unique(versions).tolist():
+                of_it = apart[versions == version]
+                found._versions[version] = float(of_it.sum()), len(of_it)
+        self.join(found)
+
+    def join(self, other: Tally) -> None:
+        """Adds what another one has summed up."""
+        self._sums = losses.add(self._sums, other._sums) if self._sums else other._sums
+        self.rows += other.rows
+        for version, (apart, count) in other._versions.items():
+            before = self._versions.get(version, (0.0, 0))
+            self._versions[version] = before[0] + apart, before[1] + count
+
+    def of_all(self, ranks: Ranks) -> Tally:
+        """Returns that of all ranks, on every rank; collective."""
+        self._sums = {name: value.cpu() for name, value in self._sums.items()}
+        found = Tally()
+        for part in ranks.gather(self):
+            found.join(part)
+        return found
+
+    def report(self) -> dict[str, float]:
+        """Returns the statistics as a person reads them; see :func:`~megaflow_hpc.training.trainer.losses.report`."""
+        return losses.report(self._sums)
+
+    def mismatches(self) -> dict[str, float]:
+        """Returns the mean mismatch by version, as metrics."""
+        return {f"mismatch/version-{version}": apart / count for version, (apart, count) in self._versions.items()}
+
+
+class Board:
+    """TensorBoard's files, where it is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = None
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter  # type: ignore[import-not-found]
+
+            self._writer = SummaryWriter(str(folder))
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Writes a step's metrics."""
+        if self._writer is not None:
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._writer.add_scalar(name, value, int(metrics["step"]))
+            self._writer.flush()
