@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.launcher import launcher
+from megaflow_hpc.environments.sandbox.commands.launcher import CALLS, REFUSED, launcher, program
 from megaflow_hpc.types import ExecResult
 
 InSandbox = Callable[..., Any]
@@ -67,6 +68,17 @@ print(call(20) > 0, call(288, 0, -3, 1), call(425, 4), call(359, 40, 1), call(35
 needs_numbers = pytest.mark.skipif(not KNOWN, reason=f"no system calls are known for {MACHINE}")
 
 
+EVERY = CALL + "for number in %s: print(call(number, -1, -1, -1, -1, -1))"
+"""Every call with arguments that the kernel finds wrong before it asks who may."""
+REFUSED_AND_SOCKET = (*REFUSED, "socket")
+
+
+@pytest.fixture(params=["apptainer", "clone"])
+def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes are containers that Apptainer has started, or clones of one."""
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", request.param)
+
+
 def with_a_key(use: Callable[[], None]) -> None:
     """Runs ``use`` in a thread whose session keyring is new and holds one key, as a login's holds its tickets."""
     raised: list[BaseException] = []
@@ -91,6 +103,7 @@ def python(text: str) -> list[str]:
     return ["python3", "-c", text]
 
 
+@pytest.mark.usefixtures("_start")
 @needs_numbers
 @pytest.mark.parametrize("user", [None, "agent"])
 def test_a_sandbox_finds_no_key_of_the_host_and_leaves_none(rootfs: str, scratch: Path, user: str | None) -> None:
@@ -122,12 +135,13 @@ def test_where_there_is_no_filter_the_keyring_is_an_empty_one_all_the_same() -> 
     with_a_key(use)
 
 
-@pytest.mark.parametrize("layer", ["overlay", "copy"])
+@pytest.mark.parametrize(("layer", "start"), [("overlay", "apptainer"), ("overlay", "clone"), ("copy", "apptainer")])
 @pytest.mark.parametrize("user", [None, "agent"])
 def test_no_user_namespace_can_be_made_inside(
-    rootfs: str, scratch: Path, user: str | None, layer: str, monkeypatch: pytest.MonkeyPatch
+    rootfs: str, scratch: Path, user: str | None, layer: str, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGAFLOW_LAYER", layer)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", start)
 
     async def main() -> list[ExecResult]:
         async with ApptainerProvider(scratch) as provider:
@@ -142,6 +156,7 @@ def test_no_user_namespace_can_be_made_inside(
     assert lifted.exit_code != 0
 
 
+@pytest.mark.usefixtures("_start")
 @pytest.mark.parametrize("user", [None, "agent"])
 def test_a_campaign_may_give_its_sandboxes_namespaces_of_their_own(in_sandbox: InSandbox, user: str | None) -> None:
     async def use(sandbox: ApptainerSandbox) -> str:
@@ -150,6 +165,7 @@ def test_a_campaign_may_give_its_sandboxes_namespaces_of_their_own(in_sandbox: I
     assert in_sandbox(use, user=user, nested=True) == "True\nTrue\n"
 
 
+@pytest.mark.usefixtures("_start")
 @needs_numbers
 @pytest.mark.parametrize("user", [None, "agent"])
 def test_rings_sockets_to_other_machines_and_the_kernels_debuggers_are_refused(
@@ -172,6 +188,108 @@ for family in (40, socket.AF_INET, socket.AF_UNIX):
     assert in_sandbox(use, user=user).split() == ["EPERM", "EAFNOSUPPORT", "2", "1"]
 
 
+@pytest.mark.usefixtures("_start")
+@needs_numbers
+@pytest.mark.parametrize("user", [None, "agent"])
+def test_every_call_of_the_list_is_refused(in_sandbox: InSandbox, user: str | None) -> None:
+    numbers = [next(iter(CALLS[MACHINE].values()))[: len(REFUSED)]]
+    ask = EVERY % repr(list(*numbers))
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        return str((await sandbox.exec(python(ask))).stdout)
+
+    inside = in_sandbox(use, user=user).split()
+    assert dict(zip(REFUSED, inside, strict=True)) == dict.fromkeys(REFUSED, "EPERM")
+    outside = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    said = dict(zip(REFUSED, outside, strict=True))
+    # A node may refuse the others to everybody (sysctls); what has none shows that it is our filter that answers.
+    assert "EPERM" not in {said[name] for name in ("add_key", "request_key", "keyctl")}, said
+
+
+# --- the filter itself ----------------------------------------------------------------------------------------------
+
+ALLOW, REFUSE, NO_FAMILY = 0x7FFF0000, 0x00050000 + 1, 0x00050000 + 97
+OF_SOCKETCALL = {(0x40000003, "socket"): 359, (0x40000003, "socketpair"): 360, (0x40000003, "connect"): 362}
+HARMLESS = ("read", "openat", "clone", "execve", "futex", "socketpair", "connect", "ptrace", "unshare", "mount")
+
+
+def answer(steps: bytes, architecture: int, number: int, first: int) -> int:
+    """What the kernel would do at a call, by the rules of classic BPF."""
+    data = struct.pack("=IIQ6Q", number, architecture, 0, first, 0, 0, 0, 0, 0)
+    accumulator = at = 0
+    while True:
+        code, yes, no, value = struct.unpack_from("=HBBI", steps, 8 * at)
+        at += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, value)
+        elif code == 0x54:
+            accumulator &= value
+        elif code == 0x15:
+            at += yes if accumulator == value else no
+        else:
+            assert code == 0x06
+            return int(value)
+
+
+def named(architecture: int, name: str) -> int:
+    """The number of a call as libseccomp knows it; its words for architectures are the kernel's.
+
+    For i386 it has a number of its own where there is ``socketcall`` as well; the kernel's headers have the call's.
+    """
+    if (architecture, name) in OF_SOCKETCALL:
+        return OF_SOCKETCALL[architecture, name]
+    library = ctypes.CDLL("libseccomp.so.2")
+    return int(library.seccomp_syscall_resolve_name_arch(ctypes.c_uint32(architecture), name.encode()))
+
+
+ARCHITECTURES = [(machine, architecture) for machine, calls in CALLS.items() for architecture in calls]
+
+
+@pytest.mark.parametrize(("machine", "architecture"), ARCHITECTURES)
+def test_the_filter_answers_as_the_list_says_on_every_machine(machine: str, architecture: int) -> None:
+    steps = program(machine)
+    numbers = {name: named(architecture, name) for name in REFUSED_AND_SOCKET}
+    assert tuple(numbers.values()) == CALLS[machine][architecture]
+    assert {name: answer(steps, architecture, numbers[name], 2) for name in REFUSED} == dict.fromkeys(REFUSED, REFUSE)
+    assert answer(steps, architecture, numbers["socket"], 40) == NO_FAMILY
+    assert [answer(steps, architecture, numbers["socket"], family) for family in (1, 2, 10, 16)] == [ALLOW] * 4
+    allowed = {name: answer(steps, architecture, named(architecture, name), 40) for name in HARMLESS}
+    assert allowed == dict.fromkeys(HARMLESS, ALLOW)
+    every = [number for number in range(600) if answer(steps, architecture, number, 2) != ALLOW]
+    assert every == sorted(numbers[name] for name in REFUSED)
+
+
+def test_calls_of_x32_are_answered_as_those_of_64_bits() -> None:
+    for number in CALLS["x86_64"][0xC000003E][: len(REFUSED)]:
+        assert answer(program("x86_64"), 0xC000003E, number | 0x40000000, 2) == REFUSE
+
+
+@pytest.mark.parametrize(
+    ("header", "prefixes", "machine", "architecture"),
+    [
+        ("asm-generic/unistd.h", ("__NR_", "__NR3264_"), "aarch64", 0xC00000B7),
+        ("x86_64-linux-gnu/asm/unistd_64.h", ("__NR_",), "x86_64", 0xC000003E),
+        ("x86_64-linux-gnu/asm/unistd_32.h", ("__NR_",), "x86_64", 0x40000003),
+    ],
+)
+def test_numbers_are_those_of_the_kernels_headers(
+    header: str, prefixes: tuple[str, ...], machine: str, architecture: int
+) -> None:
+    path = Path("/usr/include", header)
+    if not path.exists():
+        pytest.skip(f"{path}: the headers of another machine, or none; libseccomp's table says it above")
+    words = [line.split()[1:3] for line in path.read_text().splitlines() if line.startswith("#define __NR")]
+    numbers = {word[0]: int(word[1]) for word in words if word[1:] and word[1].isdigit()}
+    found = [
+        next(numbers[prefix + name] for prefix in prefixes if prefix + name in numbers) for name in REFUSED_AND_SOCKET
+    ]
+    assert tuple(found) == CALLS[machine][architecture]
+
+
+# --- programs of 32 bits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_start")
 @pytest.mark.skipif(MACHINE != "x86_64", reason="code of i386")
 def test_what_is_refused_is_refused_to_programs_of_32_bits_too_and_they_run(in_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> ExecResult:

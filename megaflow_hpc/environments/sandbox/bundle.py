@@ -29,6 +29,8 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants, exiting
 
 _RUNNER = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
+_FIRST = (*_RUNNER, "first")
+"""The runner where no variable of the runtime's is to be left behind."""
 
 
 class NotCloned(SandboxError):
@@ -121,7 +123,7 @@ class Bundle:
             if templates is not None:
                 lesson = templates.lesson(self.access, spec, line.mounted) if pristine else None
                 if lesson is None:
-                    cloned = await templates.find(self.access, spec, line.mounted, control, _RUNNER)
+                    cloned = await templates.find(self.access, spec, line.mounted, control, _FIRST)
             temporary = os.path.join(self.directory, "tmp")
             await container.start(
                 line.argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=line.prefix, cloned=cloned

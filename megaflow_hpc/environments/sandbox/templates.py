@@ -39,13 +39,9 @@ _LONGEST_ENVIRONMENT = 32768
 
 _KERNEL = (5, 9)
 """Linux has pidfds, openat2 and close_range from here on."""
-_LONGEST_OPTIONS = 4000
-"""The kernel takes a page of mount options."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 _HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
 _PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
-_NAMED_BY_ITS_ROOT = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-"""Variables that Apptainer gives a container's place on the host."""
 
 Start = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
 """Takes a sandbox's standard error, and what is called with its first process before that does anything."""
@@ -94,7 +90,7 @@ class Templates:
         key = _key(access)
         if way() == "apptainer" or mounted is None or key in self.refused or key in self._environments:
             return None
-        if not self._possible(access, spec, mounted.options):
+        if not self._possible(access, spec):
             return None
         lesson: Lesson = asyncio.get_running_loop().create_future()
         self._environments[key] = lesson
@@ -133,7 +129,7 @@ class Templates:
         lesson = self._environments.get(_key(access))
         if way() == "apptainer" or mounted is None or lesson is None or _key(access) in self.refused:
             return None
-        if not self._possible(access, spec, mounted.options):
+        if not self._possible(access, spec):
             return None
         if self._supported is None:
             self._supported = await asyncio.to_thread(supported)
@@ -154,8 +150,7 @@ class Templates:
             return None
         capabilities = ",".join(str(_CAPABILITIES[name]) for name in ROOT_MAY)
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
-        variables = [_renamed(entry, mounted.merged) for entry in environment]
-        words = (spec.network, *mounted, capabilities, " ".join(command), str(len(binds)), *binds, *variables)
+        words = (spec.network, *mounted, capabilities, " ".join(command), str(len(binds)), *binds, *environment)
         return functools.partial(kept.template.clone, words)
 
     def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
@@ -169,7 +164,7 @@ class Templates:
         if not layer:
             self.refused[_key(access)] = str(error)
 
-    def _possible(self, access: Access, spec: SandboxSpec, options: str) -> bool:
+    def _possible(self, access: Access, spec: SandboxSpec) -> bool:
         sources = (access.rootfs, *access.layers, *(bind.split(":")[0] for bind in spec.binds))
         return (
             spec.as_root
@@ -177,7 +172,6 @@ class Templates:
             and not spec.fakeroot
             and access.form == "tree"
             and access.namespace is None
-            and len(os.fsencode(options)) < _LONGEST_OPTIONS
             and all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
         )
 
@@ -283,11 +277,6 @@ def _filters() -> bool:
 
 def _key(access: Access) -> _Key:
     return (*access.layers, access.rootfs)
-
-
-def _renamed(entry: str, root: str) -> str:
-    name = entry.partition("=")[0]
-    return f"{name}={root}" if name in _NAMED_BY_ITS_ROOT else entry
 
 
 def _below(path: Path, directories: Sequence[Path]) -> bool:

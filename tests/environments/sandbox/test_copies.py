@@ -309,3 +309,14 @@ def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
     else:
         assert findings["overlay"]["level"] == "warn"
         assert "every sandbox is a copy of its image" in findings["overlay"]["found"]
+
+
+def test_no_path_of_the_host_stands_in_an_environment(small_rootfs: str, scratch: Path) -> None:
+    async def main() -> str:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(small_rootfs)) as sandbox:
+                return (await sandbox.exec("cat /proc/[0-9]*/environ")).stdout
+
+    said = asyncio.run(main())
+    assert "PATH=/" in said
+    assert [word for word in (str(scratch), "APPTAINER", "SINGULARITY") if word in said] == []

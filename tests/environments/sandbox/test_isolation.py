@@ -20,8 +20,11 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
+from tests.support.layers import unpacked
 from tests.support.trees import nest
 from tests.support.waiting import until_async
 
@@ -72,6 +75,37 @@ def test_neither_home_nor_host_environment_is_inside(
     assert not {name for name in names if name.startswith(("SLURM", "PMI"))}
     command = {line.partition("=")[0] for line in env.partition("\nCOMMAND\n")[0].splitlines()}
     assert not {name for name in command if name.startswith(("APPTAINER", "SINGULARITY"))}
+
+
+TABLES = "cat /proc/[0-9]*/mountinfo /proc/mounts"
+ENVIRONMENTS = "cat /proc/[0-9]*/environ | tr '\\0' '\\n'"
+
+
+@pytest.mark.parametrize("user", [None, "agent"])
+@pytest.mark.parametrize("layers", [False, True], ids=["tree", "layers"])
+def test_no_path_of_the_host_stands_in_an_environment_or_the_mount_table_but_a_binds(
+    rootfs: str, scratch: Path, tmp_path: Path, user: str | None, layers: bool
+) -> None:
+    """Of a bind the kernel itself shows where it lies on its file system, and nobody can keep it from that."""
+    above = unpacked([{"app/": "", "app/one": "1"}, {"app/": "", "app/two": "2"}], tmp_path / "layers")
+    access = Access("tree", rootfs, lambda: None, layers=above) if layers else None
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            spec = SandboxSpec(rootfs, user=user, env={"OURS": "1"}, workdir="/app")
+            async with await provider.start(spec, access=access) as sandbox:
+                said = [(await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout]
+                await sandbox.kill_processes()
+                return [*said, (await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout]
+
+    for said in asyncio.run(main()):
+        assert ("one\ntwo\n" in said) == layers
+        assert "PATH=/" in said
+        lines = [line for line in said.splitlines() if " /.megaflow " not in line]
+        assert " overlay overlay rw,lowerdir=" in said
+        hosts = (str(scratch), str(tmp_path), Path(rootfs).parent.name, "layer.root", "APPTAINER", "SINGULARITY")
+        assert [line for line in lines if any(word in line for word in hosts)] == []
+    remove_tree(tmp_path / "layers")
 
 
 def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:

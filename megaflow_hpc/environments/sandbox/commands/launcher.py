@@ -42,7 +42,7 @@ REFUSED = (
 )
 """System calls that answer EPERM; ``socket`` of AF_VSOCK, whose addresses are the machine's, is the one more."""
 
-_CALLS: dict[str, dict[int, tuple[int, ...]]] = {
+CALLS: dict[str, dict[int, tuple[int, ...]]] = {
     "x86_64": {
         0xC000003E: (248, 249, 250, 425, 426, 427, 321, 298, 323, 41),
         0x40000003: (286, 287, 288, 425, 426, 427, 357, 336, 374, 359),
@@ -82,7 +82,7 @@ class Launcher:
 
     def _run(self) -> None:
         _leave_keys()
-        self.refuses = self._filtered and _install(_program())
+        self.refuses = self._filtered and _install(program(os.uname().machine))
         while True:
             function, done = self._work.get()
             try:
@@ -108,8 +108,8 @@ def _leave_keys() -> None:
         _libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING)
 
 
-def _program() -> bytes:
-    """The filter as classic BPF (linux/filter.h), empty where this machine's calls are not known."""
+def program(machine: str) -> bytes:
+    """Returns the filter as classic BPF (linux/filter.h); empty where a machine's calls are not known."""
     load, equal, mask, answer = 0x20, 0x15, 0x54, 0x06
     refuse, allow = 0x00050000, 0x7FFF0000
 
@@ -117,7 +117,7 @@ def _program() -> bytes:
         return struct.pack("=HBBI", code, yes, no, value)
 
     blocks = []
-    for architecture, numbers in _CALLS.get(os.uname().machine, {}).items():
+    for architecture, numbers in CALLS.get(machine, {}).items():
         *refused, socket = numbers
         block = [step(load, 0)]
         if architecture == 0xC000003E:
@@ -135,18 +135,18 @@ def _program() -> bytes:
     return b"".join([*blocks, step(answer, allow)]) if blocks else b""
 
 
-def _install(program: bytes) -> bool:
+def _install(steps: bytes) -> bool:
     """Filters the calls of this thread and of all that it starts; ``False`` if the kernel does not."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
     number = _SYSCALLS.get(os.uname().machine, {}).get("seccomp")
-    if not program or number is None:
+    if not steps or number is None:
         return False
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return False
-    wanted = Program(len(program) // 8, program)
+    wanted = Program(len(steps) // 8, steps)
     for flags in (_SPEC_ALLOW, 0):  # without it older kernels slow down all that is filtered
         if _libc.syscall(number, _SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(wanted)) == 0:
             return True

@@ -67,7 +67,21 @@ worker)
   kill -STOP $$
   _mf_work "$3"
   ;;
-*)
+"")
+  # The runtime's own variables tell the host's paths, and what a process began with can be read as long as it lives:
+  # so PID 1 begins anew without them.
+  while IFS= read -r _mf_line; do
+    _mf_line=${_mf_line#export }
+    _mf_line=${_mf_line#declare -x }
+    case "$_mf_line" in APPTAINER* | SINGULARITY*) unset "${_mf_line%%=*}" ;; esac
+  done <<END
+$(export -p)
+END
+  unset PROMPT_COMMAND PS1
+  case "$LD_LIBRARY_PATH" in /.singularity.d/libs) unset LD_LIBRARY_PATH ;; esac
+  exec /bin/sh "$_mf_dir/runner.sh" "$_mf_dir" first
+  ;;
+first)
   _mf_setsid=$(command -v setsid)
   . "$_mf_dir/env"
   (echo ready && _mf_spawn)

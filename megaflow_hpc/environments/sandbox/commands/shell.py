@@ -25,20 +25,9 @@ _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
 
 
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
-    """Returns what PID 1 sources: exports, without the runtime's own, which tell the host's paths; and making
-    ``workdir``. ``settings`` are the image's lines, before ``env``."""
-    lines = [
-        "while IFS= read -r line; do",
-        "  line=${line#export }; line=${line#declare -x }",
-        '  case "$line" in APPTAINER* | SINGULARITY*) unset "${line%%=*}" ;; esac',
-        "done <<END",
-        "$(export -p)",
-        "END",
-        "unset line PROMPT_COMMAND PS1",
-        'case "$LD_LIBRARY_PATH" in /.singularity.d/libs) unset LD_LIBRARY_PATH ;; esac',
-        *settings.splitlines(),
-        "ulimit -c 0",
-    ]
+    """Returns what PID 1 sources: exports, and making ``workdir``. ``settings`` are the image's lines, before
+    ``env``."""
+    lines = [*settings.splitlines(), "ulimit -c 0"]
     if (descriptors := inherited()) is not None:
         lines += [f"ulimit -Sn {descriptors}"]  # the runner's own need is no program's
     if as_root:

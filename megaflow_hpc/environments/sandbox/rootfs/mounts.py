@@ -74,8 +74,8 @@ class Mounted:
             merged: an empty directory to mount on; the mount is seen by the container alone.
             spec: says who to be from there on.
         """
-        if overlay.odd(layer, merged, *(() if layers else (self.root,))):
-            raise SandboxError(f"{layer}: an overlay takes no path with ',', ':' or '\\'; set MEGAFLOW_SCRATCH")
+        if overlay.odd(layer, merged):
+            raise SandboxError(f"{layer}: a sandbox takes no path with ',', ':' or '\\'; set MEGAFLOW_SCRATCH")
         overlay.prepare([*layers, self.path], layer, merged)
         words = ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(self.holder.pid), "--"]
         words += ["unshare", "--mount", "--propagation", "private", "--"]

@@ -5,9 +5,9 @@ holds others can be deleted (``rm -rf`` ends with an I/O error), since the mark 
 It also tries the mount out first, and each unmounting waits until the file system has written everything of everybody.
 ``volatile`` spares that: a layer need not outlive its node.
 
-An image of layers has a lower directory for each. The kernel takes their names in one page, with all other options: so
-they are mounted from the directory that all lie in or, where even so they are too long, from one of links that are
-called 0, 1, 2 … from the bottom up.
+The names of its directories stand in the mount table, which every process inside may read, and the kernel takes them
+in one page, with all other options. So it is mounted from a directory of links: ``upper``, ``work``, and one for each
+lower directory, called 0, 1, 2 … from the bottom up.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 
 MOST_LOWERS = 400
 """Lower directories of one overlay: the kernel takes 500, and what names them has to fit into a page."""
-_LONGEST_NAMES = 3400
-"""Bytes of their names; the rest of the page is for the writable layer's."""
 
 
 class Overlay(NamedTuple):
@@ -57,7 +55,7 @@ def lay(lowers: Sequence[str], layer: str, merged: str) -> Overlay | None:
     Returns:
         ``None`` where this does not work: then Apptainer's own overlay has to do.
     """
-    if odd(layer, merged, *(lowers if len(lowers) == 1 else ())):
+    if odd(layer, merged):
         return None
     if os.geteuid() == 0 or not works(os.path.dirname(layer)):
         return None
@@ -78,7 +76,7 @@ def argv_prefix(mounted: Overlay, spec: SandboxSpec, namespace: Sequence[str] | 
 
 
 def odd(*paths: str) -> bool:
-    """Whether a path has a character that the options of an overlay cannot hold."""
+    """Whether a path has a character that a bind or an overlay of Apptainer's cannot hold."""
     return any(letter in path for path in paths for letter in ',:\\"')
 
 
@@ -105,35 +103,27 @@ def _has(lowers: Sequence[str], name: str) -> bool:
 
 
 def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
-    """Returns how an overlay is mounted, and makes the directory of links that it may be mounted from.
+    """Returns how an overlay is mounted, and makes the directory of links that it is mounted from.
 
     Raises:
         SandboxError: there are more of them than the kernel takes.
     """
-    if len(lowers) == 1:
-        return Overlay("/", _options(lowers[0], layer), merged)
     if len(lowers) > MOST_LOWERS:
         raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MOST_LOWERS}")
-    links = f"{layer}.lower"
+    links = f"{layer}.links"
     remove_tree(links)
-    common = os.path.commonpath(lowers)
-    names = [lower[len(common) :].lstrip("/") or "." for lower in lowers]
-    if sum(map(len, names)) + len(names) < _LONGEST_NAMES and not odd(*names):
-        return Overlay(common, _options(":".join(names), layer), merged)
     os.mkdir(links, 0o700)
     numbers = [str(number) for number in reversed(range(len(lowers)))]
-    for number, lower in zip(numbers, lowers, strict=True):
-        os.symlink(lower, f"{links}/{number}")
-    return Overlay(links, _options(":".join(numbers), layer), merged)
+    own = [("upper", f"{layer}/upper"), ("work", f"{layer}/work")]
+    for name, target in (*zip(numbers, lowers, strict=True), *own):
+        os.symlink(target, f"{links}/{name}")
+    options = f"lowerdir={':'.join(numbers)},upperdir=upper,workdir=work,userxattr,volatile"
+    return Overlay(links, options, merged)
 
 
 def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:
     first = unshare() if namespace is None else (*namespace, unshare()[0])
     return (*first, "--mount", "--propagation", "private", "--")
-
-
-def _options(lower: str, layer: str) -> str:
-    return f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,userxattr,volatile"
 
 
 _tried: dict[int, bool] = {}
