@@ -60,6 +60,10 @@ class LimitError(SandboxError):
     """A sandbox has used up what it may (CPU time, wall time) and cannot go on: its commands' doing."""
 
 
+class SetupError(SandboxError):
+    """What is done inside of a sandbox to make it ready failed there: a copy, a script of the task, its health."""
+
+
 class UserCodeError(MegaflowError):
     """A task that is Python code raised, or gave something that is no reward: names file and line."""
 

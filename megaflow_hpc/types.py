@@ -270,6 +270,8 @@ class Verdict:
     error: str = ""
     artifacts: list[Artifact] = field(default_factory=list)
     """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
+    agent_error: str = ""
+    """Why there is a reward and no test was run for it, where that is the agent's doing."""
 
     @classmethod
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:

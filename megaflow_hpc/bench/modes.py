@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     """Measures starts in each way that this node offers, then the watchdog."""
-    from megaflow_hpc.environments.sandbox.provider import default_scratch
+    from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
     image = image_of(arguments, sif=True)
     figures = []

@@ -220,10 +220,11 @@ def _mpi_probe() -> Iterator[Finding]:
 
 def _apptainer() -> Iterator[Finding]:
     from megaflow_hpc.environments.sandbox import probe
+    from megaflow_hpc.environments.sandbox.scratch import is_full, scratch_base
     from megaflow_hpc.host.apptainer import find_apptainer
 
-    apptainer, (scratch, _) = find_apptainer(), probe.scratch_base()
-    if probe.is_full(scratch):
+    apptainer, (scratch, _) = find_apptainer(), scratch_base()
+    if is_full(scratch):
         yield Finding("apptainer", "warn", f"{apptainer}: not tried", "make room on scratch first")
         return
     found = probe.probe(scratch, apptainer)
@@ -261,16 +262,16 @@ def _can(check: str, yes: str, why_not: str, remedy: str, level: Literal["warn",
 
 
 def _scratch() -> Iterator[Finding]:
-    from megaflow_hpc.environments.sandbox import probe
+    from megaflow_hpc.environments.sandbox import scratch
 
-    path, warning = probe.scratch_base()
+    path, warning = scratch.scratch_base()
     room = os.statvfs(path)
     free = room.f_bavail * room.f_frsize / 1e9
-    type_ = probe.file_system(path)
-    kind = probe.kind_of(type_)
+    type_ = scratch.file_system(path)
+    kind = scratch.kind_of(type_)
     inodes = f"{room.f_favail:,} inodes" if room.f_files else "inodes unbounded"
     found = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
-    if probe.is_full(path):
+    if scratch.is_full(path):
         remedy = "remove what is old there (megaflow-hpc janitor, images prune), or set MEGAFLOW_SCRATCH elsewhere"
         yield Finding("scratch", "FAIL", f"{found}; it is full: no sandbox can start", remedy)
     elif kind == "memory":

@@ -5,11 +5,12 @@ Campaigns and ``tasks validate`` both run tasks by :func:`run_steps`, and so jud
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import LimitError, SetupError
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
 from megaflow_hpc.types import Task, Verdict
@@ -36,7 +37,8 @@ async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
     """Makes a sandbox ready for one step, under the step's user.
 
     Raises:
-        SandboxError: it cannot be done; the rollout fails.
+        SandboxError: the sandbox was lost.
+        SetupError: the step cannot be set up.
     """
     found = format_of(step)
     if step.user != sandbox.spec.user:
@@ -56,7 +58,8 @@ async def run_steps(
     under_way: bool = False,
     verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Verdict:
-    """Runs the steps of a task in a prepared sandbox; a step that fails its minimum is the last.
+    """Runs the steps of a task in a prepared sandbox; a step that fails its minimum is the last, and so is one that
+    cannot be set up in what the steps before have left: it has earned nothing.
 
     Args:
         verdicts: those of steps that were run before, which are not run again; each new one is appended.
@@ -73,7 +76,13 @@ async def run_steps(
     for number in range(len(verdicts), len(steps)):
         step = steps[number]
         if not under_way:
-            await begin(step, sandbox)
+            try:
+                await begin(step, sandbox)
+            except (SetupError, LimitError) as error:
+                if not verdicts:  # no agent has been in it
+                    raise
+                verdicts.append(StepVerdict(found.step_name(step), _not_begun(verdicts, str(error))))
+                break
         elif step.user != sandbox.spec.user:
             await sandbox.restart(replace(sandbox.spec, user=step.user))
         under_way = False
@@ -85,6 +94,13 @@ async def run_steps(
         if not found.may_continue(step, verdict):
             break
     return found.combine(task, verdicts)
+
+
+def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
+    """The verdict of a step that an agent has made impossible, be it to keep what it has or to be given another try."""
+    names = [name for step in before for name in step.verdict.rewards]
+    why = f"the step cannot be set up in what the steps before have left: {why}"
+    return replace(Verdict.of(dict.fromkeys(names, 0.0), why), agent_error=why)
 
 
 async def verify(

@@ -15,7 +15,7 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.sandbox.janitor import sweep
-from megaflow_hpc.environments.sandbox.provider import default_scratch
+from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.leftovers import POD_DIRECTORY, SHARED_MEMORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.host.process import Identity
@@ -320,7 +320,7 @@ def test_our_processes_share_the_other_name_and_its_images_and_the_janitor_knows
     shared: Path, rootfs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(shared, ("directory", f"megaflow-{os.getuid()}", ""))
-    program = "from megaflow_hpc.environments.sandbox.provider import default_scratch as s; print(s())"
+    program = "from megaflow_hpc.environments.sandbox.scratch import default_scratch as s; print(s())"
     environ = {**os.environ, "MEGAFLOW_SCRATCH": str(shared)}
     asked = [
         subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, text=True)

@@ -44,7 +44,7 @@ storage_mb = 100
 [verifier]
 timeout_sec = 100
 """
-STEPS = TOML + '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+STEPS = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
 APART = TOML + 'environment_mode = "separate"\n[verifier.environment]\nstorage_mb = 20\n'
 TEST = """\
 test -x /app/run.sh && (cd /logs/verifier && timeout 60 /app/run.sh) && exit
@@ -107,27 +107,38 @@ REWARDS = {
 def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajectory]]:
     """Runs one rollout for each agent, given as shell scripts by name, and checks the file that holds all of them."""
 
-    def run(agents: dict[str, str], toml: str = TOML) -> dict[str, Trajectory]:
+    def run(
+        agents: dict[str, str], toml: str = TOML, second: str = "", verification: str = "shared"
+    ) -> dict[str, Trajectory]:
         config = CampaignConfig.model_validate(
             {
                 "name": "verdicts",
                 "tasks": str(tmp_path),
                 "agent": "oracle",
-                "environment": {"network": "none", "limits": {"cpu_s": 5, "memory_mb": 1000}},
+                "environment": {
+                    "network": "none",
+                    "limits": {"cpu_s": 5, "memory_mb": 1000},
+                    "verification": verification,
+                },
             }
         )
         tasks = {}
         for number, (name, script) in enumerate(agents.items()):
             files = {"task.toml": toml, "instruction.md": name, "tests/test.sh": TEST, "solution/solve.sh": script}
-            for step in ("one", "two") if "steps" in toml else ():
-                files |= {f"steps/{step}/{file}": text for file, text in files.items() if file != "task.toml"}
+            if "steps" in toml:
+                own = {file: text for file, text in files.items() if file != "task.toml"}
+                files |= {f"steps/one/{file}": text for file, text in own.items()}
+                own |= {"solution/solve.sh": second, "workdir/given": "42\n", "workdir/setup.sh": "ls given\n"}
+                files |= {f"steps/two/{file}": text for file, text in own.items()}
             path = write_files(tmp_path / f"task{number}", files)
             for place in (path, *(path / "steps" / step for step in ("one", "two") if "steps" in toml)):
                 (place / "solution" / "evil.tar").write_bytes(hostile().get(name.partition(": ")[2], b""))
             tasks[name] = read_harbor_task(path)
 
+        most = None if "steps" in toml else 3  # a step of several may need a second sandbox beside its own
+
         async def main() -> dict[str, Trajectory]:
-            async with ApptainerProvider(tmp_path / "scratch", max_sandboxes=3) as provider:
+            async with ApptainerProvider(tmp_path / "scratch", max_sandboxes=most) as provider:
                 policies = {"default": Policy(agent=AgentConfig(name="oracle"))}
                 services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
 
@@ -156,6 +167,46 @@ def test_an_agent_cannot_dodge_its_verdict(verdicts: Callable[..., dict[str, Tra
     told = {name: (t.status, t.error_kind, t.reward, t.error) for name, t in found.items()}
     assert {name: one[2] for name, one in told.items()} == dict.fromkeys(AGENTS, 0.0), told
     assert not {one[0] for one in told.values()} - {"completed", "truncated"}
+
+
+EVERYWHERE = "for p in /bin /usr/bin /usr/local/bin; do cp --remove-destination /new $p/{}; done"
+FALSE = "printf '#!/bin/sh\\nexit 3\\n' >/new; chmod 755 /new; "
+BROKEN = {
+    "nothing": "true",
+    "a false cp": FALSE + EVERYWHERE.format("cp"),
+    "false tools": FALSE + f"for t in tar mkdir dirname ls head cat bash; do {EVERYWHERE.format('$t')}; done",
+    "a false shell": "printf 'x' >/new; chmod 755 /new; cp --remove-destination /new /bin/dash",
+    "no tools": "rm -f /usr/bin/* /usr/local/bin/*",
+    "no directory of tools": "rm -rf /bin /usr/bin /sbin /usr/sbin",
+    "no C library": "rm -rf /usr/lib /usr/lib64 /lib /lib64",
+    "no users": "rm -rf /etc/passwd /etc/group /etc/nsswitch.conf; mkdir /etc/passwd",
+    "no settings": "rm -rf /etc; echo >/etc",
+    "settings of a shell": "mkdir -p /.singularity.d/env; echo 'exit 3' >/.singularity.d/env/99-x.sh",
+}
+IN_THE_WAY = {
+    "a directory": "mkdir -p given/x",
+    "no work directory": "cd /; rm -rf /app; echo >/app",
+    "a closed work directory": "mkdir -p setup.sh/x",
+    "a full disk": "head -c 99000000 /dev/zero >/app/fill",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judge", ["shared", "fresh", "separate"])
+def test_what_a_step_leaves_keeps_no_later_step_from_its_verdict(
+    verdicts: Callable[..., dict[str, Trajectory]], judge: str
+) -> None:
+    """The first step earns nothing; the second, whose files are uploaded and set up in what is left, everything."""
+    toml = (APART if judge == "separate" else TOML).replace("/app/more", "/app/answer") + STEPS
+    how = "fresh" if judge == "fresh" else "shared"
+    found = verdicts({**BROKEN, **IN_THE_WAY}, toml, second="cp given answer; echo 42 >answer", verification=how)
+    told = {name: (t.status, t.error_kind, t.reward, t.error) for name, t in found.items()}
+    assert {name: told[name][2] for name in BROKEN} == dict.fromkeys(BROKEN, 0.5), told
+    for name in IN_THE_WAY:
+        status, kind, reward, error = told[name]
+        assert (status, reward) == ("completed", 0.0 if kind else 0.5), told[name]
+        assert "cannot be set up in what the steps before have left" in error or not kind, told[name]
+    assert told["a directory"][1] == "agent"
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 def try_sandboxes(draft: Draft, watch: Watch) -> None:
     """Raises :class:`SiteError` where images, or sandboxes with the networks that are wanted, cannot be had here."""
     from megaflow_hpc.environments.sandbox.probe import require
-    from megaflow_hpc.environments.sandbox.provider import default_scratch
+    from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
     if draft.refusal is not None:
         raise draft.refusal

@@ -205,7 +205,7 @@ def _cached(parser: argparse.ArgumentParser) -> None:
 
 def _cache(arguments: argparse.Namespace) -> ImageCache:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
-    from megaflow_hpc.environments.sandbox.provider import default_scratch
+    from megaflow_hpc.environments.sandbox.scratch import default_scratch
     from megaflow_hpc.host.apptainer import find_apptainer
     from megaflow_hpc.host.private import private_directory
 

@@ -152,7 +152,7 @@ def _forecast(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.builds.forecast import Forecaster
     from megaflow_hpc.environments.images.cache.cache import ImageCache
     from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest
-    from megaflow_hpc.environments.sandbox.provider import default_scratch
+    from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
     images = open_images(arguments)
     cache = default_scratch() / "cache"

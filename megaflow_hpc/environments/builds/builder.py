@@ -36,7 +36,7 @@ from megaflow_hpc.environments.images.image_file import ImageFiles, read_checked
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import Base, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.store import digest_in
-from megaflow_hpc.environments.sandbox.provider import default_scratch, workplace
+from megaflow_hpc.environments.sandbox.scratch import default_scratch, workplace
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.host.apptainer import proxy_variables, unshare

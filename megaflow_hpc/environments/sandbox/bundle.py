@@ -16,7 +16,7 @@ import os
 
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.limits.disk import BLOCK
-from megaflow_hpc.environments.sandbox.limits.watchdog import Watch
+from megaflow_hpc.environments.sandbox.limits.watch import Watch
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access

@@ -24,13 +24,18 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.environments.sandbox.transfer import Exec
+from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
+from megaflow_hpc.types import ExecResult
+
+Exec = Callable[..., Awaitable[ExecResult]]
+"""Runs a command in the sandbox: :meth:`.SandboxFiles.exec`."""
 
 Way = Literal["nsenter", "helper", ""]
 LISTEN_S = 20.0
@@ -101,6 +106,19 @@ def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
     if listener is None:
         raise SandboxError(f"no listener on port {port} in the sandbox: {_last(said.decode('utf-8', 'replace'))}")
     return listener
+
+
+async def listen(container: Container, run: Exec, kit: Callable[[], Path] | None, port: int) -> socket.socket:
+    """Returns a listening socket on 127.0.0.1:``port`` as seen inside of a container.
+
+    Args:
+        kit: makes the interpreter that a command of the sandbox brings along; ``None``: nobody inside has a part in it.
+    """
+    if kit is not None:
+        return await listen_by_helper(run, container.control, await asyncio.to_thread(kit), port)
+    if container.init is None:
+        raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
+    return await listen_inside(container.init.pid, port)
 
 
 async def listen_by_helper(run: Exec, control: str, kit: Path, port: int) -> socket.socket:

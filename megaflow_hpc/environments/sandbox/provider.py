@@ -12,7 +12,6 @@ Scratch must be local: an overlay's upper directory cannot lie on NFS.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,44 +24,18 @@ from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_t
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
-from megaflow_hpc.environments.sandbox.probe import file_system, kind_of, scratch_base
 from megaflow_hpc.environments.sandbox.rootfs.access import Access, ImageAccess
 from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.standby import StandbyPool
 from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer, unshare
-from megaflow_hpc.host.private import own_directories, own_directory, private_directory
+from megaflow_hpc.host.private import private_directory
 from megaflow_hpc.host.process import Identity
-
-
-def default_scratch() -> Path:
-    """Returns a private directory of this user's on local scratch (:func:`.probe.scratch_base`), made if need be.
-
-    Raises:
-        SiteError: none can be made there.
-    """
-    return own_directory(Path(scratch_base()[0]), f"megaflow-{os.getuid()}")
-
-
-def scratch_directories() -> list[Path]:
-    """Returns what :func:`default_scratch` has returned on this node, for the janitor: mostly one, or none yet."""
-    return own_directories(Path(scratch_base()[0]), f"megaflow-{os.getuid()}")
-
-
-def workplace(scratch: Path, name: str) -> Path:
-    """Makes a directory of this process's on scratch for the caller, who removes it; the janitor does if the process is
-    killed."""
-    identity = Identity.of(os.getpid())
-    assert identity is not None
-    own = private_directory(private_directory(private_directory(scratch) / "owners") / str(identity))
-    return private_directory(own / f"{name}{os.getpid()}-{next(_numbers)}")
-
-
-_numbers = itertools.count(1)
 
 
 class ApptainerProvider:

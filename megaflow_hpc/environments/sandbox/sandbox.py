@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,35 +16,27 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.sandbox import transfer
-from megaflow_hpc.environments.sandbox.absence import nothing_at
 from megaflow_hpc.environments.sandbox.bundle import Bundle
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
-from megaflow_hpc.environments.sandbox.limits.watchdog import MB, Breach, Watch, Watchdog
-from megaflow_hpc.environments.sandbox.network import listen_by_helper, listen_inside
-from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
+from megaflow_hpc.environments.sandbox.commands.session import ShellSession
+from megaflow_hpc.environments.sandbox.files import SandboxFiles
+from megaflow_hpc.environments.sandbox.limits.watch import Breach, Watch
+from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
+from megaflow_hpc.environments.sandbox.network import listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
-from megaflow_hpc.environments.sandbox.session import ShellSession
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import LimitError, SandboxError
-from megaflow_hpc.host.unpack import Budget
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
 """Bytes kept of each stream of a command, half of them its head."""
 
-READ_LIMIT = 1 << 20
-"""Bytes that :meth:`ApptainerSandbox.read` returns at most."""
 
-LIKE_A_LOST_IMAGE = (124, 126, 127, 128 + signal.SIGBUS, 128 + signal.SIGKILL)
-"""Exit codes of commands whose program, directory or pages went away; of others too, so the image is looked at then."""
-
-
-class ApptainerSandbox:
+class ApptainerSandbox(SandboxFiles):
     """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`. Made by :meth:`ApptainerProvider.start`, bound to its
     event loop."""
 
@@ -66,17 +56,11 @@ class ApptainerSandbox:
         kit: Callable[[], Path] | None = None,
         templates: Templates | None = None,
     ) -> None:
-        self.spec = spec
+        super().__init__(spec, Bundle(directory, access, apptainer, start_timeout_s, templates))
         self._first_spec = spec
-        self.workdir = spec.workdir or "/"
-        self._bundle = Bundle(directory, access, apptainer, start_timeout_s, templates)
         self._output_limit = output_limit
         self._on_stop = on_stop
-        self._uploads = 0
         self._stopped = False
-        self._at_rest = False
-        """Whether there is no container, and the next command starts one."""
-        self._changing = asyncio.Lock()
         self.breaches: list[Breach] = []
         """Limits passed since the start, in order."""
         self._over: Breach | None = None
@@ -96,11 +80,6 @@ class ApptainerSandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
-
-    @property
-    def directory(self) -> str:
-        """The sandbox's directory on scratch."""
-        return self._bundle.directory
 
     @property
     def pid(self) -> int | None:
@@ -290,7 +269,6 @@ class ApptainerSandbox:
             return await self._start_again()
 
     def _container(self) -> Container | None:
-        """The container; ``None`` while the sandbox is at rest."""
         if self._stopped:
             raise SandboxError("the sandbox is stopped")
         if self._bundle.container is None and not self._at_rest:
@@ -336,8 +314,7 @@ class ApptainerSandbox:
             limit=self._output_limit if output_limit is None else output_limit,
             on_output=on_output,
         )
-        if result.exit_code in LIKE_A_LOST_IMAGE:
-            self._bundle.access.check()
+        self._bundle.access.check(result.exit_code)
         return result
 
     async def listen(self, port: int = 0) -> socket.socket:
@@ -349,89 +326,9 @@ class ApptainerSandbox:
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
-        container = await self._alive()
-        if self._kit is not None:
-            return await listen_by_helper(self.exec, container.control, await asyncio.to_thread(self._kit), port)
-        if self.pid is None:
-            raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
-        return await listen_inside(self.pid, port)
-
-    async def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
-        """Returns the first ``limit`` bytes of a file; ``None`` if there is no regular file.
-
-        Of a sandbox at rest (:meth:`end_processes`) the host reads what the sandbox has written by itself, without a
-        container and without any program of the sandbox's; else the sandbox's own ``head`` does.
-
-        Args:
-            path: relative to the sandbox's workdir.
-
-        Raises:
-            SandboxError: the sandbox is lost.
-        """
-        place = os.path.join(self.workdir, path)
-        if self._at_rest and not self._covered(place):
-            known, content = await asyncio.to_thread(self._bundle.layer.read, place, limit)
-            if known:
-                return content
-        script = f"if [ -f {shlex.quote(place)} ]; then exec head -c {limit} <{shlex.quote(place)}; else exit 1; fi"
-        done = await self.exec(script, cwd="/", output_limit=2 * limit)
-        return done.stdout_bytes if done.exit_code == 0 else None
-
-    async def lacks(self, path: str) -> bool:
-        """Whether there is certainly nothing at ``path``, or an empty directory, of a sandbox at rest
-        (:meth:`end_processes`); it stays at rest. ``False`` where only a command could tell.
-
-        Args:
-            path: relative to the sandbox's workdir.
-        """
-        place = os.path.normpath(os.path.join(self.workdir, path))
-        found: list[bool] = []
-        if self._at_rest and not self._covered(place):
-            await self.end_processes(lambda paths: found.append(nothing_at(paths, place)))
-        return found == [True]
-
-    def _covered(self, path: str) -> bool:
-        """Whether a bind of the spec lies over ``path``."""
-        places = (bind.split(":")[1] if ":" in bind else bind for bind in self.spec.binds)
-        return any(f"{os.path.normpath(path)}/".startswith(f"{os.path.normpath(place)}/") for place in places)
-
-    async def upload(self, source: str, target: str) -> None:
-        """Copies a file or a directory's contents of the host to ``target``, whose parents are made.
-
-        As ``docker cp``: a directory's contents go *into* ``target``; a file becomes ``target``, or goes into it if
-        ``target`` is a directory or ends with ``/``. Symbolic links are copied as links.
-        """
-        container = await self._alive()
-        self._uploads += 1
-        await transfer.upload(self, source, target, container.control, f"u{self._uploads}")
-
-    async def download(self, source: str, target: str, budget: Budget | None = None) -> None:
-        """Copies a file, or a directory's contents, out of the sandbox.
-
-        Only regular files, directories and symbolic links that stay inside ``target`` come out (host/unpack.py says
-        which). Directories need ``tar`` in the image. What stands at a place where a file goes is replaced, a link too.
-
-        Args:
-            budget: what may be written, counted down; default :meth:`download_budget`.
-
-        Raises:
-            SandboxError: there is nothing at ``source``, it is larger than ``budget``, or what the sandbox's programs
-                sent is not to be unpacked. Part of it may stand at ``target`` then.
-        """
-
-        async def fetch(command: str, on_output: Callable[[bytes], bool]) -> ExecResult:
-            return await self.exec(command, output_limit=transfer.WORDS_LIMIT, on_output=on_output)
-
-        await transfer.download(fetch, source, target, self.directory, budget or self.download_budget())
-
-    def download_budget(self) -> Budget:
-        """Returns what a download may bring to the host: as much as the sandbox may write, and never more than
-        :data:`.transfer.DOWNLOAD_LIMIT` bytes and :data:`.transfer.DOWNLOAD_FILES` files."""
-        allowed = transfer.DOWNLOAD_LIMIT if self.spec.disk_mb is None else self.spec.disk_mb * MB
-        return Budget(min(allowed, transfer.DOWNLOAD_LIMIT), transfer.DOWNLOAD_FILES)
+        return await listen(await self._alive(), self.exec, self._kit, port)
 
     async def control(self) -> str:
-        """Returns the control directory of its container, on the host."""
         return (await self._alive()).control
 
     def session(self, *, output_limit: int | None = None) -> ShellSession:
@@ -444,23 +341,6 @@ class ApptainerSandbox:
             return (await self._alive()).commands
 
         return ShellSession(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
-
-    async def snapshot(self, target: str | os.PathLike[str]) -> Snapshot:
-        """Copies the writable layer to ``target``, a new directory on the host; processes stand still meanwhile.
-
-        :meth:`ApptainerProvider.start` takes the result. Neither processes nor ``/dev/shm`` are part of it.
-
-        Raises:
-            SandboxError: there is something at ``target``, or the copy failed.
-        """
-        async with self._changing:
-            container = self._container()
-            init = container.init if container else None
-            stopped = await asyncio.to_thread(stop_all, init.pid) if init and init.alive() else []
-            try:
-                return await self._bundle.layer.snapshot(Path(target), self.spec.image)
-            finally:
-                continue_all(stopped)
 
 
 async def _discard(bundle: Bundle) -> None:

@@ -142,6 +142,9 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             _fail(trajectory, "verifier", verdict.error)
         else:
             trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
+            if verdict.agent_error:
+                trajectory.error_kind = "agent"
+                trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error)))
     finally:
         try:
             await sandbox.stop()

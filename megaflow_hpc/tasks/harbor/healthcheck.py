@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import SetupError
 from megaflow_hpc.tasks.harbor.data import Healthcheck
 from megaflow_hpc.types import Sandbox
 
@@ -18,7 +18,7 @@ async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
         check: without a command nothing is waited for.
 
     Raises:
-        SandboxError: it failed ``retries`` times.
+        SetupError: it failed ``retries`` times.
     """
     if not check.command:
         return
@@ -31,7 +31,7 @@ async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
         starting = time.monotonic() - started < check.start_period_sec
         failures += not starting
         if failures >= check.retries:
-            raise SandboxError(
+            raise SetupError(
                 f"task {who}: not healthy: {check.command!r} gave {result.exit_code}: {result.stderr[-300:]}"
             )
         await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import SetupError
 from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.tasks.harbor.data import HarborData, fields_of
 from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
@@ -48,7 +48,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
     """Uploads the step's ``workdir/``, runs its ``setup.sh``, waits until it is healthy.
 
     Raises:
-        SandboxError: it cannot be set up; the rollout fails.
+        SetupError: it cannot be set up.
     """
     step = HarborData.of(task).step
     if step is None:
@@ -59,7 +59,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
         if os.path.isfile(os.path.join(files, "setup.sh")):
             done = await sandbox.exec(["bash", os.path.join(workdir, "setup.sh")], cwd=workdir, timeout_s=SETUP_S)
             if done.exit_code:
-                raise SandboxError(
+                raise SetupError(
                     f"task {task.id}: step {step.name}: setup.sh ended with {done.exit_code}: "
                     f"{done.stderr.strip()[-300:]}"
                 )
@@ -92,4 +92,4 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     if HarborData.of(task).reward_strategy != "final":
         names = list(dict.fromkeys(name for step in verdicts for name in step.verdict.rewards))
         rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in verdicts) / len(verdicts) for n in names}
-    return Verdict.of(rewards, output, artifacts)
+    return replace(Verdict.of(rewards, output, artifacts), agent_error=last.agent_error)

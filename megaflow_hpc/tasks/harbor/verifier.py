@@ -91,7 +91,9 @@ async def _judge_elsewhere(
     environment = HarborData.of(task).verifier_environment(task.id)
     if environment is None or context.start is None:
         raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
-    if not stay:
+    if stay:
+        await sandbox.end_processes(_restore)
+    else:
         with suppress(OSError):  # what is left is the janitor's
             await sandbox.stop()
     other = await context.start(environment)
@@ -128,6 +130,7 @@ async def _judge(
     def leave(paths: LayerPaths) -> None:
         if fresh:
             upperdir.put_back(paths.upper, aside, taken)
+        _restore(paths)
 
     if fresh:
         check_fresh(task)
@@ -160,6 +163,11 @@ async def _judge(
         if stay:
             await sandbox.restart(before, leave)
             await asyncio.to_thread(remove_tree, home)
+
+
+def _restore(paths: LayerPaths) -> None:
+    """Before a further step: what sets it up and runs in it is the image's again, whatever the last one did to it."""
+    upperdir.restore_programs(paths.upper, paths.image)
 
 
 async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list[str]:

@@ -15,10 +15,10 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.images.layers.merging import OPAQUE_MARK
-from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
+from megaflow_hpc.environments.sandbox.scratch import scratch_base
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
@@ -290,7 +290,7 @@ def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, b
 
 def test_scratch_on_a_network_file_system_alone_is_used_with_a_warning(tmp_path: Path) -> None:
     mounts = "1 0 1:1 / / rw - nfs4 root:/ rw\n"
-    base, warning = probe.scratch_base({"MEGAFLOW_SCRATCH": str(tmp_path)}, mounts)
+    base, warning = scratch_base({"MEGAFLOW_SCRATCH": str(tmp_path)}, mounts)
     assert base == str(tmp_path)
     assert f"MEGAFLOW_SCRATCH={tmp_path} is on nfs4" in warning
     assert "copies" in warning

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Node, Watch, Watchdog
+from megaflow_hpc.environments.sandbox.limits.watch import Breach, Node, Watch
+from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.errors import LimitError
 from megaflow_hpc.host.process import descendants
 from megaflow_hpc.types import ExecResult

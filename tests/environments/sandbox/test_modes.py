@@ -20,6 +20,7 @@ from megaflow_hpc.environments.images.cache.shelf import Room
 from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.environments.sandbox.rootfs.access import choose
 from megaflow_hpc.environments.sandbox.rootfs.mounts import mount, sweep_mounts
+from megaflow_hpc.environments.sandbox.scratch import file_system, kind_of, scratch_base
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
@@ -94,12 +95,12 @@ def test_scratch_in_memory_gives_images_a_quarter_of_its_room() -> None:
     ],
 )
 def test_the_file_system_of_a_path_is_that_of_the_last_mount_above_it(path: str, type_: str, kind: str) -> None:
-    assert probe.file_system(path, MOUNTS) == type_
-    assert probe.kind_of(type_) == kind
+    assert file_system(path, MOUNTS) == type_
+    assert kind_of(type_) == kind
 
 
 def test_an_unknown_fuse_file_system_counts_as_remote() -> None:
-    assert probe.kind_of("fuse.sshfs") == "network"
+    assert kind_of("fuse.sshfs") == "network"
 
 
 def test_scratch_on_a_network_file_system_is_passed_over_with_a_warning(tmp_path: Path) -> None:
@@ -108,15 +109,15 @@ def test_scratch_on_a_network_file_system_is_passed_over_with_a_warning(tmp_path
     local.mkdir()
     mounts = f"1 0 1:1 / / rw - ext4 x rw\n2 1 0:2 / {remote} rw - nfs4 s:/ rw\n"
     environ = {"MEGAFLOW_SCRATCH": str(remote), "TMPDIR": str(local)}
-    base, warning = probe.scratch_base(environ, mounts)
+    base, warning = scratch_base(environ, mounts)
     assert base == str(local)
     assert f"MEGAFLOW_SCRATCH={remote} is on nfs4" in warning
-    assert probe.scratch_base({"TMPDIR": str(local)}, mounts) == (str(local), "")
+    assert scratch_base({"TMPDIR": str(local)}, mounts) == (str(local), "")
 
 
 def test_a_diskless_node_falls_back_on_memory(tmp_path: Path) -> None:
     mounts = "1 0 1:1 / / rw - nfs4 root:/ rw\n2 1 0:2 / /dev/shm rw - tmpfs x rw\n"
-    assert probe.scratch_base({"TMPDIR": str(tmp_path)}, mounts)[0] == "/dev/shm"
+    assert scratch_base({"TMPDIR": str(tmp_path)}, mounts)[0] == "/dev/shm"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.facade import Run
-from megaflow_hpc.environments.sandbox.provider import default_scratch
+from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import argv, descendants

@@ -23,7 +23,7 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
-from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher, write_new
+from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
@@ -81,9 +81,10 @@ class Container:
         check_variables(env)
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
-        write_new(os.path.join(self.control, "runner.sh"), runner)
         text = environment_text(env, as_root, workdir, settings).encode("utf-8", "surrogateescape")
-        write_new(os.path.join(self.control, "env"), text)
+        for name, content in (("runner.sh", runner), ("env", text)):
+            with open(os.path.join(self.control, name), "xb") as file:
+                file.write(content)
 
     async def start(
         self,

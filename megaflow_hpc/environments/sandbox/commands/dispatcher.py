@@ -44,17 +44,6 @@ _LONGEST_ARGUMENT = 100_000
 """The kernel takes at most 128 KiB in one argument."""
 
 
-def write_new(path: str, data: bytes) -> None:
-    """Writes a file that must not be there yet."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    finally:
-        os.close(descriptor)
-
-
 class CommandDispatcher:
     """Hands commands to the workers of one container's runner.
 
@@ -259,7 +248,8 @@ class CommandDispatcher:
         """Lays a file into the control directory until the command has ended; its path inside."""
         name = f"{kind}{running.number}"
         running.files.append(name)
-        write_new(os.path.join(self.control, name), data)
+        with open(os.path.join(self.control, name), "xb") as file:
+            file.write(data)
         return f"{CONTROL_DIR}/{name}"
 
     def _listen(self, command: RunningCommand) -> None:

@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
+from megaflow_hpc.host.process import environment
 from megaflow_hpc.types import ExecResult
 
 FIRST_WORKERS = 2
@@ -116,3 +118,13 @@ class Workers:
         for worker in self._all:
             os.close(worker.pipe)
         self._all = []
+
+
+def command_of(pid: int) -> int | None:
+    """Returns the number of the command a process belongs to; ``None`` for the runner and for who wiped its
+    environment."""
+    marker = MARKER.encode() + b"="
+    for entry in environment(pid):
+        if entry.startswith(marker) and entry[len(marker) :].isdigit():
+            return int(entry[len(marker) :])
+    return None

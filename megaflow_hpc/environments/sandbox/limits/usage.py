@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megaflow_hpc.environments.sandbox.commands.shell import MARKER
-from megaflow_hpc.host.process import children, environment, parent, stat_fields
+from megaflow_hpc.host.process import children, parent, stat_fields
 
 PAGE = resource.getpagesize()
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -154,16 +153,6 @@ def memory_files(init: int) -> int:
             continue
         total += (found.f_blocks - found.f_bfree) * found.f_frsize
     return total
-
-
-def command_of(pid: int) -> int | None:
-    """Returns the number of the command a process belongs to; ``None`` for the runner and for who wiped its
-    environment."""
-    marker = MARKER.encode() + b"="
-    for entry in environment(pid):
-        if entry.startswith(marker) and entry[len(marker) :].isdigit():
-            return int(entry[len(marker) :])
-    return None
 
 
 def _swap() -> bool:

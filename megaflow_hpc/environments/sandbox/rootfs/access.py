@@ -18,6 +18,7 @@ file system, containers that only root's rights start), an image is unpacked and
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,9 +32,10 @@ from megaflow_hpc.environments.images.image_file import ImageFacts
 from megaflow_hpc.environments.images.layered import is_layered
 from megaflow_hpc.environments.images.layers.view import Tree, View
 from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
-from megaflow_hpc.environments.sandbox.probe import Kind, Site
+from megaflow_hpc.environments.sandbox.probe import Site
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.mounts import Mounted, mount
+from megaflow_hpc.environments.sandbox.scratch import Kind
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
@@ -49,6 +51,8 @@ READ_SHARE = 0.02
 """Share of a sandbox's work by which files are slower through squashfs; small, but paid as long as it runs."""
 WORK_S = 10.0
 """Seconds of file work in one sandbox, for :data:`READ_SHARE`."""
+LIKE_A_LOST_IMAGE = (124, 126, 127, 128 + signal.SIGBUS, 128 + signal.SIGKILL)
+"""Exit codes of commands whose program, directory or pages went away, and of others."""
 MANY = 1000.0
 """Starts of an image nobody announced."""
 MEMORY_SHARE = 0.25
@@ -166,9 +170,14 @@ class Access:
         argv = exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
         return CommandLine(prefix, argv, laid)
 
-    def check(self) -> None:
-        """Raises :class:`SandboxError` if the image went away under the sandbox."""
-        if self._mounted is not None and not self._mounted.alive():
+    def check(self, status: int | None = None) -> None:
+        """Raises :class:`SandboxError` if the image went away under the sandbox.
+
+        Args:
+            status: exit code of a command, after which it need not be looked at if it tells of no such thing.
+        """
+        suspected = status is None or status in LIKE_A_LOST_IMAGE
+        if suspected and self._mounted is not None and not self._mounted.alive():
             raise SandboxError(f"{self.rootfs}: the mount of the image has ended")
 
 

@@ -15,9 +15,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.running import RunningCommand, Worker
+from megaflow_hpc.environments.sandbox.commands.running import RunningCommand, Worker, command_of
 from megaflow_hpc.environments.sandbox.commands.shell import session_text
-from megaflow_hpc.environments.sandbox.limits.usage import command_of
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
