@@ -222,7 +222,7 @@ def main() -> int:
         )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
-    tasks = int(sys.argv[1]) if len(sys.argv) > 1 else 12
+    tasks = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     say = Findings()
     with site() as (shared, alice, bob, stranger):
         run = side_by_side(say, shared, alice, bob, stranger, tasks)

@@ -131,7 +131,7 @@ class Account:
         return sorted({int(x[1].rpartition(":")[2], 16) for x in lines if x[3] == "0A" and int(x[7]) in self.ids})
 
     def left(self) -> list[str]:
-        """What is there of it outside its home and the lab's logs, but for the node's cache of images."""
+        """What is there of it outside its home and the lab's logs, but for images and the Python that nodes keep."""
         found = [f"process {pid}: {_command(pid)}" for pid in self.processes()]
         return [*found, *(what for what in self._outside() if what not in self.before)]
 
@@ -139,8 +139,8 @@ class Account:
         found, scratch = [], f"/tmp/megaflow-{self.entry.pw_uid}"
         for top in ("/tmp", "/dev/shm", "/var/tmp"):
             for folder, folders, files in os.walk(top):
-                if folder == scratch and "cache" in folders:
-                    folders.remove("cache")
+                if folder == scratch:
+                    folders[:] = [name for name in folders if name != "cache" and not name.startswith("python-")]
                 found += [p for n in [*folders, *files] if _owner(p := os.path.join(folder, n)) in self.ids]
         found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if scratch in line]
         return [what for what in found if what not in (scratch, f"{scratch}/owners", f"{scratch}/site.json")]

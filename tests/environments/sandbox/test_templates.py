@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.templates import supported
 from megaflow_hpc.errors import ConfigError, SandboxError
-from megaflow_hpc.host.process import Identity, descendants, parent
-from tests.support.waiting import until_async
+from megaflow_hpc.host.process import Identity, argv, descendants, parent
+from tests.support.campaigns import Make
+from tests.support.waiting import until, until_async
 
 SEEN = {
     "environment": "env | grep -v MEGAFLOW_COMMAND | sort",
@@ -296,3 +298,31 @@ def test_an_image_whose_environment_is_too_large_for_a_request_is_started_by_app
             return list(map(cloned, sandboxes))
 
     assert asyncio.run(main()) == [False] * 3
+
+
+def templates_below(pid: int) -> list[int]:
+    return [one for one in descendants(pid) if any(word.endswith(b"/cloner.py") for word in argv(one)[-1:])]
+
+
+@pytest.mark.slow
+def test_rollouts_of_a_killed_template_are_tried_again_and_none_is_lost(
+    make_campaign: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
+    schedule = "slurm: {pods: {slots_per_rank: 3}}\n"
+    run = Campaign.from_yaml(
+        make_campaign(6, schedule, agent="oracle", solution="echo 1 >/begun; sleep 5; echo 42 >answer")
+    ).submit(launcher="local")
+    assert run.local is not None
+    pod = run.local.pod.pid
+    until(lambda: len(list(tmp_path.glob("megaflow-*/owners/*/*/layer/upper/begun"))) == 3, "three agents are at work")
+    (killed,) = templates_below(pod)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: set(templates_below(pod)) - {killed}, "the pod has made another template")
+    summary = run.wait(timeout_s=200)
+    assert summary["rollouts"]["completed"] == summary["rollouts"]["total"] == 6
+    with open_trajectories(run.path) as store:
+        assert [(one.status, one.reward) for one in store] == [("completed", 1.0)] * 6
+        assert sorted(one.attempt for one in store) == [0, 0, 0, 0, 1, 1]  # the first sandbox is Apptainer's own
+    assert list(tmp_path.glob("megaflow-*/owners/*")) == []
+    assert not any(b"cloner.py" in word for pid in descendants(os.getpid()) for word in argv(pid))

@@ -7,6 +7,7 @@ Proportional set sizes (``smaps_rollup``, which walks page tables) are read only
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from collections.abc import Iterable
@@ -170,8 +171,7 @@ SWAP = _swap()
 def open_files() -> int:
     """Returns how many files are open on this node; more than its kernel allows, and nobody opens any."""
     try:
-        with open("/proc/sys/fs/file-nr", "rb") as file:
-            return int(file.read().split()[0])
+        return int(_read("/proc/sys/fs/file-nr").split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 
@@ -179,10 +179,16 @@ def open_files() -> int:
 def available_memory() -> int:
     """Returns the bytes of memory this node could give out now (``MemAvailable``)."""
     try:
-        with open("/proc/meminfo", "rb") as file:
-            for line in file:
-                if line.startswith(b"MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return 0
+        return int(_read("/proc/meminfo").partition(b"MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _read(path: str) -> bytes:
+    """The beginning of a file of the node's that is asked for twenty times a second, and stays open for that."""
+    return os.pread(_opened(path), 4096, 0)
+
+
+@functools.cache
+def _opened(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
