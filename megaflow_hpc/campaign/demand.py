@@ -12,7 +12,14 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
 from megaflow_hpc.slurm import limits, resources, script
-from megaflow_hpc.slurm.arrays import cpus_per_gpu, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
+from megaflow_hpc.slurm.arrays import (
+    cpus_per_gpu,
+    gather_job,
+    pod_jobs,
+    pod_jobs_elsewhere,
+    server_jobs,
+    trainer_jobs,
+)
 from megaflow_hpc.slurm.fits import refusals
 
 
@@ -22,12 +29,12 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
     engines = sum(group.count for group in groups) + len(config.training.policies if config.training else ())
     if config.slurm.together:
         trainers = list(trainer_jobs(config, run))
-        return [*trainers, together(config, run, groups), script.gather_job(config, run, "afterany:ID_OF_THE_POD")]
+        return [*trainers, together(config, run, groups), gather_job(config, run, "afterany:ID_OF_THE_POD")]
     if config.is_pool:
         return list(server_jobs(config, run, groups, allowed))
     pods = pod_jobs(config, run, allowed, engines=engines, beside=beside(config, run, groups, allowed))
     trainers = list(trainer_jobs(config, run))
-    gather = script.gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY" + ":ID_OF_THE_TRAINER" * len(trainers))
+    gather = gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY" + ":ID_OF_THE_TRAINER" * len(trainers))
     return [*server_jobs(config, run, groups, allowed), *trainers, *pods, *pod_jobs_elsewhere(config, run), gather]
 
 
@@ -70,7 +77,7 @@ def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
     jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
     jobs += [("slurm.trainer", job) for job in trainer_jobs(config, run)]
-    jobs += [] if config.is_pool else [("slurm.gather", script.gather_job(config, run, ""))]
+    jobs += [] if config.is_pool else [("slurm.gather", gather_job(config, run, ""))]
     yield from ((key, job) for key, job in jobs if not job.cluster)  # another's limits are not ours to read
 
 

@@ -21,7 +21,7 @@ from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, Marks
-from megaflow_hpc.rundir.overrides import Changes, overridden, override
+from megaflow_hpc.rundir.overrides import Changes, override
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
@@ -93,14 +93,12 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
             f"{run}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
             f"stop them first (megaflow-hpc cancel {run}), nothing that is stored is lost"
         )
-    override(run, planned.config, requests)
-    config = overridden(run, planned.config)
 
-    def where(key: str) -> str:
-        return f"{run.changed_requests}: {key}"
+    def check(changed: CampaignConfig) -> None:
+        site.check_site(changed, lambda key: f"{run}: {key}")
+        demand.check_resources(changed, planned.server_groups, lambda key: f"{run}: {key}")
 
-    site.check_site(config, where)
-    demand.check_resources(config, planned.server_groups, where)
+    config = override(run, planned.config, requests, check)
     if pods:
         scancel(known)
         jobs.until_gone()

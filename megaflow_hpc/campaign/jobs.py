@@ -1,7 +1,6 @@
 """The jobs of one run on Slurm: engine arrays, trainers, pod arrays and the gather job, as one campaign.
 
-Slurm is asked with one batched ``squeue`` for all of them, at most twice a minute, and may be away: what runs needs
-neither slurmctld nor this process.
+What runs needs neither slurmctld nor this process.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import contextlib
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from megaflow_hpc.campaign.demand import beside, pod_options, together
+from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, LiveJobs
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -22,14 +21,10 @@ from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord
-from megaflow_hpc.rundir.training import TrainingView
-from megaflow_hpc.slurm import accounting, limits, reasons, script, site
+from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
-from megaflow_hpc.slurm.arrays import Arrays, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
+from megaflow_hpc.slurm.arrays import gather_job, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
 from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
-
-ASK_SLURM_S = 30.0
-"""Seconds between two queries of a following process; each is one batched squeue."""
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
@@ -39,18 +34,17 @@ LEAVE_S = 30.0
 """Seconds for engines to leave once the campaign is finished."""
 
 
-class Jobs:
-    """The jobs of one run on Slurm.
+class Jobs(LiveJobs):
+    """The jobs of one run on Slurm: looked at, started, scaled and cancelled.
 
     Args:
         planned: What ``run.json`` holds.
     """
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
-        self._run, self._config, self._ledger, self._marks = run, config, ledger, Marks(run)
+        super().__init__(run, config, planned, ledger)
+        self._marks = Marks(run)
         self._groups, self._servers = planned.server_groups, planned.servers
-        self.arrays = Arrays(run, planned.jobs)
-        self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self.notices: list[str] = []
         """Messages for the user on the last start."""
         self._short = 0
@@ -117,7 +111,7 @@ class Jobs:
         return fitting
 
     def _queue_gather(self, servers: Sequence[str]) -> None:
-        self.arrays.queue(script.gather_job(self._config, self._run, self._all_over(), servers))
+        self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers))
 
     def _all_over(self) -> str:
         """What the gather job waits for: the end of all pods at this cluster, and of the trainers."""
@@ -136,81 +130,6 @@ class Jobs:
         """Waits for pods at other clusters, for whose end no job can be made to wait; for the gather job."""
         while not self._ledger.finished and self.live_pods(0) != []:
             time.sleep(ASK_SLURM_S)
-
-    # --- look ---
-
-    def ids(self, role: str | None = None) -> list[str]:
-        """Returns every array of this run, the first submitted first; those by hand too, once they have started."""
-        ids = set(self.arrays.ids(role))
-        if role in (None, "pods"):
-            ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
-        if role in (None, "trainer"):
-            ids |= {job for jobs in self.trainers().values() for job in jobs}
-        return sorted(ids, key=lambda job: (len(number(job)), job))
-
-    def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer.
-
-        Args:
-            max_age_s: Age in seconds up to which the previous answer is used.
-        """
-        asked, live = self._live
-        if time.monotonic() - asked >= max_age_s:
-            live = None
-            if (ids := self.ids()) and site.has_slurm():
-                try:
-                    live = {job.id: job for job in accounting.live_jobs(ids).values() if job.live}
-                except SiteError:
-                    pass  # the controller is away for a while; the campaign goes on without it
-            self._live = (time.monotonic(), live)
-        return live
-
-    @property
-    def asked_at(self) -> float:
-        """Time of the last query of :meth:`live`, on the monotonic clock."""
-        return self._live[0]
-
-    def invalidate(self) -> None:
-        """Makes the next look ask Slurm."""
-        self._live = (-ASK_SLURM_S, None)
-
-    def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
-        """Returns why the run's jobs wait in the queue, as :func:`~megaflow_hpc.slurm.reasons.waiting` groups them.
-
-        Servers that are held until they are needed, and the gather job, which waits for the pods, are left out.
-        """
-        roles = {record.id: record.role for record in self.arrays.records()}
-        jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
-        return reasons.waiting(
-            (role, state) for role, state in jobs if role != "gather" and not (role == "servers" and state.held)
-        )
-
-    def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
-        """Returns the pods that are queued or running; ``None`` if Slurm cannot tell now."""
-        live = self.live(max_age_s)
-        if live is None:
-            return None
-        pods = set(self.ids("pods"))
-        return [state for element, state in live.items() if array_of(element) in pods]
-
-    def trainers(self) -> dict[str, list[str]]:
-        """Returns the jobs of each policy's trainer, in the order in which they came, those by hand included."""
-        training = self._config.training
-        found: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
-        for record in self.arrays.records():
-            if record.role == "trainer" and record.policy in found:
-                found[record.policy].append(record.id)
-        for policy, jobs in found.items():
-            entered = (start.job_id for start in TrainingView(self._run, policy).trainers())
-            jobs += [job for job in dict.fromkeys(entered) if job and job not in jobs]
-        return found
-
-    def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the trainers that are queued or running, by policy; ``None`` if Slurm cannot tell now."""
-        live = self.live(max_age_s)
-        if live is None:
-            return None
-        return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
     # --- act ---
 
@@ -284,19 +203,6 @@ class Jobs:
             self.arrays.leave(pod)
         self.invalidate()
         return [*going, *drained]
-
-    def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
-        """Returns the engine servers that Slurm still has, by their index; ``None`` if Slurm cannot tell now."""
-        live = self.live(max_age_s)
-        if live is None:
-            return None
-        found = {}
-        for record in self.arrays.records():
-            for element, state in live.items() if record.role == "servers" else ():
-                array, _, index = element.partition("_")
-                if array == record.id and index.isdecimal():
-                    found[int(index) + record.base] = state
-        return found
 
     def release(self, policy: str, count: int) -> list[str]:
         """Releases held servers of a policy until ``count`` are queued or running; idempotent.

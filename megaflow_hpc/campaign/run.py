@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.campaign.autoscaler import Autoscaler
 from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
 from megaflow_hpc.campaign.interruption import Cancelled, ask_for, cancel, mark_gone, repeat
-from megaflow_hpc.campaign.jobs import ASK_SLURM_S, Jobs
+from megaflow_hpc.campaign.jobs import Jobs
+from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, trainers, waiting_servers
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.queued import trainers, waiting_servers
 from megaflow_hpc.campaign.tally import job_uses, recount, usage
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
@@ -96,7 +96,8 @@ class Run:
             known = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
             status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, known)
-        status["queue"] = self.slurm_jobs.waiting(self._slurm_age_s)
+        ended = status["state"] in ("finished", "cancelled")
+        status["queue"] = [] if ended else self.slurm_jobs.waiting(self._slurm_age_s)
         status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
         if status["state"] in ("finished", "cancelled", "stopped"):
             status["warnings"] += lost_journals(self.dir, self.ledger)

@@ -115,8 +115,9 @@ class GatherConfig(Section):
 
     partition: str | None = None
     """Partition. Default: ``pods.partition``."""
-    time: str | int | None = 60
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: 60."""
+    time: str | int | None = None
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: an hour, or as much of it as partition, account and QOS
+    allow."""
     cpus: int | None = Field(None, ge=1)
     """CPUs, by which it compresses. Default: those of a pod on one node, 8 at most."""
     mem_gb: float | None = Field(None, gt=0)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, resolved
@@ -40,12 +40,15 @@ def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
     return _with(config, changes) if changes else config
 
 
-def override(run: RunDir, config: CampaignConfig, changes: Changes) -> None:
-    """Changes what new jobs ask for, beside what was changed before.
+def override(
+    run: RunDir, config: CampaignConfig, changes: Changes, check: Callable[[CampaignConfig], None] = lambda _: None
+) -> CampaignConfig:
+    """Changes what new jobs ask for, beside what was changed before, and returns the campaign as they are to see it.
 
     Args:
         config: The campaign as it was planned.
         changes: Values of :data:`OPTIONS` by role.
+        check: Raises where the site would refuse the changed campaign; nothing is changed then either.
 
     Raises:
         ConfigError: There is no such role, or a value is wrong; nothing is changed.
@@ -55,8 +58,10 @@ def override(run: RunDir, config: CampaignConfig, changes: Changes) -> None:
         if role not in ROLES or not set(values) <= OPTIONS.keys():
             raise ConfigError(f"{role}: {', '.join(values)}: expected {', '.join(OPTIONS)} of {', '.join(ROLES)}")
         merged.setdefault(role, {}).update(values)
-    _with(config, merged)
+    changed = _with(config, merged)
+    check(changed)
     write_json(run.changed_requests, merged)
+    return changed
 
 
 def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:

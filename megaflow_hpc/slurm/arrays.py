@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +26,7 @@ from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup
-from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm import fits, script, site
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
 from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
@@ -85,6 +86,23 @@ def _share(said: Collection[str], job: Callable[[int | None], Job]) -> int | Non
     wanted = job(cpus).options
     refused = impossible(resource_caps({option_name(name): value for name, value in wanted.items()}), asked(wanted))
     return None if refused else cpus
+
+
+GATHER_S = 3600.0
+"""Walltime of the gather job where neither the campaign nor a limit says another."""
+
+
+def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
+    """Returns the gather job; one that states no walltime gets an hour, or as much of it as the site allows."""
+    job = script.gather_job(config, run, dependency, servers)
+    options = {option_name(name): value for name, value in job.options.items() if value is not None}
+    if not {"time", "t"}.isdisjoint(options):
+        return job
+    most = GATHER_S
+    if site.has_slurm():
+        with contextlib.suppress(SiteError):  # nobody to ask; sbatch will say
+            most = min(most, fits.longest_s(options))
+    return replace(job, options={**job.options, "time": str(max(1, int(most // 60)))})
 
 
 def pod_jobs(

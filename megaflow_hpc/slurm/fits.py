@@ -61,7 +61,22 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
         return seconds(options["time"])
     defaults = site.default_times()
     found = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
+    if most := limits.longest_walltime(options):  # Slurm cuts what it gives unasked to that
+        found.append(seconds(most[0]))
     return min((time for time in found if time is not None), default=None)
+
+
+def longest_s(options: Mapping[str, Any]) -> float:
+    """Returns the most seconds that partition, account and QOS give a job with these options; infinity: no limit.
+
+    Raises:
+        SiteError: The controller does not answer.
+    """
+    found = [_limit_s(partition.time) for partition in partitions_of(options)]
+    longest = [] if not found or _may_exceed(options) else [max(found)]
+    if most := limits.longest_walltime(options):
+        longest.append(_limit_s(most[0]))
+    return min(longest, default=math.inf)
 
 
 def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
@@ -111,7 +126,7 @@ def _may_exceed(options: Mapping[str, Any]) -> bool:
     if not options.get("qos"):
         return False
     try:
-        flags = site.ask("sacctmgr", "-nP", "show", "qos", str(options["qos"]), "format=flags")
+        flags = site.sacctmgr("qos", str(options["qos"]), "format=flags")
     except SiteError:
         return True  # nobody can tell; Slurm will say
     return "PartitionTimeLimit" in flags

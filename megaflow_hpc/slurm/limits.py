@@ -123,7 +123,7 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
 def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The user's association: its default QOS, and the limits on it by sacctmgr's names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
-    output = site.ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
+    output = site.sacctmgr("assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
     rows = [dict(zip((*fields, "qos"), line.split("|"), strict=True)) for line in output.splitlines()]
     rows = [row for row in rows if row["cluster"] == cluster]
@@ -143,7 +143,7 @@ _JOBS = ("maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
 def _qos(name: str) -> dict[str, str]:
     """A QOS' limits by sacctmgr's names; none where there is no such QOS."""
     fields = (*_QOS_JOBS, *resources.LIMITS, "maxwall")
-    output = site.ask("sacctmgr", "-nP", "show", "qos", name, f"format={','.join(fields)}")
+    output = site.sacctmgr("qos", name, f"format={','.join(fields)}")
     return dict(zip(fields, output.splitlines()[0].split("|"), strict=True)) if output.strip() else {}
 
 

@@ -13,6 +13,7 @@ from megaflow_hpc.slurm.accounting import JobState
 
 _TIME = "ask for less (resume RUN --time), or name a partition that allows it (--partition)"
 REASONS: tuple[tuple[str, str, str], ...] = (
+    ("None", "Slurm has not looked at it yet", ""),
     ("Resources", "it is next in line and waits until nodes are free", ""),
     ("Priority", "jobs of higher priority are ahead", ""),
     ("Dependency", "it waits for other jobs of the campaign", ""),

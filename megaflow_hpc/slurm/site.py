@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from megaflow_hpc.host.mpi import mpi_library, mpi_order
 
 ASK_S = 60.0
 """A busy slurmctld may take this long to answer."""
+KEPT_S = 30.0
+"""Seconds for which an answer about accounts and QOS holds."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,20 @@ def ask(*command: str, epoch: bool = False) -> str:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise SiteError(f"{' '.join(command[:3])}: {said}")
     return done.stdout
+
+
+def sacctmgr(*show: str) -> str:
+    """Returns what ``sacctmgr -nP show`` prints, up to half a minute old: each kind of job asks the same of slurmdbd.
+
+    Raises:
+        SiteError: There is no accounting, or it does not answer.
+    """
+    return _sacctmgr(show, int(time.monotonic() // KEPT_S))
+
+
+@functools.lru_cache(maxsize=64)
+def _sacctmgr(show: tuple[str, ...], moment: int) -> str:
+    return ask("sacctmgr", "-nP", "show", *show)
 
 
 def has_slurm() -> bool:
@@ -136,7 +153,7 @@ def accounts() -> list[str]:
     """Returns the accounts that this user may charge, the default one first; none without accounting."""
     user = getpass.getuser()
     try:
-        said = ask("sacctmgr", "-nP", "show", "user", user, "withassoc", "format=defaultaccount,account")
+        said = sacctmgr("user", user, "withassoc", "format=defaultaccount,account")
     except SiteError:
         return []
     rows = [line.split("|") for line in said.splitlines() if line.count("|") == 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -162,6 +163,12 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
     assert megaflow("check", campaign).stderr == (
         f"{campaign}:5: slurm.pods.time: 60 is longer than QOS normal allows (MaxWall 0:50:00); ask for less\n"
     )
+    # Where the file says nothing, the gather job's hour is what that QOS allows.
+    campaign.write_text(f"{right}slurm: {{pods: {{time: 40}}}}\n")
+    done = megaflow("submit", campaign, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    times = {name: re.findall("--time=(.+)", text) for name, text in json.loads(done.stdout)["scripts"].items()}
+    assert [time for name, time in times.items() if "gather" in name] == [["50"]], times
     write_program(slurm / "sacctmgr", "exit 1")
     campaign.write_text(right)
     done = megaflow("submit", campaign)
@@ -184,6 +191,13 @@ def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: 
         f"{campaign}:5: rollouts of 2 of 2 tasks may take up to 1200 s (time-outs of agent and tests)"
     )
     assert "a pod runs them for 840 s, its walltime less 60 s" in cut
+    # Pools that say nothing of their own are one warning with the pods that they are like.
+    pools = "[{partition: cpu}, {partition: gpu}, {time: 10}]"
+    campaign.write_text(f"{right}slurm: {{pods: {{time: 15, pools: {pools}}}}}\nsamples: 8\n")
+    assert ["840 s" in line for line in json.loads(megaflow("check", campaign, "--json").stdout)["warnings"]] == [
+        True,
+        False,
+    ]
     # Without rules that look at whole groups a group is shared out, and only rollouts can be too few.
     campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 60}}}}\nsamples: 8\n")
     assert json.loads(megaflow("check", campaign, "--json").stdout)["warnings"] == []

@@ -1,4 +1,4 @@
-"""What a shell completes, asked of a real bash; and the man page, laid out by a real groff."""
+"""What a shell completes, asked of a real bash, zsh and tcsh; and the man page, laid out by a real groff."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pytest
 
 from megaflow_hpc.cli import main
 from tests.support.places import ROOT
+from tests.support.terminals import Terminal
 
 BASH = shutil.which("bash")
 GROFF = shutil.which("groff")
+ZSH = shutil.which("zsh")
+TCSH = shutil.which("tcsh")
+SETSID = shutil.which("setsid")
 
 ASK = """
 source "$1"; shift
@@ -46,11 +50,67 @@ def test_bash_completes_verbs_options_choices_and_paths(tmp_path: Path, capsys: 
     assert "runs" in {word.rstrip("/") for word in completed("status", "ru")}
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_other_shells_get_a_script_of_every_verb(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    printed = capsys.readouterr().out
-    assert all(verb in printed for verb in ("status", "images", "resume"))
+def test_zsh_completes_verbs_options_choices_and_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    (tmp_path / "_megaflow-hpc").write_text(capsys.readouterr().out)
+    assert ZSH
+    # Its functions and modules lie beside it, wherever it was unpacked.
+    usr = next(
+        place
+        for above in Path(ZSH).resolve().parents
+        for place in (above, above / "usr")
+        if (place / "share" / "zsh").is_dir()
+    )
+    functions = [path for path in (usr / "share" / "zsh" / "functions").glob("**/") if path.is_dir()]
+    modules = (usr / "lib").glob("*/zsh/[0-9]*")
+    setting = f"module_path=({' '.join(map(str, modules))})\nfpath=({tmp_path} {' '.join(map(str, functions))})\n"
+    (tmp_path / ".zshenv").write_text(f"setopt no_global_rcs\n{setting}")
+    (tmp_path / ".zshrc").write_text("PS1='ready> '\nautoload -U compinit\ncompinit -u -D\n")
+    with Shell(tmp_path, ZSH, ZDOTDIR=str(tmp_path)) as shell:
+        shell.completes("sta", "status ")
+        shell.completes("images pu", "images pull ")
+        shell.completes("status --ro", "status --rollouts ")
+        shell.completes("run --launcher l", "run --launcher local ")
+        shell.completes("run camp", "run campaign.yaml ")
+        shell.completes("status ru", "status runs/")
+
+
+def test_tcsh_completes_verbs_choices_and_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 0
+    (tmp_path / ".tcshrc").write_text(f"set prompt='ready> '\n{capsys.readouterr().out}")
+    assert TCSH
+    with Shell(tmp_path, TCSH, HOME=str(tmp_path)) as shell:
+        shell.completes("sta", "status ")
+        shell.completes("images pu", "images pull ")
+        shell.completes("status --usa", "status --usage ")
+        shell.completes("run --launcher l", "run --launcher local ")
+        shell.completes("run camp", "run campaign.yaml ")
+        shell.completes("status ru", "status runs/")
+
+
+class Shell:
+    """A shell at a terminal, in a directory with a campaign file and a folder of runs."""
+
+    def __init__(self, place: Path, program: str, **environ: str) -> None:
+        (place / "runs").mkdir()
+        (place / "campaign.yaml").touch()
+        assert SETSID
+        # With the terminal as its own: without, tcsh edits no lines.
+        self._terminal = Terminal(100, 30, SETSID, "--ctty", "--wait", program, cwd=place, **environ)
+
+    def __enter__(self) -> Shell:
+        self._terminal.until("ready>")
+        return self
+
+    def completes(self, typed: str, shown: str) -> None:
+        """Types the beginning of a command line and TAB, and waits for the line."""
+        self._terminal.write(f"megaflow-hpc {typed}\t.")  # the dot shows where the cursor was
+        self._terminal.until(f"ready> megaflow-hpc {shown}.")
+        self._terminal.write("\x15\x0c")  # kill the line, clear the screen
+
+    def __exit__(self, *error: object) -> None:
+        self._terminal.write("\x15exit\r")
+        self._terminal.wait()
 
 
 def test_the_man_page_is_laid_out_without_a_warning_and_names_verbs_and_variables() -> None:

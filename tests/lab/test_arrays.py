@@ -89,7 +89,7 @@ def test_pools_on_several_partitions_work_on_one_campaign(make_campaign: Make) -
 def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: Make) -> None:
     allowed = limits.allowance({"qos": "short"})
     assert (allowed.submit, allowed.running) == (12, 4)
-    campaign = make_campaign(2, pods(count=20, ranks=1) + "  gather: {time: 20}\n  extra: {qos: short, hold: true}\n")
+    campaign = make_campaign(2, pods(count=20, ranks=1) + "  extra: {qos: short, hold: true}\n")
     run = Campaign.from_yaml(campaign).submit()
     try:
         live = run.slurm_jobs.live(0)
@@ -98,6 +98,8 @@ def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: M
         assert "QOS short allows 12 jobs at once" in run.slurm_jobs.notices[0]
         text = subprocess.check_output(["scontrol", "show", "job", run.job_ids("pods")[0]], text=True)
         assert "ArrayTaskThrottle=4" in text
+        text = subprocess.check_output(["scontrol", "show", "job", run.job_ids("gather")[0]], text=True)
+        assert "TimeLimit=00:30:00" in text, "what the QOS allows of an hour"
         other = Campaign.from_yaml(campaign)
         with pytest.raises(SiteError, match="QOS short allows 12 jobs at once and 12 are queued"):
             other.submit()

@@ -61,6 +61,15 @@ def test_what_cannot_be_asked_for_is_refused_and_changes_nothing(run: RunDir, ch
     assert overridden(run, PLANNED) is PLANNED
 
 
+def test_what_the_site_refuses_changes_nothing(run: RunDir) -> None:
+    def check(changed: config.CampaignConfig) -> None:
+        raise ConfigError(f"{changed.slurm.pods.time} is too long")
+
+    with pytest.raises(ConfigError, match="9:00:00 is too long"):
+        override(run, PLANNED, {"pods": {"time": "9:00:00"}}, check)
+    assert not run.changed_requests.exists()
+
+
 def test_an_option_of_every_job_is_not_changed_for_one(run: RunDir) -> None:
     shared = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"extra": {"t": "10"}}})
     with pytest.raises(ConfigError, match=r"slurm\.extra says t for every job"):

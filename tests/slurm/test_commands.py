@@ -19,7 +19,7 @@ from megaflow_hpc.slurm.accounting import JobState, Use
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.resources import Cap
 
-CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions)
+CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions, site._sacctmgr)
 CONFIGURATION = """\
 Configuration data as of 2026-03-01T10:00:00
 AccountingStorageEnforce = associations,limits,qos,safe

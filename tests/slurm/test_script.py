@@ -126,7 +126,7 @@ def test_gather_has_a_section_of_its_own() -> None:
         return dict(script.gather_job(parsed, RunDir("/r"), "afterany:7").options)
 
     unsaid = options()
-    assert (unsaid["partition"], unsaid["time"], unsaid["cpus-per-task"], unsaid["mem"]) == ("cpu", "60", 6, None)
+    assert (unsaid["partition"], unsaid["time"], unsaid["cpus-per-task"], unsaid["mem"]) == ("cpu", None, 6, None)
     said = options(partition="big", time="4:00:00", cpus=32, mem_gb=16, extra={"qos": "short"})
     assert (said["partition"], said["time"], said["cpus-per-task"]) == ("big", "4:00:00", 32)
     assert (said["mem"], said["qos"]) == ("16000M", "short")

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import termios
 import time
+from pathlib import Path
 from typing import Any
 
 import pyte
@@ -33,16 +34,16 @@ async def shows(pilot: Pilot[Any], text: str) -> str:
 class Terminal:
     """Runs a command in a terminal without colours."""
 
-    def __init__(self, columns: int, lines: int, *command: str) -> None:
+    def __init__(self, columns: int, lines: int, *command: str, cwd: Path | None = None, **environ: str) -> None:
         self._ours, theirs = pty.openpty()
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self.written = b""
         """All that came."""
         self.resize(columns, lines)
-        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", **environ}
         self._process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, cwd=cwd
         )
         os.close(theirs)
 

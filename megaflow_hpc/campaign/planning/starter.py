@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -135,7 +134,7 @@ class Starter:
         names = [first.name, *(partition.name for partition in choice if partition is not first)]
         gpus = ", with GPUs" if first.gpus else ""
         size = f"{first.nodes} nodes of {first.cpus} CPUs, {first.memory_mb / 1000:.0f} GB{gpus}, at most {first.time}"
-        longest = min(fits.seconds(first.time) or math.inf, WALLTIME_S)
+        longest = min(fits.longest_s({"partition": first.name}), WALLTIME_S)
         minutes = max(1, int(longest // 60))
         return [
             f"    partition: {_quoted(first.name)}  # {size}{_others(names, '; ')}",

@@ -1,0 +1,167 @@
+"""What Slurm has of one run's jobs: which wait, which run, and why those that wait do.
+
+Slurm is asked with one batched ``squeue`` for all of them, at most twice a minute, and may be away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
+from megaflow_hpc.monitor.training import TrainerJob
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.rundir.training import TrainingView
+from megaflow_hpc.slurm import accounting, reasons, site
+from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.arrays import Arrays
+from megaflow_hpc.slurm.ids import array_of, number
+
+ASK_SLURM_S = 30.0
+"""Seconds between two queries of a following process; each is one batched squeue."""
+
+SOON_S = 8.0
+"""The same while there are jobs that Slurm itself has not looked at yet, and so says nothing of."""
+
+
+class LiveJobs:
+    """What Slurm has of the jobs of one run.
+
+    Args:
+        planned: What ``run.json`` holds.
+    """
+
+    def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
+        self._run, self._config, self._ledger = run, config, ledger
+        self.arrays = Arrays(run, planned.jobs)
+        self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
+
+    def ids(self, role: str | None = None) -> list[str]:
+        """Returns every array of this run, the first submitted first; those by hand too, once they have started."""
+        ids = set(self.arrays.ids(role))
+        if role in (None, "pods"):
+            ids |= {array_of(lease["job_id"]) for lease in self._ledger.leases().values() if lease.get("job_id")}
+        if role in (None, "trainer"):
+            ids |= {job for jobs in self.trainers().values() for job in jobs}
+        return sorted(ids, key=lambda job: (len(number(job)), job))
+
+    def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
+        """Returns the elements that Slurm still has, by id; ``None`` without Slurm or while it does not answer.
+
+        Args:
+            max_age_s: Age in seconds up to which the previous answer is used.
+        """
+        asked, live = self._live
+        if live and any(job.state == "PENDING" and job.reason == "None" for job in live.values()):
+            max_age_s = min(max_age_s, SOON_S)
+        if time.monotonic() - asked >= max_age_s:
+            live = None
+            if (ids := self.ids()) and site.has_slurm():
+                try:
+                    live = {job.id: job for job in accounting.live_jobs(ids).values() if job.live}
+                except SiteError:
+                    pass  # the controller is away for a while; the campaign goes on without it
+            self._live = (time.monotonic(), live)
+        return live
+
+    @property
+    def asked_at(self) -> float:
+        """Time of the last query of :meth:`live`, on the monotonic clock."""
+        return self._live[0]
+
+    def invalidate(self) -> None:
+        """Makes the next look ask Slurm."""
+        self._live = (-ASK_SLURM_S, None)
+
+    def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
+        """Returns why the run's jobs wait in the queue, as :func:`~megaflow_hpc.slurm.reasons.waiting` groups them.
+
+        Servers that are held until they are needed, and the gather job, which waits for the pods, are left out.
+        """
+        roles = {record.id: record.role for record in self.arrays.records()}
+        jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
+        return reasons.waiting(
+            (role, state) for role, state in jobs if role != "gather" and not (role == "servers" and state.held)
+        )
+
+    def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
+        """Returns the pods that are queued or running; ``None`` if Slurm cannot tell now."""
+        live = self.live(max_age_s)
+        if live is None:
+            return None
+        pods = set(self.ids("pods"))
+        return [state for element, state in live.items() if array_of(element) in pods]
+
+    def trainers(self) -> dict[str, list[str]]:
+        """Returns the jobs of each policy's trainer, in the order in which they came, those by hand included."""
+        training = self._config.training
+        found: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
+        for record in self.arrays.records():
+            if record.role == "trainer" and record.policy in found:
+                found[record.policy].append(record.id)
+        for policy, jobs in found.items():
+            entered = (start.job_id for start in TrainingView(self._run, policy).trainers())
+            jobs += [job for job in dict.fromkeys(entered) if job and job not in jobs]
+        return found
+
+    def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
+        """Returns the trainers that are queued or running, by policy; ``None`` if Slurm cannot tell now."""
+        live = self.live(max_age_s)
+        if live is None:
+            return None
+        return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
+
+    def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
+        """Returns the engine servers that Slurm still has, by their index; ``None`` if Slurm cannot tell now."""
+        live = self.live(max_age_s)
+        if live is None:
+            return None
+        found = {}
+        for record in self.arrays.records():
+            for element, state in live.items() if record.role == "servers" else ():
+                array, _, index = element.partition("_")
+                if array == record.id and index.isdecimal():
+                    found[int(index) + record.base] = state
+        return found
+
+
+def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | None:
+    """Returns the trainers that run or wait, by policy; ``None`` if Slurm cannot tell now."""
+    if states is None:
+        return None
+    return {
+        policy: TrainerJob("queued", state.id, reason=state.reason)
+        if state.state == "PENDING"
+        else TrainerJob("running", state.id, state.node)
+        for policy, state in states.items()
+    }
+
+
+def waiting_servers(
+    run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], known: Collection[str]
+) -> list[dict[str, Any]]:
+    """Returns engine servers that are in Slurm's queue, or on their way from there to an endpoint file.
+
+    Args:
+        policies: of each server, by its number.
+        states: what Slurm says of their jobs.
+        known: names of those that have such a file.
+    """
+    found = []
+    for index, state in sorted(states.items()):
+        name = f"{policies[index]}.{index}"
+        if name in known or not state.live:
+            continue
+        shown = {"server": name, "policy": policies[index], "node": state.node, "job_id": state.id}
+        if state.held:
+            by = LeaderLease(run, SCALER).holder()
+            remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
+            found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+        else:
+            found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
+    return found
