@@ -6,10 +6,11 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import megaflow_hpc
-from tests.rooms import circles_of_levels, imported, module_graph, room_graph, room_of
+from tests.rooms import circles_of_levels, imported, module_graph, modules, room_graph, room_of
 from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
@@ -103,8 +104,25 @@ DOORS: dict[str, str] = {
 }
 """Room → rooms it may import from, beside :data:`EVERYBODYS`; what is not listed is a wall."""
 
-ROOM_MODULES = 17
-"""Modules that one room may hold, its ``__init__`` among them: what a person takes in at a glance."""
+ROOM_MODULES = 15
+"""Modules that one room may hold beside its ``__init__``: what a person takes in at a glance."""
+CROWDED = {"agents": 16, "campaign": 16, "environments/sandbox": 16, "host": 16, "rundir": 16}
+"""Rooms that still hold more, and how many. No room comes in; one that has been put in order goes out."""
+MODULE_LINES = 350
+"""Lines that one module may have: one noun, which fits in the head."""
+LARGE = {
+    "campaign/jobs.py": 385,
+    "environments/images/cache/cache.py": 380,
+    "environments/images/cache/shelf.py": 401,
+    "environments/images/resolve.py": 420,
+    "environments/images/store.py": 368,
+    "environments/sandbox/commands/dispatcher.py": 358,
+    "environments/sandbox/limits/watchdog.py": 376,
+    "environments/sandbox/probe.py": 373,
+    "environments/sandbox/sandbox.py": 468,
+    "monitor/status.py": 379,
+}
+"""Modules that are still larger, and their lines. No module comes in, no number grows; what was divided goes out."""
 
 HEAVY = {
     "mpi4py": {"pod/comm.py"},
@@ -184,13 +202,17 @@ def test_every_door_is_used() -> None:
 
 
 def test_rooms_are_taken_in_at_a_glance_and_say_what_they_are() -> None:
-    rooms: dict[str, list[str]] = {}
-    for module in module_graph():
-        rooms.setdefault(room_of(module), []).append(module)
-    assert {room: len(members) for room, members in rooms.items() if len(members) > ROOM_MODULES} == {}
+    held = Counter(room_of(module) for module, path in modules().items() if path.name != "__init__.py")
+    assert {room: count for room, count in held.items() if count > CROWDED.get(room, ROOM_MODULES)} == {}
     documents = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in PACKAGE.rglob("__init__.py")}
     silent = [str(path) for path, text in documents.items() if len(text) < 80]
     assert silent == []
+
+
+def test_modules_fit_in_the_head() -> None:
+    """One that has grown too large holds two nouns: the second moves out."""
+    lines = {str(path.relative_to(PACKAGE)): path.read_text().count("\n") for path in FILES}
+    assert {file: count for file, count in lines.items() if count > LARGE.get(file, MODULE_LINES)} == {}
 
 
 def test_there_is_no_import_circle() -> None:
