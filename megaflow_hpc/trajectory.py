@@ -125,6 +125,13 @@ class Trajectory:
     """Seconds of the agent, its model calls and commands included."""
     verify_s: float | None = None
     """Seconds of the verifier."""
+    cpu_s: float | None = None
+    """CPU seconds of all processes in its sandboxes, verification included; ``None`` where unknown, as the two that
+    follow."""
+    memory_peak_mb: float | None = None
+    """The most memory that one of its sandboxes was seen to hold, in MB (10^6 bytes)."""
+    disk_peak_mb: float | None = None
+    """The most that one of its sandboxes was measured to have written, in MB."""
     inexact: int = 0
     """Model calls of which not every token is known, since the engine lacks what that takes."""
     messages: list[dict[str, Any]] = field(default_factory=list)

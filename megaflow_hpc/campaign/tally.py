@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.rundir.events import RolloutEvent, shown
+from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting
 from megaflow_hpc.slurm.ids import array_of
@@ -72,6 +72,9 @@ def recount(run: RunDir, monitor: Monitor) -> None:
                 reward=None if math.isnan(t.reward) else t.reward,
                 seconds=round(t.finished_at - t.started_at, 2),
                 turns=len(t.turns),
+                cpu_s=rounded(t.cpu_s, 2),
+                memory_peak_mb=rounded(t.memory_peak_mb, 1),
+                disk_peak_mb=rounded(t.disk_peak_mb, 1),
             )
             for t in store
         )

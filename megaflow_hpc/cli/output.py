@@ -82,6 +82,16 @@ def seconds(value: float | None) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
+def used(cpu_s: float | None, memory_peak_mb: float | None, disk_peak_mb: float | None) -> str:
+    """``12.5 s of CPU, at most 103 MB of memory`` for what the sandboxes of a rollout used; NaN is unknown too."""
+    parts = (
+        (cpu_s, "{:.1f} s of CPU"),
+        (memory_peak_mb, "at most {:.0f} MB of memory"),
+        (disk_peak_mb, "{:.0f} MB of disk"),
+    )
+    return ", ".join(said.format(value) for value, said in parts if value is not None and value == value)
+
+
 def summary(result: dict[str, Any]) -> str:
     """Lays out the summary of a campaign: one line a policy, then what is worth a note."""
     head = ("policy", "rollouts", "completed", "truncated", "failed", "solved", "mean reward", "pass@k", "turns")

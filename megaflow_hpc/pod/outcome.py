@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import msgspec
 
 from megaflow_hpc.host.wire import Message, pack
-from megaflow_hpc.rundir.events import RolloutEvent, shown
+from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 
@@ -39,6 +39,9 @@ class Outcome:
     record: bytes
     partial: str = ""
     """File below ``RUN/partial`` with which a rollout that was cut short goes on; empty without one."""
+    cpu_s: float | None = None
+    memory_peak_mb: float | None = None
+    disk_peak_mb: float | None = None
 
     @classmethod
     def of(
@@ -82,6 +85,9 @@ class Outcome:
             seconds=round(self.seconds, 2),
             turns=self.turns,
             inexact=self.inexact,
+            cpu_s=rounded(self.cpu_s, 2),
+            memory_peak_mb=rounded(self.memory_peak_mb, 1),
+            disk_peak_mb=rounded(self.disk_peak_mb, 1),
         )
 
     def to_message(self) -> Message:

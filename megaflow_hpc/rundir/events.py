@@ -9,6 +9,7 @@ know, ignore further keys, and skip a line that a full disk or a kill has cut.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -108,6 +109,10 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False):
     turns: int = 0
     inexact: int = 0
     """Turns whose sampled token ids are not exact."""
+    cpu_s: float | None = None
+    """CPU seconds of its sandboxes; ``None`` where unknown, as the two that follow."""
+    memory_peak_mb: float | None = None
+    disk_peak_mb: float | None = None
 
 
 class AttemptEvent(Event, tag="attempt"):
@@ -151,6 +156,11 @@ AnyEvent = (
 def shown(error: str) -> str:
     """Returns what an event carries of an error."""
     return error[:ERROR_CHARS]
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    """Returns what an event carries of a measurement: ``None`` for one that is unknown, NaN too."""
+    return None if value is None or math.isnan(value) else round(value, digits)
 
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

@@ -30,7 +30,12 @@ def run(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "\x1b]0;evil\x07 \udcff\n" + "\n".join(f"line {n}" for n in range(200))},
     ]
-    commit(run, "a", (0, 0, trajectory(5, messages=talk)), (0, 0, trajectory(0, status="failed", error="node lost")))
+    commit(
+        run,
+        "a",
+        (0, 0, trajectory(5, messages=talk, cpu_s=12.25, memory_peak_mb=103.4)),
+        (0, 0, trajectory(0, status="failed", error="node lost")),
+    )
     return run
 
 
@@ -45,6 +50,7 @@ def test_show_prints_a_trajectory_for_a_person(megaflow, run, gathered):
         "reward    1  (tests 0.5)",
         "node node-1, job 17_3",
         "2023-11-14 22:13:25 UTC, 0.2 s",
+        "used      12.2 s of CPU, at most 103 MB of memory\n",
         "repair [bold]it[/bold]",
         '→ bash({"command": "ls"})',
         "\\x1b]0;evil\\x07 \\udcff",

@@ -12,10 +12,11 @@ import pytest
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.view.app import Looked, WatchApp
-from megaflow_hpc.cli.view.detail import DetailScreen
+from megaflow_hpc.cli.view.detail import DetailScreen, known
 from megaflow_hpc.cli.view.reader import Look
 from megaflow_hpc.cli.view.rows import Rows
 from megaflow_hpc.cli.view.tables import RolloutTable
+from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
     EventWriter,
@@ -96,6 +97,22 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             await shows(pilot, f"{chosen}  completed")
 
     asyncio.run(scenario())
+
+
+def test_what_a_rollout_used_is_said_where_it_is_known(planned: Run) -> None:
+    events = EventWriter(planned.dir.event_file("7_0", "0"))
+    events.write(RolloutEvent(id="a/b/0", status="completed", turns=3, cpu_s=12.25, memory_peak_mb=103.4))
+    events.write(RolloutEvent(id="a/b/1", status="completed", turns=3))
+    events.close()
+    told = {}
+    for rollout in ("a/b/0", "a/b/1"):
+        row = Live(planned.dir, planned.monitor).look(planned.status()).rollouts.of(rollout)
+        assert row is not None
+        told[rollout] = known(row)[-1].plain
+    assert told == {
+        "a/b/0": "not verified  3 turns  12.2 s of CPU, at most 103 MB of memory",
+        "a/b/1": "not verified  3 turns",
+    }
 
 
 def test_a_picture_of_the_view_needs_no_terminal_and_nothing_from_elsewhere(

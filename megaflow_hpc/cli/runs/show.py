@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import print_json
+from megaflow_hpc.cli.output import print_json, used
 from megaflow_hpc.cli.runs import artifacts, tokens
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -168,6 +168,8 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     yield f"  agent     {row.agent}, policy {row.policy}", ""
     yield f"  where     node {row.node or '-'}, job {row.job_id or '-'}", ""
     yield f"  when      {_utc(row.started_at)}, {row.finished_at - row.started_at:.1f} s", ""
+    if known := used(row.cpu_s, row.memory_peak_mb, row.disk_peak_mb):
+        yield f"  used      {known}", ""
     yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
     sampled = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     count = sum(len(sequence.tokens) for sequence in row.sequences)

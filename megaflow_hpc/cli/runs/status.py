@@ -89,7 +89,7 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     if status["servers"]:
         lines.append(_table(status["servers"], "server", "state", "policy", "node", "weight_version", "cause", "log"))
     if "rollout_list" in status:
-        columns = ("id", "status", "reward", "turns", "seconds", "kind", "error")
+        columns = ("id", "status", "reward", "turns", "seconds", "cpu_s", "memory_peak_mb", "kind", "error")
         lines.append(_table(status["rollout_list"], *columns))
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import RichLog, Static
 
-from megaflow_hpc.cli.output import seconds
+from megaflow_hpc.cli.output import seconds, used
 from megaflow_hpc.cli.view.reader import Detail, Look, Reader
 from megaflow_hpc.cli.view.tables import last_word
 from megaflow_hpc.cli.view.words import STYLES
@@ -161,7 +161,8 @@ def known(row: RolloutRow) -> list[Text]:
         lines.append(Text(f"model calls {activity.calls}  tokens {activity.tokens:,}  {last_word(row)}"))
     if stored is not None:
         reward = "not verified" if stored.reward is None else f"reward {stored.reward:g}"
-        lines.append(Text(f"{reward}  {stored.turns} turns"))
+        spent = used(stored.cpu_s, stored.memory_peak_mb, stored.disk_peak_mb)
+        lines.append(Text(f"{reward}  {stored.turns} turns{f'  {spent}' if spent else ''}"))
         if stored.kind or stored.error:
             lines.append(Text(in_one_line(f"{stored.kind}: {stored.error}"), "red"))
     return lines

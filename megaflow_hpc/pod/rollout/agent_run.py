@@ -19,6 +19,7 @@ from megaflow_hpc.errors import LimitError, ModelServiceError, UserCodeError
 from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
+from megaflow_hpc.pod.rollout.sandboxes import Sandboxes
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.trajectory import Recording, Trajectory
@@ -53,9 +54,11 @@ class AgentRun:
         rollout: Rollout,
         policy: Policy,
         sandbox: ApptainerSandbox,
+        sandboxes: Sandboxes,
         trajectory: Trajectory,
         resumed: Partial | None,
     ) -> None:
+        self._sandboxes = sandboxes
         self._services, self._rollout, self._policy = services, rollout, policy
         self._sandbox, self._trajectory, self._resumed = sandbox, trajectory, resumed
         self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
@@ -80,6 +83,7 @@ class AgentRun:
             spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
             if cut.agent is not None:
                 passed = _breaches(sandbox, before, resumed)
+                self._sandboxes.count(trajectory)
                 kept = Partial(trajectory, number, self.verdicts, spent_s, cut.agent, cut.recorded, passed)
                 cut.kept, cut.why = await self._services.suspension.keep(self._rollout.id, kept, sandbox)
             raise

@@ -38,8 +38,10 @@ _LENGTH = struct.Struct("<Q")
 _DIGEST = hashlib.sha256().digest_size
 _CHUNK = 1 << 20
 CARRIED = ("status", "error_kind", "error", "seed", "inexact", "messages", "sequences", "turns", "artifacts")
-"""What of a trajectory goes over to the next attempt as it is; the rest is that attempt's own, times are added up."""
-TIMES = ("setup_s", "agent_s", "verify_s")
+"""What of a trajectory goes over to the next attempt as it is; the rest is that attempt's own, but times are added up
+and of peaks the highest stays."""
+TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
+PEAKS = ("memory_peak_mb", "disk_peak_mb")
 
 
 class Damaged(Exception):
@@ -184,9 +186,9 @@ class Partial:
         """Makes a trajectory that has just begun go on from this one."""
         for name in CARRIED:
             setattr(trajectory, name, getattr(self.trajectory, name))
-        for name in TIMES:
-            seconds = [s for s in (getattr(self.trajectory, name), getattr(trajectory, name)) if s is not None]
-            setattr(trajectory, name, sum(seconds) if seconds else None)
+        for name in (*TIMES, *PEAKS):
+            both = [n for n in (getattr(self.trajectory, name), getattr(trajectory, name)) if n is not None]
+            setattr(trajectory, name, (sum(both) if name in TIMES else max(both)) if both else None)
 
     @property
     def turns(self) -> int:

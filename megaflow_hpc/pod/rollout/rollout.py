@@ -20,7 +20,7 @@ from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, Us
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.pod.rollout.agent_run import AgentRun, timed
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
-from megaflow_hpc.pod.rollout.sandboxes import rollout_spec
+from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.digests import check_unchanged
@@ -116,18 +116,19 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     await asyncio.to_thread(check_unchanged, task)
+    sandboxes = Sandboxes(services.provider)
     with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _sandbox(services, task, policy, partial)
+        sandbox, resumed = await _sandbox(services, sandboxes, task, policy, partial)
     try:
         with timed(trajectory, "setup_s"):
             await _prepare(task, sandbox, resumed)
         if resumed:
             resumed.carry_over(trajectory)
-        agent_run = AgentRun(services, rollout, policy, sandbox, trajectory, resumed)
+        agent_run = AgentRun(services, rollout, policy, sandbox, sandboxes, trajectory, resumed)
         verdict = await run_steps(
             task,
             sandbox,
-            verification_context(services.config.environment, services.images, services.provider.start),
+            verification_context(services.config.environment, services.images, sandboxes.start),
             agent_run.run,
             verdicts=agent_run.verdicts,
             under_way=resumed is not None,
@@ -150,10 +151,11 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
             await sandbox.stop()
         except Exception as error:  # what is left is the janitor's; the verdict is as good as it was
             print(printable(f"{rollout.id}: {error}"), file=sys.stderr)
+        sandboxes.count(trajectory)
 
 
 async def _sandbox(
-    services: Services, task: Task, policy: Policy, partial: str
+    services: Services, sandboxes: Sandboxes, task: Task, policy: Policy, partial: str
 ) -> tuple[ApptainerSandbox, Partial | None]:
     """A sandbox for a rollout, with the partial rollout that is in it, where there is one to go on with."""
     try:
@@ -161,13 +163,13 @@ async def _sandbox(
         resumed = await services.suspension.read(partial)
         if resumed is not None:
             try:
-                sandbox = await services.provider.start(spec, resumed.layer)
+                sandbox = await sandboxes.start(spec, resumed.layer)
                 return sandbox, resumed
             except SandboxError as error:
                 print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
             finally:
                 services.suspension.remove(partial)
-        return await services.provider.start(spec), None
+        return await sandboxes.start(spec), None
     except SandboxError as error:
         raise NoSandbox(str(error)) from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The sandbox of a rollout: what it is to be, and one made anew for a person who looks into it."""
+"""The sandboxes of a rollout: what they are to be, what they used, and one made anew for a person who looks into it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.config import Policy
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.sandboxes import sandbox_spec
 from megaflow_hpc.tasks.steps import begin, prepare
+from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Network, Task
 
 
@@ -27,6 +29,28 @@ def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environm
         raise ConfigError(f"its image was not built: {task.unbuilt}")
     binds = getattr(create(policy.agent), "binds", ())
     return replace(sandbox_spec(task, images, environment), binds=tuple(binds))
+
+
+class Sandboxes:
+    """Starts the sandboxes of one attempt, its own and those of its verifiers, and counts what they use."""
+
+    def __init__(self, provider: ApptainerProvider) -> None:
+        self._provider = provider
+        self._started: list[ApptainerSandbox] = []
+
+    async def start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
+        """Starts one; see :meth:`ApptainerProvider.start`."""
+        sandbox = await self._provider.start(spec, kept)
+        self._started.append(sandbox)
+        return sandbox
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Adds what was used to what a trajectory has from before; once, when its attempt ends."""
+        for used in (sandbox.consumption() for sandbox in self._started):
+            trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
+            trajectory.memory_peak_mb = max(trajectory.memory_peak_mb or 0.0, used.memory_peak_mb)
+            if used.disk_peak_mb is not None:
+                trajectory.disk_peak_mb = max(trajectory.disk_peak_mb or 0.0, used.disk_peak_mb)
 
 
 @asynccontextmanager

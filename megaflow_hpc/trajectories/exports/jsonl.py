@@ -19,7 +19,8 @@ import numpy as np
 
 from megaflow_hpc.trajectories.exports.files import writing
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, SequenceView
+from megaflow_hpc.trajectories.hdf5.schema import UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -92,6 +92,19 @@ GROUPS = (
                 "seconds of the agent, its model calls and commands included; NaN where unknown",
             ),
             ("verify_s", "float32", "n", "seconds of the verifier; NaN where unknown or not verified"),
+            ("cpu_s", "float32", "n", "CPU seconds of all processes in its sandboxes; NaN where unknown"),
+            (
+                "memory_peak_mb",
+                "float32",
+                "n",
+                "most memory that one of its sandboxes was seen to hold, in 10^6 bytes; NaN where unknown",
+            ),
+            (
+                "disk_peak_mb",
+                "float32",
+                "n",
+                "most that one of its sandboxes was measured to have written, in 10^6 bytes; NaN where unknown",
+            ),
             ("sequence_offset", "int64", "n+1", "into `/sequences`"),
             ("turn_offset", "int64", "n+1", "into `/turns`"),
             ("message_offset", "int64", "n+1", "into `/messages/offset`: which messages"),
@@ -207,13 +220,17 @@ def columns() -> Iterator[Column]:
 
 COLUMNS = {column.path: column for column in columns()}
 
+MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
+"""Measurements of a rollout, each of which may be unknown."""
+
+UNKNOWN_AS_NAN = ("reward", *MEASURED)
+"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
+
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,
     "trajectories/seed": -1,
     "trajectories/inexact": 0,
-    "trajectories/setup_s": math.nan,
-    "trajectories/agent_s": math.nan,
-    "trajectories/verify_s": math.nan,
+    **{f"trajectories/{name}": math.nan for name in MEASURED},
     "sequences/weight_version_min": -1,
     "sequences/weight_version_max": -1,
 }

@@ -25,7 +25,15 @@ from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.interleave import Rows
 from megaflow_hpc.trajectories.hdf5.numbering import NUMBERED, ROWS, rebased, spans_of
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.schema import (
+    COLUMNS,
+    FORMAT,
+    FORMAT_VERSION,
+    OPTIONAL,
+    STRING,
+    TEXT,
+    UNKNOWN_AS_NAN,
+)
 from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.version import __version__
@@ -39,7 +47,6 @@ _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
     *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "started_at", "finished_at"),
 )
-_OR_NAN = ("reward", "setup_s", "agent_s", "verify_s")
 _TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server")
 _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
 
@@ -124,7 +131,7 @@ class TrajectoryWriter:
         row = counts["n"]
         for name in _COPIED:
             held[f"trajectories/{name}"].append(getattr(trajectory, name))
-        for name in _OR_NAN:
+        for name in UNKNOWN_AS_NAN:
             value = getattr(trajectory, name)
             held[f"trajectories/{name}"].append(math.nan if value is None else value)
         held["trajectories/turns"].append(len(trajectory.turns))

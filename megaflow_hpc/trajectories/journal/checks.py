@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 
 LONGEST_NAME = 1024
@@ -36,7 +36,6 @@ _DTYPES = {
     }
     for group in ("trajectories", "turns", "attempts")
 }
-_MAY_BE_UNKNOWN = frozenset({"reward", "setup_s", "agent_s", "verify_s"})
 _SCALARS = tuple(field.name for field in fields(Trajectory) if field.name in _DTYPES["trajectories"])
 
 
@@ -82,7 +81,7 @@ def checked(trajectory: Trajectory) -> Trajectory:
     """
     for name in _SCALARS:
         value = getattr(trajectory, name)
-        if value is not None or name not in _MAY_BE_UNKNOWN:
+        if value is not None or name not in UNKNOWN_AS_NAN:
             setattr(trajectory, name, _value("trajectories", name, value))
     _status(trajectory.status)
     if trajectory.reward is not None and trajectory.status not in VERIFIED:
@@ -128,7 +127,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
 
 def _passes(group: str, name: str, value: Any) -> bool:
     try:
-        return (value is None and name in _MAY_BE_UNKNOWN) or _value(group, name, value) is not None
+        return (value is None and name in UNKNOWN_AS_NAN) or _value(group, name, value) is not None
     except ValueError:
         return False
 

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.records import Entry
 from megaflow_hpc.trajectories.journal.winners import Index
-from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, Flat, SequenceView
+from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
 from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
-from megaflow_hpc.trajectories.reading.sources import UNKNOWN_AS_NAN, SequenceView, Source
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.reading.sources import SequenceView, Source
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 

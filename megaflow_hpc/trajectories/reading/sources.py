@@ -29,9 +29,6 @@ from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
-UNKNOWN_AS_NAN = ("reward", "setup_s", "agent_s", "verify_s")
-"""Numbers of a row that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
-
 _WHOLE = 1 << 16
 """Columns up to this many entries are read whole when one entry is needed; of longer ones a window is read."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -36,6 +39,17 @@ class Spins:
         await sandbox.exec("echo 'memory limit' > /answer")
         while True:
             await sandbox.exec("while :; do :; done", timeout_s=60)
+
+
+BURN = "python3 -c 'import time; held = b\"x\" * 60_000_000\nwhile time.process_time() < 0.6: pass'"
+
+
+class Burns:
+    """Takes CPU time, and some memory."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        await sandbox.exec(BURN, timeout_s=60)
+        return AgentResult()
 
 
 @pytest.fixture
@@ -88,3 +102,37 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
     assert found["recovers"].error.startswith("memory limit: ")
     assert "cannot go on: cpu time limit: " in found["spins"].error
     assert {name: t.reward for name, t in found.items()} == dict.fromkeys(agents, 1.0)
+
+
+@pytest.mark.parametrize("verification", ["shared", "fresh"])
+def test_what_its_sandboxes_used_is_part_of_a_rollout(
+    base_sif: Path, tmp_path: Path, make_task: Callable[..., Path], verification: str
+) -> None:
+    """The verifier's own sandbox too; what another process sees is what came out of the journal's record."""
+    root = make_task(tmp_path, "burns")
+    with (root / "task.toml").open("a") as file:
+        file.write('workdir = "/app"\n')
+    (root / "tests/test.sh").write_text(f"{BURN.replace('60_000_000', '1000')}\necho 1 > /logs/verifier/reward.txt\n")
+    task = read_harbor_task(root)
+    config = CampaignConfig.model_validate(
+        {
+            "name": "use",
+            "tasks": str(tmp_path),
+            "agent": "nop",
+            "environment": {"network": "none", "verification": verification},
+        }
+    )
+    policies = {"burns": Policy(agent=AgentConfig(name=f"{__name__}:Burns"))}
+
+    async def main() -> Trajectory:
+        async with ApptainerProvider(tmp_path / "scratch") as provider:
+            services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
+            return (await run_attempt(services, Rollout(task.id, "burns", 0, "burns"), task, 0)).trajectory
+
+    found = asyncio.run(main())
+    remove_tree(tmp_path / "scratch")
+    assert (found.status, found.reward) == ("completed", 1.0), found.error
+    stored = Trajectory.from_record(unpack(pack(found.to_record())))
+    assert 1.1 <= (stored.cpu_s or 0) <= 4
+    assert 60 <= (stored.memory_peak_mb or 0) <= 120
+    assert Outcome.of(found).to_event().cpu_s == round(stored.cpu_s or 0, 2)

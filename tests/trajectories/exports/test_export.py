@@ -42,7 +42,9 @@ STRANGE = [
 
 @pytest.fixture(scope="module")
 def rollouts():
-    found = [trajectory(n, messages=TALK, seed=n, setup_s=0.1 * n, verify_s=None) for n in range(12)]
+    found = [
+        trajectory(n, messages=TALK, seed=n, setup_s=0.1 * n, cpu_s=n + 0.5, memory_peak_mb=10.0 * n) for n in range(12)
+    ]
     found += [trajectory(n, task="nul", messages=STRANGE, error="a \0 b \udcff") for n in range(3)]
     found += [trajectory(n, task="lost", status="failed", messages=[], sequences=[], turns=[]) for n in range(3)]
     found[1].artifacts = [Artifact("notes.txt", b"x"), Artifact("fix.patch", b"--- a\n+++ b\n\xff")]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED, OPTIONAL, STRING
 from megaflow_hpc.trajectories.journal.shards import write_shard
 from megaflow_hpc.trajectories.reading.joined_source import JoinedSource
 from tests.support.samples import commit, run_dir, trajectory
@@ -134,6 +134,7 @@ def test_files_of_older_software_are_read(running, tmp_path):
             row for row, t in enumerate(before) if t.status == "completed" and t.id.endswith("1")
         ]
         assert set(store.column("seed")) == {-1}
+        assert all(np.isnan(store.column(name)).all() for name in MEASURED)
         assert store.batch([5, 4])["policy"].tolist() == ["default"] * len(before[5].sequences + before[4].sequences)
 
 

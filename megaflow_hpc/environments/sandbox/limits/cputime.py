@@ -60,6 +60,7 @@ class CpuTime:
     def __init__(self) -> None:
         self.leaks = False
         """Processes were seen to end without anybody's waiting for them."""
+        self._earlier = 0.0
         self._before = self._now = self._lost = 0.0
         self._group_before = 0.0
         self._processes: Processes = {}
@@ -70,8 +71,14 @@ class CpuTime:
         """Used since the last :meth:`renew`, as of the last look."""
         return self._before + self._now
 
+    @property
+    def total(self) -> float:
+        """Used since the beginning, as of the last look."""
+        return self._earlier + self.seconds
+
     def renew(self, group: Group | None) -> None:
         """Counts from zero again."""
+        self._earlier = self.total
         self._before = self._now = self._lost = 0.0
         self._group_before = group.cpu_s() or 0.0 if group else 0.0
         self._processes = {}

@@ -69,6 +69,8 @@ class DiskUse:
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.peak: int | None = None
+        """The most that was measured; ``None`` before the first measurement."""
         self._du: subprocess.Popen[bytes] | None = None
         self._files = 0
         self._began = self._due = self._cost = self._counted = 0.0
@@ -139,6 +141,7 @@ class DiskUse:
             return False
         self._files = found[1] or self._files
         self.bytes = max(0, max(found[0], BLOCK * self._files) - occupied) + deleted()
+        self.peak = max(self.peak or 0, self.bytes)
         self._bearable = min(self._bearable, self.bytes + LITTLE)
         if self.bytes > allowed:
             self._due = now + 4 * self._cost

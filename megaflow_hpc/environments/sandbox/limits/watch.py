@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from megaflow_hpc.environments.sandbox.commands.running import command_of
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.limits import cgroups, usage
+from megaflow_hpc.environments.sandbox.limits.consumption import Consumption, MemoryPeak
 from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime
 from megaflow_hpc.environments.sandbox.limits.descriptors import MOST, MOST_EACH, Descriptors, Held
 from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free
@@ -93,6 +95,9 @@ class Watch:
         self._cpu = CpuTime()
         self._descriptors = Descriptors()
         self._disk = DiskUse()
+        self._memory_peak = MemoryPeak()
+        self._counting = threading.Lock()
+        """Held while CPU time is counted, by the watchdog's thread or by that which ends a container."""
         self._began = time.monotonic()
         self._full = 0
         self._beside = 0
@@ -138,9 +143,26 @@ class Watch:
         self.init = init
 
     def detach(self) -> None:
-        """Ends with a container that is about to be dropped; its times go on counting."""
-        self.init = None
-        self._cpu.end()
+        """Ends with a container that is about to be dropped, after a last look at its CPU; times go on counting."""
+        with self._counting:
+            self._count_cpu()
+            self.init = None
+            self._cpu.end()
+
+    def consumption(self) -> Consumption:
+        """Returns what was used so far."""
+        with self._counting:
+            self._count_cpu()
+        disk = self._disk.peak
+        return Consumption(self._cpu.total, self._memory_peak.bytes / MB, None if disk is None else disk / MB)
+
+    def _count_cpu(self) -> None:
+        init = self.init
+        if init is None or not init.alive():
+            return
+        seen = usage.look(init.pid)
+        if seen.pids:
+            self._cpu.look(init.pid, seen, self.group, self._processors, time.monotonic())
 
     def renew(self) -> None:
         """Counts CPU and wall time from zero again; whoever runs from now on is not blamed for a layer that is full."""
@@ -176,10 +198,11 @@ class Watch:
             return
         spec = self.spec
         seen = usage.look(init.pid, written=bool(spec.disk_mb))
-        if self.init is not init:
-            return
-        used = self._cpu.look(init.pid, seen, self.group, self._processors, now)
-        worked = used > 0.02 or len(seen.pids) > 8
+        with self._counting:
+            if self.init is not init:
+                return
+            used = self._cpu.look(init.pid, seen, self.group, self._processors, now)
+        worked = used > 0.02 or len(seen.pids) > 8 or not self.due  # what was poked for may only begin to work
         urgent = self._node_loses(node)
         self._available, self._opened = node.available, node.opened
         self._descriptors.look(init.pid, seen, (spec.memory_mb or 0) * MB, now, urgent)
@@ -231,16 +254,19 @@ class Watch:
         return Breach("processes", seen.threads + self._beside, allowed) if self._full > 1 else None
 
     def _memory_over(self, init: Identity, seen: usage.Look) -> Breach | None:
-        if not self.spec.memory_mb:
-            return None
-        allowed = self.spec.memory_mb * MB
         held = self._descriptors.held
         beside = held.buffers + (self._disk.bytes if self.layer_in_memory else 0)
+
+        def exact() -> int:
+            return usage.memory_of(init.pid, seen.pids, held.files) + beside
+
         self._memory = seen.resident + usage.memory_files(init.pid) + held.files + beside
-        if self._memory <= allowed and not usage.SWAP:
+        self._memory_peak.look(self._memory, exact)
+        allowed = self.spec.memory_mb
+        if not allowed or (self._memory <= allowed * MB and not usage.SWAP):
             return None
-        self._memory = usage.memory_of(init.pid, seen.pids, held.files) + beside
-        return Breach("memory", self._memory / MB, self.spec.memory_mb) if self._memory > allowed else None
+        self._memory = exact()
+        return Breach("memory", self._memory / MB, allowed) if self._memory > allowed * MB else None
 
     def _disk_over(self, init: Identity, seen: usage.Look, now: float, free: Free) -> Breach | None:
         assert self.spec.disk_mb is not None
