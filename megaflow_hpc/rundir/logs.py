@@ -48,8 +48,15 @@ class Log:
     bytes: int
     changed_at: float
     """Seconds UTC."""
-    last: str = ""
-    """Its last line, as far as that is short."""
+
+    @property
+    def last(self) -> str:
+        """Its last line, as far as that is short; read anew each time."""
+        try:
+            lines = tail(self.path, 1, _END).lines if self.bytes else []
+        except OSError:  # removed meanwhile
+            return ""
+        return lines[-1] if lines else ""
 
     @property
     def name(self) -> str:
@@ -63,7 +70,7 @@ class Log:
 
 
 def all_logs(run: RunDir) -> list[Log]:
-    """Returns the logs of a run by name."""
+    """Returns the logs of a run by name; opens none of them."""
     found = []
     try:
         names = sorted(os.listdir(run.logs))
@@ -74,8 +81,7 @@ def all_logs(run: RunDir) -> list[Log]:
         try:
             status = path.lstat()
             if name.endswith(".log") and stat.S_ISREG(status.st_mode):
-                end = tail(path, 1, _END) if status.st_size else Tail([], 0)
-                found.append(Log(path, status.st_size, status.st_mtime, end.lines[-1] if end.lines else ""))
+                found.append(Log(path, status.st_size, status.st_mtime))
         except OSError:  # removed meanwhile, or closed to us
             continue
     return found
@@ -166,23 +172,23 @@ class GrowingLog:
     """Reads on in a log that grows; one that has become shorter is read anew.
 
     Args:
-        offset: where to begin.
+        offset: where to begin; then where the next reading does.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset, self._rest = offset, b""
+        self.offset, self._rest = offset, b""
 
     def read(self) -> list[str]:
         """Returns the lines that were completed since the last call, of a piece; none where there is nothing new."""
         try:
             with open(self.path, "rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
-                    self._offset, self._rest = 0, b""
+                if file.seek(0, os.SEEK_END) < self.offset:
+                    self.offset, self._rest = 0, b""
                 while True:
-                    file.seek(self._offset)
+                    file.seek(self.offset)
                     data = file.read(PIECE)
-                    self._offset += len(data)
+                    self.offset += len(data)
                     *lines, rest = (self._rest + data).split(b"\n")
                     self._rest = rest[: LINE + 1]  # of a line without an end, what will be shown
                     if lines or len(data) < PIECE:
@@ -214,12 +220,13 @@ class RolloutLog:
         found = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
         self.ended = self.ended or any(said.startswith("stored: ") for _, said in found)
         lines = [f"{_clock(t)} {said}" for t, said in sorted(found)]
-        for log in self._pods():
+        for log in self._grown():
             while grown := log.read():
                 lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
         return lines
 
-    def _pods(self) -> list[GrowingLog]:
+    def _grown(self) -> list[GrowingLog]:
+        """The pods' logs that are not as long as when they were read last."""
         pods = [log for log in all_logs(self._run) if log.role == "pod"]
         left = SEARCHED_BYTES
         for log in sorted(pods, key=lambda log: -log.changed_at):
@@ -228,7 +235,7 @@ class RolloutLog:
                 left -= size
                 self.skipped += log.bytes - size
                 self._logs[log.path] = GrowingLog(log.path, log.bytes - size)
-        return [self._logs[path] for path in sorted(self._logs)]
+        return [self._logs[log.path] for log in pods if log.bytes != self._logs[log.path].offset]
 
 
 def last_word(run: RunDir, pod: str) -> PodEvent | None:
