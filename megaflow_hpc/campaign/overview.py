@@ -6,6 +6,7 @@ that a list of a thousand runs takes seconds. Its bytes cost a walk, which has a
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,8 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import process_here, progress_of
+from megaflow_hpc.monitor.state import Facts, lives
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import last_word
@@ -38,8 +39,7 @@ class Glance:
     name: str
     """The campaign's."""
     state: str
-    """``planned``, ``queued``, ``running`` (an engine pool: ``serving``), ``stopped``, ``cancelled``, ``finished``;
-    ``broken`` where files are damaged, and ``unknown`` where Slurm, which has its jobs, does not answer."""
+    """As :attr:`~megaflow_hpc.monitor.state.Facts.state` has it; ``broken`` where files are damaged."""
     done: int | None
     """Rollouts that are stored, as the pods say; ``None`` where nobody can tell."""
     total: int | None
@@ -92,7 +92,7 @@ class _Look:
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
         """Leases of those that nobody said are gone."""
-        self._started = self._serves = False
+        self._started = self._serves = self._waits = False
         try:
             head = read_head(run)
             self._serves = head.campaign.pool is not None and not head.total and bool(EndpointFiles(run).serving())
@@ -110,21 +110,23 @@ class _Look:
             self._pods = [lease for name, lease in leases.items() if name not in gone]
             recorded = {path.stem for path in run.jobs.glob("[0-9]*.json")}
             self.jobs = sorted(recorded | {array_of(str(pod["job_id"])) for pod in self._pods if pod.get("job_id")})
-            self._started, self.settled = bool(leases or self.jobs), False
+            self._started, self.settled = bool(leases or marks.unstarted()), False
+            self._waits = bool(marks.open) and self.glance.done >= self.glance.total
         except (ConfigError, OSError, ValueError, TypeError, LookupError) as error:
             self.glance.state, self.glance.cause = "broken", str(error)
 
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
         """Settles the state by what Slurm still has; ``live`` is ``None`` where nobody knows, for ``cause``."""
-        running = None if live is None else {state.id for state in live if state.state == "RUNNING"}
-        if any(_lives(pod, running) for pod in self._pods):
-            self.glance.state = "running"
-        elif live:
-            self.glance.state = "serving" if self._serves else "queued"
-        elif self.jobs and live is None:
-            self.glance.state, self.glance.cause = "unknown", cause
-        else:
-            self.glance.state = "stopped" if self._started else "planned"
+        jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
+        self.glance.state = Facts(
+            serves=self._serves,
+            alive=any(_lives(pod, jobs) for pod in self._pods),
+            waits=self._waits,
+            submitted=bool(self.jobs),
+            queued=None if live is None or not self.jobs else bool(live),
+            started=self._started,
+        ).state
+        self.glance.cause = cause if self.glance.state == "unknown" else ""
 
 
 def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
@@ -133,16 +135,14 @@ def stored(run: RunDir, pod: str, lease: dict[str, Any]) -> int:
     return max(progress.stored if progress else 0, (word and word.stored) or 0)
 
 
-def _lives(lease: dict[str, Any], running: set[str] | None) -> bool:
-    """Whether a pod lives: Slurm, or this node's process table, or else the age of its lease tells."""
-    if lease.get("ended"):
-        return False
-    if lease.get("job_id") and running is not None:
-        return lease["job_id"] in running
-    if (process := process_here(lease)) is not None:
-        return process.alive()
-    progress = progress_of(lease)
-    return progress is not None and time.time() - progress.t < TIMES.lease_s
+def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
+    progress, process = progress_of(lease), process_here(lease)
+    return lives(
+        ended=bool(lease.get("ended")),
+        runs=lease["job_id"] in jobs if jobs is not None and lease.get("job_id") else None,
+        process=process.alive() if process else None,
+        silent_s=time.time() - progress.t if progress else math.inf,
+    )
 
 
 def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:

@@ -6,6 +6,7 @@ Everything a pod needs stands in ``run.json``, so that a run means the same afte
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -205,6 +206,7 @@ def _fill(plan: Plan, run: RunDir, mpi: str, profile: Profile | None) -> None:
             version=__version__,
             python=sys.version.split()[0],
             versions=provenance.versions(plan.policies),
+            planned_at=time.time(),
             site=profile.record() if profile else {},
             campaign=plan.config.model_dump(mode="json"),
             source=edits.digest(source),

@@ -20,6 +20,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
+from megaflow_hpc.monitor.engines import pool_warnings
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -90,8 +91,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        live = self.live_jobs(self._slurm_age_s)
-        status = self.monitor.status(live, self.slurm_jobs.asked_at, self._trainers())
+        status = self._seen(self._slurm_age_s)
         if servers := self.record.servers:
             known = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
@@ -102,8 +102,14 @@ class Run:
         if status["state"] in ("finished", "cancelled", "stopped"):
             status["warnings"] += lost_journals(self.dir, self.ledger)
         if self.record.pools and status["state"] not in ("finished", "cancelled"):
-            status["warnings"] += self.monitor.pool_warnings()
+            status["warnings"] += pool_warnings(self.dir)
         return status
+
+    def _seen(self, age_s: float) -> dict[str, Any]:
+        """What the run's files and Slurm tell, whose answer may be ``age_s`` old."""
+        live = self.slurm_jobs.live(age_s)
+        pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
+        return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
         """Trainers that run or wait; ``None`` if nobody can tell now."""
@@ -132,7 +138,7 @@ class Run:
             SiteError: the site keeps no accounting, or it does not answer.
         """
         roles = ("gather", "servers", "trainer", "pods")
-        return job_uses({job: role for role in roles for job in self.job_ids(role)})
+        return job_uses({job: role for role in roles for job in self.job_ids(role)}, self.dir.accounting)
 
     def pods_live(self) -> bool | None:
         """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
@@ -229,7 +235,7 @@ class Run:
             self.local.stop()
         self.gather()
         recount(self.dir, self.monitor)
-        status = self.monitor.status(self.live_jobs(0), self.slurm_jobs.asked_at, self._trainers())
+        status = self._seen(0)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def gather(self, rebuild: bool = False) -> Path:

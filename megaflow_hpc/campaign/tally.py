@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.slurm import accounting
+from megaflow_hpc.slurm.efficiency import efficiencies
 from megaflow_hpc.slurm.ids import array_of
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ def usage(run: RunDir, uses: list[JobUse], monitor: Monitor) -> dict[str, float]
     return totals(uses, ran)
 
 
-def job_uses(role_of: Mapping[str, str]) -> list[JobUse]:
+def job_uses(role_of: Mapping[str, str], kept: Path) -> list[JobUse]:
     """Returns every start of every job: what it held, and what it used of that; none without jobs.
 
     Args:
         role_of: array → what it is of the run.
+        kept: file in which what is final is kept.
 
     Raises:
         SiteError: the site keeps no accounting, or it does not answer.
@@ -54,7 +56,7 @@ def job_uses(role_of: Mapping[str, str]) -> list[JobUse]:
             one.memory_asked_mb,
             one.memory_peak_mb,
         )
-        for one in (accounting.efficiencies(role_of) if role_of else ())
+        for one in (efficiencies(role_of, kept) if role_of else ())
     ]
 
 

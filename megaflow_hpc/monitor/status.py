@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,11 +18,12 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
 from megaflow_hpc.monitor.causes import causes
+from megaflow_hpc.monitor.engines import servers
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.monitor.running import RunningRollouts
+from megaflow_hpc.monitor.state import Facts, lives
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
-from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -36,7 +36,7 @@ from megaflow_hpc.rundir.events import (
 )
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.record import read_jobs, read_run
 from megaflow_hpc.types import without_round
 
 RATE_WINDOW_S = 300.0
@@ -88,7 +88,7 @@ class Monitor:
         """Rollouts that were added to the plan, by the record that says it."""
         self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
         self._marks = Marks(run)
-        self._is_pool = bool(planned.campaign.get("pool")) and not planned.tasks
+        self._is_pool = planned.campaign.get("pool") is not None and not planned.tasks
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
         self._events = EventReader(run.events)
@@ -206,32 +206,10 @@ class Monitor:
         """The stored rollouts, by id."""
         return self._rollouts
 
-    def servers(self) -> list[dict[str, Any]]:
-        """Registered engines, and those that could not be started with their cause."""
-        files, found = EndpointFiles(self.run), []
-        for server in files.serving():
-            shown = {
-                "server": server.server,
-                "policy": server.policy,
-                "node": server.node,
-                "job_id": server.job_id,
-                "model_name": server.model_name,
-                "weight_version": server.weight_version,
-                "waiting": server.waiting,
-                "state": "serving",
-            }
-            if refused := server.refused:
-                shown["cause"] = f"weights {refused.version} could not be loaded: {refused.cause}"
-            found.append(shown)
-        for state, servers in (("starting", [] if self._finished else files.starting()), ("failed", files.failed())):
-            for gone in servers:
-                shown = {"server": gone.server, "policy": gone.policy, "job_id": gone.job_id, "cause": gone.cause}
-                found.append({**shown, "log": gone.log, "state": state})
-        return sorted(found, key=lambda shown: str(shown["server"]))
-
     def status(
         self,
-        live_jobs: set[str] | None = None,
+        live_jobs: Collection[str] | None = None,
+        pending: Collection[str] = (),
         asked_at: float = math.inf,
         trainers: Mapping[str, TrainerJob] | None = None,
     ) -> dict[str, Any]:
@@ -239,12 +217,14 @@ class Monitor:
 
         Args:
             live_jobs: elements that Slurm still has, where the caller asked; tells a silent pod from a dead one.
+            pending: of them, those that wait in the queue.
             asked_at: when it did (monotonic); a pod that was seen to write since then lives, whatever Slurm said.
             trainers: those that run or wait, by policy; ``None`` where the caller cannot tell.
         """
         self.refresh()
         counts = Counter(event.status for event in self._rollouts.values())
-        pods = [self._pod(pod, live_jobs, asked_at) for pod in self._pods.values()]
+        jobs = None if live_jobs is None else set(live_jobs) - set(pending)
+        pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
         stored, total = sum(counts.values()), self._total + sum(self._added.values())
         states = ("completed", "truncated", "failed", "cancelled")
@@ -258,7 +238,16 @@ class Monitor:
         rate = self._rate()
         left, waits_for = total - stored, [] if self._finished else self._marks.open
         idle = bool(waits_for) and left <= 0
-        state = self._state(pods, live_jobs, bool(unstarted), idle)
+        state = Facts(
+            finished=self._finished,
+            cancelled=self._marks.cancelled,
+            serves=self._is_pool and bool(EndpointFiles(self.run).serving()),
+            alive=any(self._lives(pod, jobs, asked_at, by_silence=True) for pod in self._pods.values()),
+            waits=idle,
+            submitted=any(pod["job_id"] for pod in pods) or bool(read_jobs(self.run)),
+            queued=None if live_jobs is None else bool(live_jobs),
+            started=bool(pods or unstarted),
+        ).state
         goes_on = rate and state not in ("finished", "cancelled", "stopped")
         return {
             "run": str(self.run),
@@ -266,7 +255,7 @@ class Monitor:
             **({"waits_for": waits_for} if idle else {}),
             "rollouts": rollouts,
             "pods": pods,
-            "servers": self.servers(),
+            "servers": servers(self.run, self._finished),
             "unstarted": unstarted,
             **({"training": self._trainings.status(trainers)} if self._trainings else {}),
             "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
@@ -278,16 +267,9 @@ class Monitor:
             "eta_s": round(left / rate) if goes_on and left else (0 if not left else None),
         }
 
-    def _gone(self, pod: PodView, live_jobs: set[str] | None, asked_at: float) -> bool:
-        """Whether Slurm has it no more, or this host's process table."""
-        if (process := self._processes.get(pod.name)) is not None:
-            return not process.alive()
-        wrote = pod.grown_at > max(self._began, asked_at)
-        return live_jobs is not None and bool(pod.job_id) and pod.job_id not in live_jobs and not wrote
-
-    def _pod(self, pod: PodView, live_jobs: set[str] | None, asked_at: float) -> dict[str, Any]:
+    def _pod(self, pod: PodView, jobs: Collection[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)
-        if pod.active and self._gone(pod, live_jobs, asked_at):
+        if pod.active and not self._lives(pod, jobs, asked_at, by_silence=False):
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
@@ -309,6 +291,20 @@ class Monitor:
             **({"excluded": pod.excluded} if pod.excluded else {}),
         }
 
+    def _lives(self, pod: PodView, jobs: Collection[str] | None, asked_at: float, by_silence: bool) -> bool:
+        """Whether a pod that has not ended lives; ``by_silence``: it does not where it is all that tells."""
+        wrote = pod.grown_at > max(self._began, asked_at)  # since then it lives, whatever Slurm said
+        process = self._processes.get(pod.name)
+        return pod.active and (
+            wrote
+            or lives(
+                ended=False,
+                runs=None if jobs is None or not pod.job_id else pod.job_id in jobs,
+                process=process.alive() if process else None,
+                silent_s=self._silent_s(pod) if by_silence else 0.0,
+            )
+        )
+
     @property
     def heard_s(self) -> float:
         """Seconds, of our own clock, since any pod was seen to write; infinite before the second look."""
@@ -319,34 +315,6 @@ class Monitor:
         """Seconds since the pod's last sign of life: of our clock from the second look on, of both before."""
         grown = time.monotonic() - pod.grown_at
         return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
-
-    def pool_warnings(self) -> list[str]:
-        """Returns a sentence on each engine pool that the campaign asks, and that does not answer now."""
-        warnings = []
-        with suppress(OSError):  # another user's run: its memberships are secret
-            for member in EndpointFiles(self.run).memberships():
-                pool = EnginePool(member.pool)
-                if closed := pool.closed:
-                    warnings.append(f"{member.policy}: {closed}; until then its rollouts fail")
-                elif not pool.serving(member.theirs):
-                    warnings.append(
-                        f"{member.policy}: no server of the engine pool {member.pool} answers now, and rollouts wait "
-                        f"for one; see: megaflow-hpc status {member.pool}"
-                    )
-        return warnings
-
-    def _state(self, pods: list[dict[str, Any]], live_jobs: set[str] | None, unstarted: bool, idle: bool) -> str:
-        if self._finished:
-            return "finished"
-        if self._marks.cancelled:
-            return "cancelled"
-        if self._is_pool and EndpointFiles(self.run).serving():
-            return "serving"
-        if any(pod["state"] in ("started", "draining", "silent") for pod in pods):
-            return "waiting" if idle else "running"
-        if live_jobs:
-            return "queued"
-        return "stopped" if pods or unstarted else "planned"
 
     def _rate(self) -> float:
         now = time.time()

@@ -9,7 +9,8 @@
       code/               modules of the campaign's own agents, as they were when it was planned
       sbatch/             scripts to submit by hand
       tasks/              <block>.json: immutable blocks of rollouts
-      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: what was queued
+      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: what was queued;
+                          accounting.json: what those that have ended held and used
       endpoints/          <server>.json: engines that answer now
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
@@ -51,6 +52,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.ledger = self.path / "ledger"
         self.jobs = self.ledger / "jobs"
+        self.accounting = self.ledger / "accounting.json"
         self.gpus = self.ledger / "gpus"
         self.raised_limits = self.ledger / "limits.json"
         self.changed_requests = self.ledger / "slurm.json"

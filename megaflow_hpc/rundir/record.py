@@ -6,6 +6,7 @@ default here, or in the campaign file's sections (:mod:`megaflow_hpc.config`); k
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -91,6 +92,8 @@ class JobRecord(msgspec.Struct):
     """Added to an element's index to give its server's."""
     policy: str = ""
     """Whom a trainer trains."""
+    submitted_at: float = 0.0
+    """Seconds UTC; 0 in runs of earlier versions."""
 
 
 class RunRecord(msgspec.Struct, kw_only=True, dict=True):
@@ -103,6 +106,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     python: str = ""
     versions: dict[str, Any] = {}
     """Versions of software, engines and models, by name."""
+    planned_at: float = 0.0
+    """Seconds UTC; 0 in runs of earlier versions."""
     site: dict[str, Any] = {}
     """The site profile that completed the campaign file: its ``name``, ``file`` and ``fields``."""
     campaign: dict[str, Any] = {}
@@ -176,6 +181,15 @@ def read_run(run: RunDir) -> RunRecord:
 def read_head(run: RunDir) -> RunHead:
     """Reads the little of ``run.json`` that a list of runs needs; raises as :func:`read_run` does."""
     return _read(run, RunHead)
+
+
+def read_jobs(run: RunDir) -> dict[str, JobRecord]:
+    """Returns every submission that was written down, by job or array; a file that cannot be read tells nothing."""
+    found: dict[str, JobRecord] = {}
+    for path in run.jobs.glob("[0-9]*.json"):
+        with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
+            found[path.stem] = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+    return found
 
 
 def _read(run: RunDir, kind: type[T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm.ids import by_cluster, named, on
@@ -98,72 +98,3 @@ def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
                 element = named(number, cluster)
                 found[element] = JobState(element, state.split(" ")[0], "", node)
     return found
-
-
-@dataclass(frozen=True)
-class Use:
-    """One start of one element, and what it held; seconds UTC."""
-
-    id: str
-    started_at: float
-    ended_at: float | None
-    """``None`` while it runs."""
-    cores: int
-    gpus: int
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """One start of one element: what it held, and how much of that it used."""
-
-    use: Use
-    state: str
-    cpu_s: float
-    """CPU time of all its processes; 0 until its first step has ended."""
-    memory_asked_mb: float | None
-    memory_peak_mb: float | None
-    """The most that one of its steps used, over all its tasks; ``None`` where Slurm does not gather it."""
-
-
-def efficiencies(job_ids: Iterable[str]) -> list[Efficiency]:
-    """Returns what ``seff`` would say of every start of every element; one sacct query for each cluster.
-
-    Raises:
-        SiteError: There is no accounting, or it does not answer.
-    """
-    fields = "JobID,State,Start,End,AllocCPUS,TotalCPU,AllocTRES,TRESUsageInTot"
-    found: list[Efficiency] = []
-    for cluster, numbers in by_cluster(job_ids).items():
-        command = ("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", fields)
-        rows = [line.split("|", 7) for line in ask(*command, epoch=True).splitlines()]
-        for job_id, state, start, end, cores, cpu, held, used in rows:
-            if "." in job_id:  # a step, which comes behind its job
-                peak = _megabytes(used)
-                if peak is not None and found and found[-1].use.id == named(job_id.partition(".")[0], cluster):
-                    known = found[-1].memory_peak_mb
-                    found[-1] = replace(found[-1], memory_peak_mb=max(peak, known or 0.0))
-            elif start.isdigit():
-                gpus = re.search(r"\bgres/gpu=(\d+)", held)
-                ended_at = float(end) if end.isdigit() else None
-                count = int(gpus[1]) if gpus else 0
-                use = Use(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
-                found.append(Efficiency(use, state.split(" ")[0], _duration_s(cpu), _megabytes(held), None))
-    return found
-
-
-def _duration_s(text: str) -> float:
-    """Seconds of ``[days-][hours:]minutes:seconds[.fraction]``; 0 of anything else."""
-    days, _, rest = text.rpartition("-")
-    try:
-        seconds = float(days or 0) * 86400
-        for number, unit in zip(reversed(rest.split(":")), (1, 60, 3600), strict=False):
-            seconds += float(number) * unit
-    except ValueError:
-        return 0.0
-    return seconds
-
-
-def _megabytes(resources: str) -> float | None:
-    """The memory among trackable resources, ``…,mem=4000M,…``, in MiB; bytes have no unit."""
-    match = re.search(r"\bmem=([\d.]+)([KMGTP]?)", resources)
-    return float(match[1]) * 1024.0 ** ("KMGTP".find(match[2]) - 1 if match[2] else -2) if match else None

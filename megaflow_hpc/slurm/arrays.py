@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.record import JobRecord, ServerGroup
+from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
 from megaflow_hpc.slurm import fits, script, site
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
@@ -180,15 +181,12 @@ class Arrays:
 
     def _record(self, array: str, role: str, elements: int | None, base: int = 0, policy: str = "") -> None:
         make_directory(self.run.jobs)
-        record = JobRecord(role, array, elements, base, policy)
+        record = JobRecord(role, array, elements, base, policy, time.time())
         write_json(self.run.jobs / f"{array}.json", msgspec.to_builtins(record))
 
     def records(self) -> list[JobRecord]:
         """Returns every submission that was written down, in order of their ids."""
-        found = {record.id: record for record in self._recorded}
-        for path in self.run.jobs.glob("[0-9]*.json"):
-            with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
-                found[path.stem] = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        found = {record.id: record for record in self._recorded} | read_jobs(self.run)
         return sorted(found.values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:

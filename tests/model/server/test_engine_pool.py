@@ -20,7 +20,7 @@ from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Tenants
-from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.engines import pool_warnings
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
@@ -107,10 +107,10 @@ def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
     monkeypatch.setenv("PATH", str(tmp_path))  # a host without Slurm
     member = campaign(tmp_path / "member", pool)
     write_run(member, RunRecord(campaign={"name": "member"}, total=1, pools={"mine": 1}))
-    endpoints, looks = Endpoints(member, {"mine": 1}), Monitor(member)
+    endpoints = Endpoints(member, {"mine": 1})
     endpoints.refresh()
     assert not endpoints.unanswered
-    assert looks.pool_warnings() == []
+    assert pool_warnings(member) == []
     assert Run(pool).status()["state"] == "serving"
     Run(pool).cancel()
     assert endpoints.refresh()
@@ -118,14 +118,14 @@ def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
     assert gone["all_failed"]
     assert gone["lasting"]
     assert f"{pool} was cancelled; its owner goes on with it by: megaflow-hpc resume {pool}" in gone["cause"]
-    assert "until then its rollouts fail" in looks.pool_warnings()[0]
+    assert "until then its rollouts fail" in pool_warnings(member)[0]
     with pytest.raises(ConfigError, match="was cancelled"):
         EnginePool(pool.path).policy("mine")
     EnginePool(pool.path).reopen()
     EnginePool(pool.path).withdraw("default.0")
     assert endpoints.refresh()
     assert endpoints.unanswered == {"mine"}
-    assert f"no server of the engine pool {pool} answers now" in looks.pool_warnings()[0]
+    assert f"no server of the engine pool {pool} answers now" in pool_warnings(member)[0]
 
 
 def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(

@@ -22,7 +22,7 @@ from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
-from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.engines import servers as shown_servers
 from megaflow_hpc.rundir.record import ServerRecord
 from tests.support.serving import Servers, conversation, descendants, listeners
 from tests.support.waiting import until
@@ -145,7 +145,7 @@ def test_causes_that_may_pass_are_tried_again_and_end_in_status(servers: Servers
     failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
     assert failed["cause"] == "out of GPU memory: torch.OutOfMemoryError: CUDA out of memory."
     assert (servers.run.logs / "default.0.engine.log").read_text().count("CUDA out of memory") == 3
-    (shown,) = Monitor(servers.run).servers()
+    (shown,) = shown_servers(servers.run, over=False)
     assert shown["state"] == "failed"
     assert shown["cause"] == failed["cause"]
 
@@ -277,9 +277,8 @@ def test_an_engine_that_cannot_start_says_why_while_it_tries_and_ends_at_once_wh
     servers.start(engine_that_says(tmp_path / "never", "ValueError: no such architecture"), "never")
     servers.start(engine_that_says(tmp_path / "later", "RuntimeError: NCCL error"), "later", "--backoff-s", "30")
     assert servers.processes[0].wait(60) == 2
-    monitor = Monitor(servers.run)
-    until(lambda: len(monitor.servers()) == 2, "both are shown")
-    later, never = monitor.servers()
+    until(lambda: len(shown_servers(servers.run, over=False)) == 2, "both are shown")
+    later, never = shown_servers(servers.run, over=False)
     log = str(servers.run.logs / "never.0.engine.log")
     cause = "exit code 1: ValueError: no such architecture"
     assert (never["state"], never["cause"], never["log"]) == ("failed", cause, log)
@@ -287,7 +286,7 @@ def test_an_engine_that_cannot_start_says_why_while_it_tries_and_ends_at_once_wh
     assert (later["state"], later["cause"]) == ("starting", "start 1 of 3: exit code 1: RuntimeError: NCCL error")
     servers.signal(1, signal.SIGTERM)
     assert servers.processes[1].wait(60) == 0
-    assert [shown["server"] for shown in monitor.servers()] == ["never.0"]
+    assert [shown["server"] for shown in shown_servers(servers.run, over=False)] == ["never.0"]
     router = Router()
     router.update(servers.records())
     assert f"{cause} (log: {log})" in router.describe("never")
