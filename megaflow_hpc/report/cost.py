@@ -27,19 +27,24 @@ class Prices(msgspec.Struct, kw_only=True):
     currency: str = ""
 
 
-class RoleCost(msgspec.Struct, kw_only=True):
-    """What the jobs of one role held."""
+class HeldHours(msgspec.Struct, kw_only=True):
+    """Hours that were held."""
 
-    role: str
-    """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
-    jobs: int
-    """Starts of array elements or plain jobs; 0 where accounting is not there to count them."""
-    core_hours: float
-    gpu_hours: float
+    core_hours: float = 0.0
+    gpu_hours: float = 0.0
     idle_core_hours: float | None = None
     """Of them, those in which no rollout ran; ``None`` without accounting."""
     idle_gpu_hours: float | None = None
     price: float | None = None
+
+
+class RoleCost(HeldHours, kw_only=True):
+    """What the jobs of one role held."""
+
+    role: str
+    """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
+    jobs: int = 0
+    """Starts of array elements or plain jobs; 0 where accounting is not there to count them."""
 
 
 class JobFigures(msgspec.Struct, kw_only=True):
@@ -58,16 +63,11 @@ class JobFigures(msgspec.Struct, kw_only=True):
     memory_efficiency: float | None = None
 
 
-class Cost(msgspec.Struct, kw_only=True):
+class Cost(HeldHours, kw_only=True):
     """What a campaign cost."""
 
     source: str
     """``accounting``: Slurm's; ``reports``: what pods and engines said of themselves; ``none``."""
-    core_hours: float = 0.0
-    gpu_hours: float = 0.0
-    idle_core_hours: float | None = None
-    idle_gpu_hours: float | None = None
-    price: float | None = None
     price_per_rollout: float | None = None
     price_per_passed: float | None = None
     currency: str = ""
@@ -117,9 +117,7 @@ def _of_accounting(uses: Sequence[JobUse], rollouts: Sequence[Span]) -> Cost:
     for use in uses:
         whole = max(0.0, use.span[1] - use.span[0])
         idle = (whole - overlap(use.span, busy)) / HOUR
-        role = roles.setdefault(
-            use.role, RoleCost(role=use.role, jobs=0, core_hours=0, gpu_hours=0, idle_core_hours=0, idle_gpu_hours=0)
-        )
+        role = roles.setdefault(use.role, RoleCost(role=use.role, idle_core_hours=0.0, idle_gpu_hours=0.0))
         role.jobs += 1
         role.core_hours += whole * use.cores / HOUR
         role.gpu_hours += whole * use.gpus / HOUR
@@ -179,7 +177,7 @@ def _of_reports(run: RunDir) -> Cost:
     if not (core_s or gpu_s):
         return Cost(source="none")
     cores, gpus = significant(core_s / HOUR), significant(gpu_s / HOUR)
-    roles = [RoleCost(role="pods", jobs=0, core_hours=cores, gpu_hours=0.0)]
+    roles = [RoleCost(role="pods", core_hours=cores)]
     if gpus:
-        roles.append(RoleCost(role="servers", jobs=0, core_hours=0.0, gpu_hours=gpus))
+        roles.append(RoleCost(role="servers", gpu_hours=gpus))
     return Cost(source="reports", core_hours=cores, gpu_hours=gpus, roles=roles)

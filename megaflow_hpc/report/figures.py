@@ -24,14 +24,24 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
 from megaflow_hpc.report.pods import Events, read_events
-from megaflow_hpc.report.policies import STATES, Phase, PolicyFigures, TaskFigures, phases_of, policy_figures, tasks_of
+from megaflow_hpc.report.policies import (
+    STATES,
+    Phase,
+    PolicyFigures,
+    Stage,
+    TaskFigures,
+    phases_of,
+    policy_figures,
+    stages_of,
+    tasks_of,
+)
 from megaflow_hpc.report.rollouts import read_rollouts
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.timeline import Concurrency, PodFigures, concurrency_of, pods_of
 from megaflow_hpc.report.training import TrainingCurve, curves_of
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import RunRecord, read_run
+from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run
 from megaflow_hpc.trajectories.hdf5.file import attribute
 from megaflow_hpc.trajectories.reading.sources import Hdf5Source
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajectories
@@ -58,6 +68,8 @@ class RunFigures(msgspec.Struct, kw_only=True):
     rollouts_per_hour: float
     policies: list[PolicyFigures]
     phases: list[Phase]
+    stages: list[Stage]
+    """Empty where rollouts are added while the campaign runs, and where nothing says when it was planned."""
     unphased: int
     """Rollouts carried out whose phases were not recorded."""
     concurrency: Concurrency
@@ -112,12 +124,15 @@ class Loaded:
         policies = [policy_figures(rows, name, settings) for name in rows.policy.names]
         states = {state: int(rows.status.where(state).sum()) for state in STATES}
         began = float(rows.started_at.min()) if len(rows) else 0.0
+        submitted = [job.submitted_at for job in (read_jobs(self.run) if self.run else {}).values() if job.submitted_at]
+        submitted_at = min(submitted, default=0.0)
         ended = np.sort(rows.finished_at)
         seconds = float(ended[-1] - began) if len(rows) else 0.0
         passed = sum(p.evaluation["passed"] for p in policies if p.evaluation)
         total = max(record.total, len(rows))
         spans = list(zip(rows.started_at.tolist(), rows.finished_at.tolist(), strict=True))
         failed = rows.status.where("failed")
+        grows = bool(record.campaign.get("training"))
         return RunFigures(
             run=path.resolve().name,
             campaign=self.store.campaign or record.name,
@@ -132,8 +147,9 @@ class Loaded:
             rollouts_per_hour=significant(len(rows) / seconds * 3600) if seconds else 0.0,
             policies=policies,
             phases=phases_of(rows),
+            stages=[] if grows else stages_of(rows, record.planned_at, submitted_at),
             unphased=int((rows.carried_out & np.isnan(rows.phases["environment"])).sum()),
-            concurrency=concurrency_of(rows, events, total, bool(record.campaign.get("training"))),
+            concurrency=concurrency_of(rows, events, total, grows),
             pods=pods_of(rows, events),
             tasks=tasks_of(rows, settings.threshold),
             failures=failures_of(rows),

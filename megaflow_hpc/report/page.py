@@ -133,6 +133,10 @@ def _policy(*scripts: str) -> str:
     )
 
 
+def _known(value: float, digits: int) -> float | None:
+    return round(float(value), digits) if np.isfinite(value) else None
+
+
 def _browser(
     runs: Sequence[Loaded], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Any]], str]:
@@ -150,6 +154,8 @@ def _browser(
         "turns",
         "tokens",
         "attempts",
+        "cpu",
+        "memory",
         "place",
     )
     found: dict[str, Any] = {name: [] for name in columns}
@@ -186,6 +192,8 @@ def _browser(
                 int(rows.turns[row]),
                 int(rows.tokens[row]),
                 int(rows.attempts[row]),
+                _known(rows.cpu_s[row], 1),
+                _known(rows.memory_peak_mb[row], 0),
                 place,
             )
             for name, value in zip(columns, values, strict=True):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.series import Span
 from megaflow_hpc.rundir.events import AttemptEvent, CopyEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+
+ALIVE = ("started", "draining")
+"""What a pod says of itself until its last word."""
 
 
 @dataclass
@@ -18,6 +25,7 @@ class Pod:
     node: str = ""
     job: str = ""
     state: str = "started"
+    """Its last word; ``gone`` where it left none."""
     why: str = ""
     started_at: float = 0.0
     last_at: float = 0.0
@@ -27,6 +35,11 @@ class Pod:
     slot_spans: list[tuple[Span, int]] = field(default_factory=list)
     """When so many slots of a worker were there."""
     stored: int = 0
+
+    @property
+    def element(self) -> str:
+        """What was started: a requeued element of an array has several starts."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass
@@ -74,7 +87,22 @@ def read_events(run: RunDir) -> Events:
             _end(pod, began, pod.last_at)
         if pod.started_at:
             found.pods.append(pod)
+    _mark_gone(run, found.pods)
     return found
+
+
+def _mark_gone(run: RunDir, pods: Sequence[Pod]) -> None:
+    """Says of pods that were killed that they are gone: somebody has found out, their element has started anew since,
+    or the campaign is over."""
+    with suppress(OSError):
+        gone = Ledger(run).gone()
+        last: dict[str, float] = {}
+        for pod in pods:
+            last[pod.element] = max(last.get(pod.element, 0.0), pod.started_at)
+        over = Marks(run).finished
+        for pod in pods:
+            if pod.state in ALIVE and (over or pod.name in gone or pod.started_at < last[pod.element]):
+                pod.state = "gone"
 
 
 def _end(pod: Pod, began: tuple[float, int] | None, t: float) -> None:

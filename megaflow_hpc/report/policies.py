@@ -15,6 +15,10 @@ from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, signifi
 
 KS = 64
 """Values of k of a curve of pass@k, at most."""
+STAGES = ("submission", "scheduling", "environment startup", "task execution")
+"""Where the time of a rollout goes from the planning of its campaign on: until jobs are submitted; until the attempt
+that counts starts, in Slurm's queue, while pods and engines start, behind other rollouts and in attempts that failed;
+until the agent begins; until its verdict is handed over."""
 STATES = ("completed", "truncated", "failed", "cancelled")
 
 
@@ -27,6 +31,18 @@ class Phase(msgspec.Struct, kw_only=True):
     seconds: Spread
     share: float
     """Of the seconds of all phases."""
+
+
+class Stage(msgspec.Struct, kw_only=True):
+    """One of the four stages between the planning of a campaign and the end of a policy's rollouts, named as in the
+    breakdown of latency in the MegaFlow paper (arXiv 2601.07526, figure 5)."""
+
+    policy: str
+    stage: str
+    """One of :data:`STAGES`."""
+    seconds: Spread
+    share: float
+    """Of the seconds of all stages."""
 
 
 class PassAt(msgspec.Struct, kw_only=True):
@@ -53,6 +69,12 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     sampled_tokens: Spread
     turns: Spread
     seconds: Spread
+    cpu_s: Spread
+    """CPU seconds of the sandboxes of each rollout; ``n`` says of how many they are known."""
+    memory_peak_mb: Spread
+    disk_peak_mb: Spread
+    cpu_bins: list[Bin]
+    memory_bins: list[Bin]
     token_bins: list[Bin]
     turn_bins: list[Bin]
     inexact: int = 0
@@ -97,6 +119,11 @@ def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> P
         sampled_tokens=spread(rows.sampled[ran]),
         turns=spread(turns),
         seconds=spread(rows.seconds[ran]),
+        cpu_s=spread(rows.cpu_s[ran]),
+        memory_peak_mb=spread(rows.memory_peak_mb[ran]),
+        disk_peak_mb=spread(rows.disk_peak_mb[ran]),
+        cpu_bins=histogram(rows.cpu_s[ran], edges_of(rows.cpu_s[rows.carried_out])),
+        memory_bins=histogram(rows.memory_peak_mb[ran], edges_of(rows.memory_peak_mb[rows.carried_out])),
         token_bins=histogram(tokens, edges_of(rows.tokens[rows.carried_out].astype(np.float64))),
         turn_bins=histogram(turns, edges_of(rows.turns[rows.carried_out].astype(np.float64))),
         inexact=int(rows.inexact[own].sum()),
@@ -113,6 +140,7 @@ def phases_of(rows: Rollouts) -> list[Phase]:
         if not own.any():
             continue
         parts = {name: rows.phases[name][own] for name in PHASES}
+        # A rollout that went on in another allocation has the phases of both, and the times of the last.
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
         total = float(sum(values.sum() for values in parts.values())) or 1.0
         found += [
@@ -122,28 +150,57 @@ def phases_of(rows: Rollouts) -> list[Phase]:
     return found
 
 
+def stages_of(rows: Rollouts, planned_at: float, submitted_at: float) -> list[Stage]:
+    """Returns the four stages of every policy, of the rollouts that were carried out and whose setup is known.
+
+    Args:
+        planned_at: when the campaign was planned, seconds UTC; 0 where unknown, and then there are none.
+        submitted_at: when its first job was submitted; 0 where nothing says so, and all that passed is scheduling.
+    """
+    found: list[Stage] = []
+    for policy in rows.policy.names if planned_at else ():
+        own = rows.policy.where(policy) & rows.carried_out & ~np.isnan(rows.phases["environment"])
+        if not own.any():
+            continue
+        began = np.maximum(rows.started_at[own], planned_at)  # clocks of nodes may be off
+        submission = np.minimum(max(0.0, submitted_at - planned_at), began - planned_at)
+        startup = np.minimum(rows.phases["environment"][own], rows.seconds[own])
+        parts = (submission, began - planned_at - submission, startup, rows.seconds[own] - startup)
+        total = float(sum(values.sum() for values in parts)) or 1.0
+        found += [
+            Stage(policy=policy, stage=name, seconds=spread(values), share=significant(float(values.sum()) / total))
+            for name, values in zip(STAGES, parts, strict=True)
+        ]
+    return found
+
+
 def tasks_of(rows: Rollouts, threshold: float) -> list[TaskFigures]:
     """Returns the figures of every task under every policy, in the order of their names."""
-    key = rows.task.codes * max(1, len(rows.policy.names)) + rows.policy.codes
-    order = np.argsort(key, kind="stable")
-    bounds = np.flatnonzero(np.diff(key[order], prepend=-1)) if len(key) else np.empty(0, np.int64)
-    found = []
-    for start, end in zip(bounds.tolist(), [*bounds[1:].tolist(), len(key)], strict=False):
-        own = order[start:end]
-        rewards = rows.reward[own]
-        rewards = rewards[~np.isnan(rewards)]
-        found.append(
-            TaskFigures(
-                task=rows.task.of(own[0]),
-                policy=rows.policy.of(own[0]),
-                samples=len(own),
-                rated=len(rewards),
-                passed=int((rewards >= threshold).sum()),
-                mean=significant(float(rewards.mean())) if len(rewards) else None,
-                seconds=significant(float(np.median(rows.seconds[own]))),
-            )
+    if not len(rows):
+        return []
+    seconds = rows.seconds
+    key = rows.task.codes * len(rows.policy.names) + rows.policy.codes
+    order = np.lexsort((seconds, key))
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    samples = np.diff(np.append(starts, len(order)))
+    rewards = rows.reward[order]
+    known = ~np.isnan(rewards)
+    rated = np.add.reduceat(known.astype(np.int64), starts)
+    passed = np.add.reduceat((rewards >= threshold).astype(np.int64), starts)
+    sums = np.add.reduceat(np.where(known, rewards, 0.0), starts)
+    middle = (seconds[order[starts + (samples - 1) // 2]] + seconds[order[starts + samples // 2]]) / 2
+    return [
+        TaskFigures(
+            task=rows.task.of(row),
+            policy=rows.policy.of(row),
+            samples=int(samples[at]),
+            rated=int(rated[at]),
+            passed=int(passed[at]),
+            mean=significant(float(sums[at] / rated[at])) if rated[at] else None,
+            seconds=significant(float(middle[at])),
         )
-    return found
+        for at, row in enumerate(order[starts].tolist())
+    ]
 
 
 def _ks(most: int) -> NDArray[np.int64]:

@@ -50,6 +50,9 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
             yield "pass_at_k_ratio", "gauge", "Chance that one of k samples passes.", {**own, "k": k}, point["value"]
         yield "tokens_total", "counter", "Tokens, prompts included.", own, policy.tokens.total
         yield "sampled_tokens_total", "counter", "Tokens that a model sampled.", own, policy.sampled_tokens.total
+        yield "rollout_cpu_seconds_total", "counter", "CPU seconds of sandboxes.", own, policy.cpu_s.total
+        peak = 1e6 * policy.memory_peak_mb.max
+        yield "rollout_memory_peak_bytes", "gauge", "The most memory of a rollout's sandbox.", own, peak
         yield "model_calls_total", "counter", "Calls of a model.", own, policy.turns.total
         for quantile, value in (("0.5", policy.seconds.p50), ("0.9", policy.seconds.p90), ("0.99", policy.seconds.p99)):
             quantiles = {**own, "quantile": quantile}
@@ -57,6 +60,15 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
     for phase in run.phases:
         labels = {"policy": phase.policy, "phase": phase.phase}
         yield "phase_seconds_total", "counter", "Seconds of rollouts, by phase.", labels, phase.seconds.total
+    for stage in run.stages:
+        labels = {"policy": stage.policy, "stage": stage.stage}
+        yield (
+            "stage_seconds_total",
+            "counter",
+            "Seconds from planning to the end of rollouts.",
+            labels,
+            stage.seconds.total,
+        )
     for cause, count in run.failures_by_kind.items():
         yield "rollouts_failed_total", "counter", "Rollouts that failed, by cause.", {"cause": cause}, count
     for cause, count in run.repeated.items():

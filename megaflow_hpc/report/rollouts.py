@@ -54,6 +54,10 @@ class Rollouts:
     finished_at: NDArray[np.float64]
     phases: dict[str, NDArray[np.float64]]
     """Seconds by name of :data:`PHASES`; NaN where the rollout's were not recorded."""
+    cpu_s: NDArray[np.float64]
+    """CPU seconds of each rollout's sandboxes; NaN where unknown, as the two that follow."""
+    memory_peak_mb: NDArray[np.float64]
+    disk_peak_mb: NDArray[np.float64]
     turns: NDArray[np.int64]
     tokens: NDArray[np.int64]
     sampled: NDArray[np.int64]
@@ -87,17 +91,17 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         values = np.nan_to_num(column(f"turns/{name}").astype(np.float64), posinf=0.0, neginf=0.0)
         return np.diff(np.concatenate([[0.0], np.cumsum(values)])[turns])
 
-    def seconds(name: str) -> NDArray[np.float64]:
+    def number(name: str) -> NDArray[np.float64]:
         values: NDArray[np.float64] = column(f"trajectories/{name}").astype(np.float64)
         return values
 
     model = by_rollout("model_s") + by_rollout("wait_s")
-    agent = seconds("agent_s")
+    agent = number("agent_s")
     phases = {
-        "environment": seconds("setup_s"),
+        "environment": number("setup_s"),
         "model": np.where(np.isnan(agent), np.nan, np.minimum(model, agent)),
         "agent": np.maximum(0.0, agent - model),
-        "evaluation": np.nan_to_num(seconds("verify_s"), posinf=0.0, neginf=0.0),
+        "evaluation": np.nan_to_num(number("verify_s"), posinf=0.0, neginf=0.0),
     }
     errors = store.column("error")
     return Rollouts(
@@ -109,10 +113,13 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         error=np.array([error[:ERROR_CHARS] for error in errors], object),
         node=_labels(store, "node"),
         job=_labels(store, "job_id"),
-        reward=np.where(np.isfinite(seconds("reward")), seconds("reward"), np.nan),
-        started_at=np.nan_to_num(seconds("started_at"), posinf=0.0, neginf=0.0),
-        finished_at=np.nan_to_num(seconds("finished_at"), posinf=0.0, neginf=0.0),
+        reward=np.where(np.isfinite(number("reward")), number("reward"), np.nan),
+        started_at=np.nan_to_num(number("started_at"), posinf=0.0, neginf=0.0),
+        finished_at=np.nan_to_num(number("finished_at"), posinf=0.0, neginf=0.0),
         phases=phases,
+        cpu_s=number("cpu_s"),
+        memory_peak_mb=number("memory_peak_mb"),
+        disk_peak_mb=number("disk_peak_mb"),
         turns=np.diff(turns),
         tokens=store.column("tokens").astype(np.int64),
         sampled=store.column("sampled_tokens").astype(np.int64),

@@ -22,6 +22,8 @@ Wanted = int | Literal["all", "some", "none"]
 
 MOST_BYTES = 1_000_000
 """Of the transcripts in a page, packed, unless all or a number are asked for; in base64 they take a third more."""
+MOST = 2000
+"""Of them, as many at most: each is read by itself, and nobody reads more."""
 MESSAGE_CHARS = 12_000
 """Of one message; beyond it beginning and end."""
 MESSAGES = 400
@@ -61,7 +63,7 @@ def transcripts(store: TrajectoryStore, rows: Rollouts, wanted: Wanted, sharing:
     """
     if wanted == "none":
         return {}
-    limit = wanted if isinstance(wanted, int) else len(rows)
+    limit = wanted if isinstance(wanted, int) else MOST // sharing if wanted == "some" else len(rows)
     left = MOST_BYTES // sharing if wanted == "some" else None
     found: dict[int, Transcript] = {}
     for row in itertools.islice(chosen(rows), limit):

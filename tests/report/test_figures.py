@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.comparison import compare, paired_interval
 from megaflow_hpc.report.cost import Prices
-from megaflow_hpc.report.figures import figures_of, to_builtins
+from megaflow_hpc.report.figures import Loaded, figures_of, to_builtins
+from megaflow_hpc.report.page import page
+from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.prometheus import text as metrics
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
-from megaflow_hpc.report.transcripts import chosen, messages_of
+from megaflow_hpc.report.timeline import bars_of
+from megaflow_hpc.report.transcripts import chosen, messages_of, transcripts
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import FINISHED
+from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.training.plan import TrainingFiles
 from megaflow_hpc.trajectories import gather
+from tests.support import samples
 from tests.support.training import training_run
 
 
@@ -54,6 +64,87 @@ def test_figures_are_those_of_the_rollouts(attacked: RunDir) -> None:
     assert found.concurrency.waiting[-1] == pytest.approx(2.0), "two are not stored"
     assert len(found.tasks) == 12
     assert to_builtins(found)["cost"]["source"] == "none"
+
+
+def test_phases_add_up_to_what_a_rollout_took_and_stages_to_the_time_since_the_planning(
+    attacked: RunDir, tmp_path: Path
+) -> None:
+    found = figures_of(attacked.path)
+    for policy in found.policies:
+        whole = policy.seconds.total
+        assert sum(one.seconds.total for one in found.phases if one.policy == policy.policy) == pytest.approx(whole)
+    assert found.stages == [], "nobody says when it was planned"
+
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(attacked.path, run.path)
+    planned_at, submitted_at = 1.7e9 - 100, 1.7e9 - 90
+    write_run(run, RunRecord(campaign={"name": "late"}, total=50, planned_at=planned_at))
+    run.jobs.mkdir(parents=True)
+    write_json(run.jobs / "17.json", {"role": "pods", "id": "17", "submitted_at": submitted_at})
+    write_json(run.jobs / "18.json", {"role": "gather", "id": "18", "submitted_at": submitted_at + 5})
+    found = figures_of(run.path)
+    assert [one.stage for one in found.stages if one.policy == "first"] == list(STAGES)
+    ran = [n for n in range(24) if n not in (5, 11)]
+    parts = {one.stage: one.seconds.total for one in found.stages if one.policy == "first"}
+    assert parts["submission"] == pytest.approx(10 * len(ran))
+    assert parts["scheduling"] == pytest.approx(sum(90 + 10 * (n // 4) for n in ran))
+    assert parts["environment startup"] == pytest.approx(len(ran))
+    assert sum(parts.values()) == pytest.approx(sum(100 + 10 * (n // 4) + 40 + n for n in ran))
+    assert sum(one.share for one in found.stages) == pytest.approx(2, abs=1e-4)
+    assert 'policy="first",stage="submission"} 220' in metrics([found])
+
+
+def test_what_rollouts_used_is_counted_where_it_is_known(tmp_path: Path) -> None:
+    run = samples.run_dir(tmp_path / "run")
+    used = [{"cpu_s": 2.0, "memory_peak_mb": 100.0}, {"cpu_s": 4.0, "memory_peak_mb": 300.0}, {}]
+    samples.commit(run, "pod0", *[(0, 0, samples.trajectory(n, f"t{n}", **one)) for n, one in enumerate(used)])
+    (policy,) = (found := figures_of(run.path)).policies
+    assert (policy.cpu_s.n, policy.cpu_s.total, policy.memory_peak_mb.max, policy.disk_peak_mb.n) == (2, 6.0, 300.0, 0)
+    assert sum(one.count for one in policy.cpu_bins) == sum(one.count for one in policy.memory_bins) == 2
+    names = {chart.title for chart in charts_of([found], [[]], [])}
+    assert {"CPU of rollouts", "Memory of rollouts"} <= names
+    assert 'policy="default"} 300000000' in metrics([found])
+
+
+def test_a_pod_that_left_no_word_is_gone_once_somebody_knows(attacked: RunDir, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(attacked.path, run.path)
+    for pod, start, t in (("7_0", "b", 0), ("7_0", "a", 100), ("7_1", "c", 50), ("7_2", "d", 60)):
+        lines = ({"t": 1.7e9 + t + n, "event": "pod", "state": "started", "node": "n"} for n in (0, 9))
+        run.event_file(pod, start).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.ledger / "gone").mkdir(parents=True, exist_ok=True)
+    (run.ledger / "gone" / "7_1.c").touch()
+    with Loaded(run.path) as loaded:
+        bars = bars_of(loaded.rollouts, loaded.events, loaded.threshold)
+    found = loaded.figures
+    states = {pod.pod: pod.state for pod in found.pods}
+    assert states == {"pod0.0": "done", "7_0.b": "gone", "7_0.a": "started", "7_1.c": "gone", "7_2.d": "started"}
+    (chart,) = (one for one in charts_of([found], [bars], []) if one.name == "timeline")
+    there, _, crosses = chart.spec["layer"]
+    assert {one["pod"] for one in there["data"]["values"]} == set(states), "those without a rollout are shown too"
+    assert {one["pod"] for one in crosses["data"]["values"]} == {"7_0.b", "7_1.c"}
+    assert there["encoding"]["y"]["sort"] == ["7_0.b", "7_0.a", "pod0.0", "7_1.c", "7_2.d"], "starts of one together"
+    (run.path / FINISHED).write_text("{}")
+    assert {pod.state for pod in figures_of(run.path).pods} == {"done", "gone"}
+
+
+def test_figures_of_tasks_are_those_of_their_own_rollouts(attacked: RunDir) -> None:
+    with Loaded(attacked.path) as loaded:
+        rows = loaded.rollouts
+        for one in loaded.figures.tasks:
+            own = [n for n in range(len(rows)) if (rows.task.of(n), rows.policy.of(n)) == (one.task, one.policy)]
+            given = [float(rows.reward[n]) for n in own if rows.reward[n] == rows.reward[n]]
+            assert (one.samples, one.rated, one.passed) == (len(own), len(given), sum(r >= 1 for r in given))
+            assert one.seconds == pytest.approx(statistics.median(float(rows.seconds[n]) for n in own))
+            assert one.mean == (pytest.approx(sum(given) / len(given)) if given else None)
+
+
+def test_of_very_many_transcripts_some_are_in_the_page(attacked: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaflow_hpc.report.transcripts.MOST", 5)
+    with Loaded(attacked.path) as loaded:
+        assert len(transcripts(loaded.store, loaded.rollouts, "some")) == 5
+        assert len(transcripts(loaded.store, loaded.rollouts, "all")) == 48
+        assert "5 of 48 transcripts are in this page" in page([loaded], [], [])
 
 
 def test_a_file_and_journals_give_the_same_figures_as_the_run(attacked: RunDir, better: RunDir, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from megaflow_hpc.report.charts.specs import (
     OUTCOMES,
     PHASE_COLOURS,
+    STAGE_COLOURS,
     Chart,
     Named,
     by_series,
@@ -18,7 +19,8 @@ from megaflow_hpc.report.charts.specs import (
     spec_of,
 )
 from megaflow_hpc.report.figures import RunFigures
-from megaflow_hpc.report.timeline import Bar
+from megaflow_hpc.report.policies import Phase, Stage
+from megaflow_hpc.report.timeline import PODS, Bar
 
 TASKS_SHOWN = 40
 TALLEST = 1000
@@ -34,16 +36,19 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
     if not bars:
         return None
     shown = {bar.pod for bar in bars}
+    shown |= {pod.pod for pod in run.pods[: PODS - len(shown)]} if len(shown) < PODS else set()
     divided, unit = _unit(run.seconds)
     values = [msgspec.to_builtins(bar) for bar in bars]
     pods = [msgspec.to_builtins(pod) for pod in run.pods if pod.pod in shown]
     for value in (*values, *pods):
         value |= {"start": value["start"] / divided, "end": value["end"] / divided}
-    rows = {pod: 1 + max(bar.lane for bar in bars if bar.pod == pod) for pod in shown}
+    rows = {pod: 1 + max((bar.lane for bar in bars if bar.pod == pod), default=0) for pod in shown}
     height = len(shown) * max(12, min(120, 8 * max(rows.values()), TALLEST // len(shown)))
     outcomes = [outcome for outcome in OUTCOMES if any(bar.outcome == outcome for bar in bars)]
     scale = {"domain": outcomes, "range": [OUTCOMES[outcome] for outcome in outcomes]}
-    y = channel("pod", "N", None)
+    first = {pod.pod.rpartition(".")[0]: pod.start for pod in reversed(run.pods)}
+    order = sorted(run.pods, key=lambda pod: (first[pod.pod.rpartition(".")[0]], pod.pod.rpartition(".")[0], pod.start))
+    y = channel("pod", "N", None, sort=[pod.pod for pod in order if pod.pod in shown])
     x, x2 = channel("start", title=f"{unit} from the first rollout's start"), channel("end")
     when = [channel(name, format=".2f") for name in ("start", "end")]
     tip = [channel("rollout", "N"), channel("outcome", "N"), *when, channel("pod", "N")]
@@ -71,8 +76,15 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
             },
         ],
     )
+    if killed := [pod for pod in pods if pod["state"] == "gone"]:  # Vega warns of a layer without data
+        mark = {"type": "point", "shape": "cross", "angle": 45, "size": 90, "color": OUTCOMES["failed"]}
+        encoding = {"y": y, "x": {**channel("end"), "title": x["title"]}, "tooltip": told}
+        spec["layer"].append({"data": {"values": killed}, "mark": mark, "encoding": encoding})
     left_out = run.stored - len(bars)
-    note = "Each bar is a rollout, each row a pod, grey where it was there and had nothing to do."
+    note = (
+        "Each bar is a rollout, each row a start of a pod, grey where it was there and had nothing to do; a cross is "
+    )
+    note += "the last sign of one that was killed."
     note += f" {len(bars)} of {run.stored} rollouts are shown." if left_out else ""
     name = f"timeline-{label}" if several else "timeline"
     title = f"Timeline of {label}" if several else "Timeline"
@@ -98,7 +110,10 @@ def concurrency(runs: Named) -> Chart | None:
         **({"strokeDash": channel("run", "N", None)} if len(runs) > 1 else {}),
     }
     mark = {"type": "line", "interpolate": "step-after"}
-    note = "Rollouts that run, rollouts that wait to be started, and slots of all workers."
+    note = (
+        "Rollouts that run, rollouts that wait to be started, and slots of all workers. Attempts that were lost with "
+    )
+    note += "their pod are not counted."
     spec = spec_of(values, mark=mark, encoding=encoding)
     return Chart(name="concurrency", title="Concurrency and queue", note=note, spec=spec, wide=True)
 
@@ -108,35 +123,59 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def phases(runs: Named) -> Chart | None:
-    """Returns the mean seconds of each phase."""
+    """Returns the mean seconds of each phase of a rollout."""
+    note = "Environment: sandbox and files made ready. Model: calls, waiting for an engine included. Agent: its own "
+    note += "work and its commands. Evaluation: the verifier. Other: what remains until the rollout has ended."
+    known = [(label, phase, phase.phase) for label, run in runs for phase in run.phases]
+    return _stacked("phases", "Where the seconds go", note, known, PHASE_COLOURS, runs)
+
+
+def stages(runs: Named) -> Chart | None:
+    """Returns the mean seconds of each stage from the planning of the campaign to the end of a rollout."""
+    note = "From the planning of the campaign to each rollout's end, in the four phases of the MegaFlow paper (arXiv "
+    note += "2601.07526, figure 5). Scheduling: Slurm's queue, pods and engines that start, the wait for a slot."
+    known = [(label, stage, stage.stage) for label, run in runs for stage in run.stages]
+    return _stacked("latency", "Latency", note, known, STAGE_COLOURS, runs)
+
+
+def _stacked(
+    name: str,
+    title: str,
+    note: str,
+    known: Sequence[tuple[str, Phase | Stage, str]],
+    colours: dict[str, str],
+    runs: Named,
+) -> Chart | None:
+    """A bar for each policy, of the mean seconds of its parts.
+
+    Args:
+        known: run, part, name of the part.
+    """
     values = [
         {
-            "series": series_name(label, phase.policy, runs),
-            "phase": phase.phase,
-            "order": list(PHASE_COLOURS).index(phase.phase),
-            "share": phase.share,
-            "mean": phase.seconds.mean,
-            "p50": phase.seconds.p50,
-            "p90": phase.seconds.p90,
+            "series": series_name(label, part.policy, runs),
+            "part": said,
+            "order": list(colours).index(said),
+            "share": part.share,
+            "mean": part.seconds.mean,
+            "p50": part.seconds.p50,
+            "p90": part.seconds.p90,
         }
-        for label, run in runs
-        for phase in run.phases
+        for label, part, said in known
     ]
     if not values:
         return None
-    scale = {"domain": list(PHASE_COLOURS), "range": list(PHASE_COLOURS.values())}
-    tip = [channel("series", "N"), channel("phase", "N"), channel("mean", format=".2f"), channel("p50", format=".2f")]
+    scale = {"domain": list(colours), "range": list(colours.values())}
+    tip = [channel("series", "N"), channel("part", "N"), channel("mean", format=".2f"), channel("p50", format=".2f")]
     encoding = {
         "y": channel("series", "N", None),
         "x": channel("mean", title="mean seconds of a rollout", stack="zero"),
-        "color": channel("phase", "N", None, scale=scale),
+        "color": channel("part", "N", None, scale=scale),
         "order": channel("order"),
         "tooltip": [*tip, channel("p90", format=".2f"), channel("share", format=".1%")],
     }
-    note = "Environment: sandbox and files made ready. Model: calls, waiting for an engine included. Agent: its own "
-    note += "work and its commands. Evaluation: the verifier."
     spec = spec_of(values, mark="bar", encoding=encoding, height=height_of(values, "series", 34))
-    return Chart(name="phases", title="Where the seconds go", note=note, spec=spec)
+    return Chart(name=name, title=title, note=note, spec=spec)
 
 
 def failures(runs: Named) -> Chart | None:
@@ -243,4 +282,4 @@ def efficiency(runs: Named) -> Chart | None:
     spec = spec_of(values, mark={"type": "tick", "thickness": 2}, encoding=encoding, height={"step": 30})
     spec |= OF_ROWS
     note = "One line for each start of a job, as seff would show it."
-    return Chart(name="efficiency", title="CPU and memory", note=note, spec=spec)
+    return Chart(name="efficiency", title="CPU and memory of jobs", note=note, spec=spec)

@@ -122,6 +122,14 @@ def tokens(runs: Named) -> Iterator[Chart | None]:
         yield _histogram("model calls", "Turns", note, _bins(runs, "turn_bins"), runs)
 
 
+def use(runs: Named) -> Iterator[Chart | None]:
+    """Yields how CPU time and memory of rollouts are distributed."""
+    note = "CPU seconds of the sandboxes of each rollout that was carried out, the verifier's included."
+    yield _histogram("CPU seconds", "CPU of rollouts", note, _bins(runs, "cpu_bins"), runs)
+    note = "The most memory that the sandboxes of each rollout were seen to hold."
+    yield _histogram("MB", "Memory of rollouts", note, _bins(runs, "memory_bins"), runs)
+
+
 def training(runs: Named) -> Iterator[Chart]:
     """Yields a curve over steps for each metric."""
     titles = {"reward": "Reward", "passed": "Share that passed", "staleness": "Staleness", "entropy": "Entropy"}

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from megaflow_hpc.report.figures import RunFigures
+from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.rollouts import PHASES
 
 Spec = dict[str, Any]
@@ -31,6 +32,7 @@ OUTCOMES = {
     "cancelled": "#8A8A8A",
 }
 PHASE_COLOURS = dict(zip((*PHASES, "other"), ("#E69F00", "#0072B2", "#56B4E9", "#009E73", "#8A8A8A"), strict=True))
+STAGE_COLOURS = dict(zip(STAGES, ("#CC79A7", "#8A8A8A", "#E69F00", "#0072B2"), strict=True))
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', 'Liberation Sans', Arial, sans-serif"
 

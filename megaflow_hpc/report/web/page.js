@@ -61,8 +61,10 @@
     ["seconds", (r) => rows.seconds[r], (r) => figure(rows.seconds[r], 1)],
     ["turns", (r) => rows.turns[r], null],
     ["tokens", (r) => rows.tokens[r], null],
+    ["CPU s", (r) => rows.cpu[r], (r) => figure(rows.cpu[r], 1)],
+    ["MB", (r) => rows.memory[r], (r) => figure(rows.memory[r], 0)],
   ];
-  const NUMBERS = new Set(["reward", "seconds", "turns", "tokens"]);
+  const NUMBERS = new Set(["reward", "seconds", "turns", "tokens", "CPU s", "MB"]);
 
   const select = () => {
     const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -137,6 +139,8 @@
       rows.turns[r] + " turns",
       rows.tokens[r] + " tokens",
       "attempt " + rows.attempts[r],
+      rows.cpu[r] === null ? "" : figure(rows.cpu[r], 1) + " s of CPU",
+      rows.memory[r] === null ? "" : "at most " + figure(rows.memory[r], 0) + " MB",
       rows.nodes[rows.node[r]],
     ];
     const parts = [make("h3", rows.id[r]), make("p", facts.filter(Boolean).join(" · "), "faint")];
