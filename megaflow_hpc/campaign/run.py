@@ -15,7 +15,7 @@ from megaflow_hpc.campaign.interruption import Cancelled, ask_for, cancel, mark_
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, trainers, waiting_servers
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.tally import job_uses, recount, usage
+from megaflow_hpc.campaign.tally import job_uses, recount, seen, usage
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.files import remove_tree
@@ -91,7 +91,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        status = self._seen(self._slurm_age_s)
+        status = seen(self.monitor, self.slurm_jobs, self._trainers(), self._slurm_age_s)
         if servers := self.record.servers:
             known = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
@@ -104,12 +104,6 @@ class Run:
         if self.record.pools and status["state"] not in ("finished", "cancelled"):
             status["warnings"] += pool_warnings(self.dir)
         return status
-
-    def _seen(self, age_s: float) -> dict[str, Any]:
-        """What the run's files and Slurm tell, whose answer may be ``age_s`` old."""
-        live = self.slurm_jobs.live(age_s)
-        pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
-        return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
         """Trainers that run or wait; ``None`` if nobody can tell now."""
@@ -235,7 +229,7 @@ class Run:
             self.local.stop()
         self.gather()
         recount(self.dir, self.monitor)
-        status = self._seen(0)
+        status = seen(self.monitor, self.slurm_jobs, self._trainers(), 0)
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def gather(self, rebuild: bool = False) -> Path:

@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm.efficiency import efficiencies
@@ -16,6 +18,17 @@ from megaflow_hpc.slurm.ids import array_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.monitor.usage import JobUse
+
+
+def seen(monitor: Monitor, jobs: Jobs, trainers: Mapping[str, TrainerJob] | None, age_s: float) -> dict[str, Any]:
+    """Returns what a run's files and Slurm tell of it.
+
+    Args:
+        age_s: how old Slurm's answer may be.
+    """
+    live = jobs.live(age_s)
+    pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
+    return monitor.status(live, pending, jobs.asked_at, trainers)
 
 
 def usage(run: RunDir, uses: list[JobUse], monitor: Monitor) -> dict[str, float]:

@@ -21,7 +21,6 @@ from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.files import SandboxFiles
-from megaflow_hpc.environments.sandbox.limits.consumption import Consumption
 from megaflow_hpc.environments.sandbox.limits.watch import Breach, Watch
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import listen
@@ -67,6 +66,8 @@ class ApptainerSandbox(SandboxFiles):
         self._over: Breach | None = None
         self._watchdog = watchdog
         self._watch = Watch(spec, self._bundle.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
+        self.consumption = self._watch.consumption
+        """Returns what was used since the start, by all its containers; also once it has stopped."""
         self._spare = spare
         self._kit = kit
         self._leaving: set[asyncio.Task[None]] = set()
@@ -92,10 +93,6 @@ class ApptainerSandbox(SandboxFiles):
     def host_pid(self) -> int | None:
         """Apptainer's own process on the host; all of the sandbox's are below it."""
         return self._bundle.container.host_pid if self._bundle.container else None
-
-    def consumption(self) -> Consumption:
-        """Returns what was used since the start, by all its containers; also once it has stopped."""
-        return self._watch.consumption()
 
     # --- life ---------------------------------------------------------------------------------------------------
 

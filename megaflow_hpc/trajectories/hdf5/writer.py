@@ -18,22 +18,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from megaflow_hpc.trajectories.hdf5 import column_writer
+from megaflow_hpc.trajectories.hdf5 import column_writer, schema
 from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
 from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache, ChunkedColumn, gather
 from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.interleave import Rows
 from megaflow_hpc.trajectories.hdf5.numbering import NUMBERED, ROWS, rebased, spans_of
-from megaflow_hpc.trajectories.hdf5.schema import (
-    COLUMNS,
-    FORMAT,
-    FORMAT_VERSION,
-    OPTIONAL,
-    STRING,
-    TEXT,
-    UNKNOWN_AS_NAN,
-)
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
 from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.version import __version__
@@ -131,7 +123,7 @@ class TrajectoryWriter:
         row = counts["n"]
         for name in _COPIED:
             held[f"trajectories/{name}"].append(getattr(trajectory, name))
-        for name in UNKNOWN_AS_NAN:
+        for name in schema.UNKNOWN_AS_NAN:
             value = getattr(trajectory, name)
             held[f"trajectories/{name}"].append(math.nan if value is None else value)
         held["trajectories/turns"].append(len(trajectory.turns))
