@@ -198,23 +198,15 @@ def split(line: str) -> list[str]:
     return line.split("|")
 
 
-def test_after_a_walltime_more_time_finishes_it_and_usage_is_what_sacct_counts(make_campaign: Make) -> None:
-    section = pods(count=2, time=1) + "  requeues: 0\n"  # the warning before the end comes at once
-    run = Run(
-        json.loads(cli("submit", make_campaign(1, section, agent="oracle", solution=SLOW), "--json").stdout)["run"]
-    )
-    until(lambda: run.live_jobs(0) == set(), "the walltime has ended both pods, and gather after them")
-    status = run.status()
-    assert (status["state"], status["rollouts"]["completed"]) == ("stopped", 0)
-    assert {pod["state"] for pod in status["pods"]} == {"drained"}
-    done = cli("resume", run.path, "--time", "10")
+def test_usage_is_what_sacct_counts(make_campaign: Make) -> None:
+    done = cli("run", make_campaign(1, pods(count=2), agent="oracle", solution=SLOW), "--json")
     assert done.returncode == 0, done.stderr
-    assert rows(run.path) == {"task0/oracle/0": ("completed", 1.0)}
-    until(lambda: Run(run.path).live_jobs(0) == set(), "every job has left")
+    run = Run(json.loads(done.stdout)["run"])
+    until(lambda: run.live_jobs(0) == set(), "every job has left")
 
     jobs = ",".join(Run(run.path).job_ids())
     held = [split(row) for row in slurm("sacct", "-nXPD", "-j", jobs, "-o", "JobID,CPUTimeRAW,AllocCPUS").splitlines()]
-    assert len(held) == 6, "two pods and the gather job, twice"
+    assert len(held) == 3, "two pods, of which one has nothing to do, and the gather job"
     gathers = set(Run(run.path).job_ids("gather"))
     with open_trajectories(run.path) as store:
         [attempt] = [attempt for row in store for attempt in row.attempts]
@@ -224,8 +216,7 @@ def test_after_a_walltime_more_time_finishes_it_and_usage_is_what_sacct_counts(m
         attempt.finished_at - attempt.started_at
     )
     idle_s = sum(int(seconds) for name, seconds, _ in held if name not in gathers) - worked
-    found = json.loads(cli("usage", run.path, "--json").stdout)
-    usage = found.get("usage", found)
+    [usage] = json.loads(cli("usage", run.path, "--json").stdout)["runs"]
     print(f"sacct: {core_s} core-seconds, {idle_s:.1f} of them idle; usage: {usage}")
     assert abs(usage["core_seconds"] - core_s) <= rounded
     assert abs(usage["idle_core_seconds"] - idle_s) <= rounded
@@ -233,20 +224,20 @@ def test_after_a_walltime_more_time_finishes_it_and_usage_is_what_sacct_counts(m
     assert usage["idle_core_seconds"] < usage["core_seconds"] - worked + 1
 
 
-def test_default_times_fit_what_a_qos_allows(make_campaign: Make) -> None:
+def test_the_default_time_of_gather_fits_what_a_qos_allows(make_campaign: Make) -> None:
     """Ten minutes of the QOS ``brief``: less than gather's hour and than the partition's default."""
     slurm("sacctmgr", "-i", "add", "qos", "brief", "MaxWall=10", "Flags=DenyOnLimit")
     slurm("sacctmgr", "-i", "modify", "user", USER, "set", "qos+=brief")
     try:
-        section = pods(count=1, time=5).replace(", time: 5", "") + "  extra: {qos: brief, hold: true}\n"
+        section = pods(count=1, time=5) + "  extra: {qos: brief, hold: true}\n"
         campaign = make_campaign(1, section)
         assert walltime_s({"partition": "cpu", "qos": "brief"}) == 600.0
         run = Run(json.loads(cli("submit", campaign, "--json").stdout)["run"])
         try:
-            limits = {role: job(run.job_ids(role)[0])["TimeLimit"] for role in ("pods", "gather")}
+            limit = job(run.job_ids("gather")[0])["TimeLimit"]
         finally:
             run.cancel()
-        assert limits == {"pods": "00:10:00", "gather": "00:10:00"}
+        assert limit == "00:10:00"
         campaign.write_text(campaign.read_text().replace("  extra: {qos", "  gather: {time: 60}\n  extra: {qos"))
         refused = cli("check", campaign)
         assert refused.returncode == 3
